@@ -87,6 +87,33 @@ def test_products_of_all_formats(use_native, name, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "int8", "uint4_block", "mxfp4", "nf4"])
+def test_inputs_of_very_different_sizes(use_native, name):
+    """Where a row of x is written in digits, an error is small beside what is summed, not beside each input."""
+    w = _quantised(name, normal(40, 512))
+    times, dense = jax.jit(_times(w)[0]), _dense(w)
+    sizes = np.float32(10.0) ** np.random.default_rng(0).integers(-9, 9, 512)
+    for x in (normal(512) * sizes, jnp.zeros(512), normal(512) * 1e-30, jnp.eye(512)[77], normal(512) * 1e20):
+        y, summed = np.float64(times(x, w)), np.sum(np.abs(np.float64(x))) * np.abs(dense).max(1)
+        assert np.all(np.abs(y - np.float64(x) @ dense.T) <= 2e-6 * summed)
+    for special in (jnp.nan, jnp.inf):
+        x = normal(512).at[77].set(special)
+        np.testing.assert_array_equal(np.isfinite(times(x, w)), np.isfinite(jnp.float32(dense) @ x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2, 4, 5, 8, 16])
+@pytest.mark.parametrize("name", ["nf4", "q4_0", "q6_k", "int8", "fp8"])
+def test_some_rows_in_bfloat16(use_native, name, rows):
+    for columns in (256, 96 if name in ("nf4", "q4_0", "int8") else 512):
+        w = _quantised(name, normal(37, columns, dtype=jnp.bfloat16))
+        x = normal(rows, columns, dtype=jnp.bfloat16, seed=1)
+        with kernels.backend("reference"):
+            expected = _times(w)[0](x, w)
+        assert relative_error(jax.jit(_times(w)[0])(x, w), np.float64(expected)) < 4e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [(), (3,), (40,)])
 @pytest.mark.parametrize("name", ["nf4", "nested", "int8", "uint4_block", "q4_0", "q4_k", "q6_k", "nvfp4"])
 def test_derivatives_and_transforms(use_native, name, rows):

@@ -75,6 +75,10 @@ inline uint16_t to_bfloat16(float value) {  // rounded to nearest, ties to even
   const uint32_t bits = bits_as<uint32_t>(value);
   return value == value ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
 }
+inline void put(Result y, int64_t m, int64_t n, float value) {
+  if (y.is_bfloat16) static_cast<uint16_t*>(y.data)[m * y.stride + n] = to_bfloat16(value);
+  else static_cast<float*>(y.data)[m * y.stride + n] = value;
+}
 
 struct Kernels {  // of an instruction set, for codes of so many bits
   void (*product)(const Weight&, Rows x, Result y, int64_t begin, int64_t end);
@@ -135,6 +139,12 @@ std::vector<const Set*> sets() {
   return found;
 }
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
+}  // namespace
+#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of it
+#define QL_MORE
+#include "avx512.h"
+#endif
+namespace {
 bool read_weight(const ffi::RemainingArgs& args, const Format& format, int64_t columns, Weight& w) {
   Numbers codes, *all[] = {&codes, &w.table, &w.scale, &w.outer, &w.zero, &w.outer_zero, &w.map};
   const ffi::DataType types[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::U8,
@@ -160,15 +170,33 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   Weight w;
   if (!read_weight(args, format, columns, w) || !is_floating(x) || !is_floating(*y)) return refused();
   if (y->dimensions()[0] != m || y->dimensions()[1] != format.rows) return refused();
-  std::vector<float> copy(m * stride);  // as float32, in the order in which codes are unpacked
   const float* floats = static_cast<const float*>(x.untyped_data());
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
-  const bool mixed = set().mixes_nibbles && format.bits == 4, widen = is_bfloat16(x);
+  const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
+  const auto place = [&](int64_t k) { return mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k; };  // as codes are unpacked
+#ifdef QL_MORE
+  if (pairs::here() && narrow && m > 1 && columns % 32 == 0) {
+    std::vector<uint16_t> copy(m * columns);
+    for (int64_t i = 0; i < m; i++)
+      for (int64_t k = 0; k < columns; k++) copy[i * columns + place(k)] = halves[i * columns + k];
+    share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
+      pairs::of(format)(w, copy.data(), m, result_of(*y), begin, end);
+    });
+    return ffi::Error::Success();
+  }
+  const integers::Codes codes = integers::codes_of(w);
+  integers::Digits digits;
+  if (integers::here() && m == 1 && codes.known && integers::write(floats, narrow ? halves : nullptr, w, codes, digits)) {
+    share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
+      integers::of(w)(w, codes, digits, result_of(*y), begin, end);
+    });
+    return ffi::Error::Success();
+  }
+#endif
+  std::vector<float> copy(m * stride);  // as float32
   for (int64_t i = 0; i < m; i++)
-    for (int64_t k = 0; k < columns; k++) {
-      const int64_t from = i * columns + k, to = mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k;
-      copy[i * stride + to] = widen ? bits_as<float>(uint32_t(halves[from]) << 16) : floats[from];
-    }
+    for (int64_t k = 0; k < columns; k++)
+      copy[i * stride + place(k)] = narrow ? bits_as<float>(uint32_t(halves[i * columns + k]) << 16) : floats[i * columns + k];
   share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
     set().of(format).product(w, {copy.data(), m, stride}, result_of(*y), begin, end);
   });
@@ -335,48 +363,62 @@ QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, f
 // Multiplies the numbers of blocks from `first` on by those of their groups, or divides them.
 QL_VECTORS static void times_outer(float* inner, const float* outer, int64_t first, int64_t count, int64_t group, bool over) {
   for (int64_t i = 0, end = group ? group - first % group : count; i < count; i = end, end += group, outer++) {
+    const float by = *outer;
     const int64_t stop = std::min(end, count);
-    if (over) for (int64_t k = i; k < stop; k++) inner[k] /= *outer;
-    else for (int64_t k = i; k < stop; k++) inner[k] *= *outer;
+    int64_t k = i;
+    for (; k + 8 <= stop && !over; k += 8) QL_UNROLL for (int lane = 0; lane < 8; lane++) inner[k + lane] *= by;
+    for (; k < stop; k++) inner[k] = over ? inner[k] / by : inner[k] * by;
   }
 }
-// The scales and offsets of the runs of a row; `outer` is scratch of the same length.
-QL_TARGET static void scales_of(const Weight& w, int64_t row, float* scale, float* offset, float* outer) {
+QL_VECTORS static void negate(float* offset, const float* scale, int64_t count) {  // and multiply by scales, if any
+  if (scale) for (int64_t i = 0; i < count; i++) offset[i] *= -scale[i];
+  else for (int64_t i = 0; i < count; i++) offset[i] = -offset[i];
+}
+struct Scratch {  // scales and offsets of the runs of some rows, one row after the other
+  std::vector<float> space;
+  float *scale, *offset, *outer;
+  Scratch(const Weight& w, int64_t rows) : space(3 * (rows * w.runs + 16)) {  // read in whole vectors; two blocks may be cut by rows
+    scale = space.data(), offset = scale + space.size() / 3, outer = offset + space.size() / 3;
+  }
+};
+QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scratch& s, int64_t at = 0) {
   const Format& f = w.format;
   const float* map = static_cast<const float*>(w.map.data);
-  const int64_t first = f.flat ? row * w.columns / f.block : row * w.runs;
-  const int64_t count = f.flat && w.runs ? ((row + 1) * w.columns - 1) / f.block + 1 - first : w.runs;
+  const bool cut = f.flat && w.columns % f.block;  // a block may be in two rows
+  if (cut && rows > 1) {
+    for (int64_t r = 0; r < rows; r++) scales_of(w, row + r, 1, s, r * w.runs);
+    return;
+  }
+  float *scale = s.scale + at, *offset = s.offset + at, *outer = s.outer;
+  const int64_t first = cut ? row * w.columns / f.block : row * w.runs;
+  const int64_t count = cut && w.runs ? ((row + 1) * w.columns - 1) / f.block + 1 - first : rows * w.runs;
   const bool runs_on = f.flat && f.group > 0 && count;  // groups do not begin again with each row
   const int64_t group = runs_on ? first / f.group : row * w.groups;
-  const int64_t groups = runs_on ? (first + count - 1) / f.group + 1 - group : w.groups;
+  const int64_t groups = runs_on ? (first + count - 1) / f.group + 1 - group : rows * w.groups;
+  const auto times_groups = [&](float* inner, bool over) QL_LAMBDA {
+    if (runs_on) return times_outer(inner, outer, first, count, f.group, over);
+    for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
+  };
   read(w.scale, first, count, scale, map);
   if (w.outer.count) {
     read(w.outer, group, groups, outer, map);
-    times_outer(scale, outer, runs_on ? first : 0, count, f.group, f.over);
+    times_groups(scale, f.over);
   }
-  std::fill(offset, offset + w.runs, 0.f);
   if (f.zeros != kNone) read(w.zero, first, count, offset, map);
+  else std::fill(offset, offset + rows * w.runs, 0.f);
   if (w.outer_zero.count) {
     read(w.outer_zero, group, groups, outer, map);
-    times_outer(offset, outer, 0, count, f.group, false);
+    times_groups(offset, false);
   }
-  for (int64_t i = 0; i < count && f.zeros != kPlus; i++) offset[i] *= f.zeros == kPoints ? -scale[i] : -1;
+  if (f.zeros == kPoints || f.zeros == kMinus) negate(offset, f.zeros == kPoints ? scale : nullptr, count);
   for (int64_t i = 0; i < count && f.scales == kNested; i++) scale[i] += *static_cast<const float*>(w.zero.data);
-  if (w.run != f.block && f.flat)  // blocks are cut by rows: from the last on, since none lies behind its runs
+  if (cut)  // from the last on, since none lies behind its runs
     for (int64_t i = w.runs; i-- > 0;) scale[i] = scale[(row * w.columns + i * w.run) / f.block - first];
 }
-struct Scratch {  // scales and offsets of some rows
-  static constexpr int kRows = 4;
-  std::vector<float> space;
-  float *scale[kRows], *offset[kRows], *outer;
-  explicit Scratch(const Weight& w) : space((2 * kRows + 1) * (w.runs + 2)) {  // two blocks are cut by rows
-    outer = space.data();
-    for (int r = 0; r < kRows; r++) scale[r] = outer + (2 * r + 1) * (w.runs + 2), offset[r] = scale[r] + w.runs + 2;
-  }
-};
-// Calls `sink(i, values)` for vectors of values of R rows, from column i on; those behind the last are anything.
-template <int B, bool LOOKUP, int R, class Sink>
-QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink) {
+// Calls `sink(i, numbers, scales, offsets)` for vectors of numbers of R rows, from column i on; those behind the last
+// are anything. Calls `ended(scales, offsets)` when these are those of other columns from there on.
+template <int B, bool LOOKUP, int R, class Sink, class Ended>
+QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink, Ended ended) {
   const U shift = shifts<B>(w.format.high_first);
   const int64_t whole = w.columns / kLanes * kLanes, ahead = std::max<int64_t>(R * w.row_bytes, 4096);
   const uint8_t* at[R];
@@ -393,70 +435,91 @@ QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, 
     for (int64_t run = begin / w.run, i = begin; i < end; run++) {
       F scale[R], offset[R];
       QL_UNROLL for (int r = 0; r < R; r++) scale[r] = all(scales[r][run]), offset[r] = all(offsets[r][run]);
-      for (const int64_t stop = std::min((run + 1) * w.run, end); i < stop; i += kLanes) {
+      const int64_t stop = std::min((run + 1) * w.run, end);
+      for (int64_t k = (i - begin) * B >> 3; k < (stop - begin) * B >> 3; k += 64)
+        QL_UNROLL for (int r = 0; r < R; r++) __builtin_prefetch(at[r] + k + ahead);
+      for (; i < stop; i += kLanes) {
         F values[R];
-        QL_UNROLL for (int r = 0; r < R; r++) {
-          const uint8_t* codes = at[r] + ((i - begin) * B >> 3);
-          __builtin_prefetch(codes + ahead);
-          values[r] = numbers<B, LOOKUP>(w, codes, shift) * scale[r] + offset[r];
-        }
-        sink(i, values);
+        QL_UNROLL for (int r = 0; r < R; r++)
+          values[r] = numbers<B, LOOKUP>(w, at[r] + ((i - begin) * B >> 3), shift);
+        sink(i, values, scale, offset);
       }
+      ended(scale, offset);
     }
   }
 }
+struct Tile {  // rows of a weight that are multiplied at once
+  static constexpr int kRows = 4;
+  int64_t rows[kRows];
+  float *scale[kRows], *offset[kRows];
+};
 template <int B, bool LOOKUP, int M>
-QL_TARGET static void tile(const Weight& w, const int64_t* rows, const Scratch& s, Rows x, int64_t m, Result y) {
-  constexpr int R = std::min(Scratch::kRows, (QL_SET == AVX512 ? 16 : 8) / M);  // as registers hold sums
+QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Result y) {
+  constexpr int R = std::min(Tile::kRows, (QL_SET == AVX512 ? 16 : 8) / M);  // as registers hold sums
   const float* x_rows[M];
   for (int i = 0; i < M; i++) x_rows[i] = x.data + std::min(m + i, x.count - 1) * x.stride;
-  for (int first = 0; first < Scratch::kRows; first += R) {
-    F sums[R][M] = {};
-    walk<B, LOOKUP, R>(w, rows + first, s.scale + first, s.offset + first, [&](int64_t k, const F* values) QL_LAMBDA {
+  for (int first = 0; first < Tile::kRows; first += R) {
+    F sums[R][M] = {}, of_run[R] = {}, of_x = {};
+    const auto add = [&](int64_t k, F* values, const F* scale, const F* offset) QL_LAMBDA {
+      QL_UNROLL for (int r = 0; r < R && M > 1; r++) values[r] = values[r] * scale[r] + offset[r];
       QL_UNROLL for (int i = 0; i < M; i++) {
         F part;
         memcpy(&part, x_rows[i] + k, sizeof part);
-        QL_UNROLL for (int r = 0; r < R; r++) sums[r][i] += values[r] * part;
+        QL_UNROLL for (int r = 0; r < R; r++) (M > 1 ? sums[r][i] : of_run[r]) += values[r] * part;
+        if (M == 1) of_x += part;
       }
+    };
+    // Of one row of x, sums are scaled instead of values: once for a run.
+    walk<B, LOOKUP, R>(w, t.rows + first, t.scale + first, t.offset + first, add, [&](F* scale, F* offset) QL_LAMBDA {
+      QL_UNROLL for (int r = 0; r < R && M == 1; r++) {
+        sums[r][0] += of_run[r] * scale[r] + of_x * offset[r];
+        of_run[r] = F{};
+      }
+      of_x = F{};
     });
     QL_UNROLL for (int r = 0; r < R; r++)
       QL_UNROLL for (int i = 0; i < M; i++) {
         if (m + i >= x.count) break;
         float lanes[kLanes];
         store(lanes, sums[r][i]);
-        const float sum = std::accumulate(lanes, lanes + kLanes, 0.f);
-        const int64_t place = (m + i) * y.stride + rows[first + r];
-        if (y.is_bfloat16) static_cast<uint16_t*>(y.data)[place] = to_bfloat16(sum);
-        else static_cast<float*>(y.data)[place] = sum;
+        put(y, m + i, t.rows[first + r], std::accumulate(lanes, lanes + kLanes, 0.f));
       }
+  }
+}
+// Calls `work` for tiles of the rows.
+template <class Work> QL_TARGET static void each_tile(const Weight& w, int64_t begin, int64_t end, Work work) {
+  Scratch s(w, Tile::kRows);
+  for (int64_t n = begin; n < end; n += Tile::kRows) {
+    Tile t;
+    for (int64_t r = 0; r < Tile::kRows; r++) {  // behind the last row, that one again
+      const int64_t row = std::min(n + r, end - 1);
+      t.rows[r] = row, t.scale[r] = s.scale + (row - n) * w.runs, t.offset[r] = s.offset + (row - n) * w.runs;
+    }
+    scales_of(w, n, std::min<int64_t>(Tile::kRows, end - n), s);
+    work(t);
   }
 }
 template <int B, bool LOOKUP>
 QL_TARGET static void product(const Weight& w, Rows x, Result y, int64_t begin, int64_t end) {
-  Scratch s(w);
-  for (int64_t n = begin; n < end; n += Scratch::kRows) {
-    int64_t rows[Scratch::kRows];
-    for (int r = 0; r < Scratch::kRows; r++) {  // behind the last row, that one again
-      rows[r] = std::min(n + r, end - 1);
-      scales_of(w, rows[r], s.scale[r], s.offset[r], s.outer);
-    }
-    constexpr int M = QL_SET == PLAIN ? 1 : 4;
+  constexpr int M = QL_SET == PLAIN ? 1 : 4;
+  each_tile(w, begin, end, [&](const Tile& t) {
     for (int64_t m = 0; m < x.count; m += M)
-      (x.count - m == 1 ? tile<B, LOOKUP, 1> : tile<B, LOOKUP, M>)(w, rows, s, x, m, y);
-  }
+      (x.count - m == 1 ? tile<B, LOOKUP, 1> : tile<B, LOOKUP, M>)(w, t, x, m, y);
+  });
 }
 template <int B, bool LOOKUP, class T>
 QL_TARGET static void decoded(const Weight& w, int64_t first, Result out, int64_t begin, int64_t end) {
-  Scratch s(w);
+  Scratch s(w, 1);
   for (int64_t n = begin, row; n < end; n++) {
-    scales_of(w, row = first + n, s.scale[0], s.offset[0], s.outer);
+    scales_of(w, row = first + n, 1, s);
     T* to = static_cast<T*>(out.data) + n * out.stride;
-    walk<B, LOOKUP, 1>(w, &row, s.scale, s.offset, [&](int64_t k, const F* values) QL_LAMBDA {
+    const auto write = [&](int64_t k, const F* values, const F* scale, const F* offset) QL_LAMBDA {
       T last[kLanes];
       const bool whole = k + kLanes <= w.columns;
-      store(whole ? to + k : last, in_order<B>(*values));
+      store(whole ? to + k : last, in_order<B>(*values * *scale + *offset));
       if (!whole) memcpy(to + k, last, (w.columns - k) * sizeof(T));
-    });
+    };
+    walk<B, LOOKUP, 1>(w, &row, &s.scale, &s.offset, write, [](const F*, const F*) {});
   }
 }
 template <int B, bool LOOKUP = false>
