@@ -168,7 +168,7 @@ def _tokens(
     model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
     """The new tokens, `(batch,)` each."""
-    longest = int(seen.sum(1).max())
+    longest, leaves = int(seen.sum(1).max()), _Leaves(model)
     places = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
@@ -187,16 +187,50 @@ def _tokens(
             one = jax.ShapeDtypeStruct((len(rows), 1), jnp.int32)
             number = jax.ShapeDtypeStruct((), jnp.int32)
             program = lambda ids, memory: _next.lower(
-                model, ids, kept, memory, number, number, since, sampling, number, cache
+                leaves, ids, kept, memory, number, number, since, sampling, number, cache
             )
             _compile_both(model, program, rows, one, None)
         while len(made) < until:
             count = len(made)
             at, length, step = map(jnp.int32, (start, longest + count, count))
-            token, memory = _next(model, rows, kept, memory, at, length, since, sampling, step, cache)
+            token, memory = _next(leaves, rows, kept, memory, at, length, since, sampling, step, cache)
             made.append(token)
             yield token
             start, rows = max(width, start + 1), token[:, None]
+
+
+class _Structure:
+    """What a model is besides its leaves; hashed once, and known again without a look at it."""
+
+    def __init__(self, of: Any) -> None:
+        self.of, self._hash = of, hash(of)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Structure) and self.of == other.of)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Leaves:
+    """A model that is taken apart once, and not for each token."""
+
+    def __init__(self, model: Any) -> None:
+        self._leaves, structure = jax.tree.flatten(model)
+        self._structure = _Structure(structure)
+
+    def whole(self) -> Any:
+        return jax.tree.unflatten(self._structure.of, self._leaves)
+
+    def tree_flatten(self) -> Any:
+        return self._leaves, self._structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, leaves: Any) -> "_Leaves":
+        out = object.__new__(cls)
+        out._leaves, out._structure = leaves, structure
+        return out
 
 
 def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any, memory: Any) -> None:
@@ -223,11 +257,12 @@ def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any,
 
 @functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
 def _next(
-    model: Decoder, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
+    leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
     """The next token of each row, and the memory updated with these rows; it is None at first. `since` is the
     place in each row from which on activated LoRAs act."""
+    model = leaves.whole()
     stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], cache)
@@ -280,7 +315,7 @@ class Conversation:
                 "Conversation takes a Decoder of `quaxlike.models` with one adapter at most; choose one with "
                 f"`quaxlike.choose_adapter`; found {type(model).__name__}."
             )
-        self._model, self._cache = model, cache
+        self._model, self._leaves, self._cache = model, _Leaves(model), cache
         self._cached: list[int] = []  # the tokens whose keys and values are in the memory
         self._since = _NEVER  # and from which place on an activated LoRA acted on them
         self._memory: Any = None
@@ -391,11 +426,11 @@ class Conversation:
         if step == 0 and width > 1 and len(tokens) + 1 < most:
             number = jax.ShapeDtypeStruct((), jnp.int32)
             program = lambda ids, memory: _next_of_one.lower(
-                self._model, ids, memory, number, number, number, number, sampling, number
+                self._leaves, ids, memory, number, number, number, number, sampling, number
             )
             _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
         token, memory = _next_of_one(
-            self._model, ids, memory, at, last, length, of_adapter, sampling, jnp.int32(step)
+            self._leaves, ids, memory, at, last, length, of_adapter, sampling, jnp.int32(step)
         )
         token = int(token)
         self._cached, self._since, self._memory = list(tokens), since, memory
@@ -416,7 +451,7 @@ class Conversation:
 
 @functools.partial(jax.jit, donate_argnames="memory")
 def _next_of_one(
-    model: Decoder, ids: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
+    leaves: _Leaves, ids: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any,
 ) -> tuple[Array, Any]:  # fmt: skip
     """The token after the one at `last` of `ids`, and the memory updated from `start` on. `since` is as for
@@ -424,6 +459,7 @@ def _next_of_one(
 
     What follows `last` is padding: no token before it sees it, and later tokens replace it.
     """
+    model = leaves.whole()
 
     def run(model: Decoder, ids: Any, memory: Any) -> Any:
         seen = jnp.ones(jax.tree.leaves(memory)[0].shape[-3], bool)

@@ -89,7 +89,7 @@ def test_products_of_all_formats(use_native, name, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "int8", "uint4_block", "mxfp4", "nf4"])
 def test_inputs_of_very_different_sizes(use_native, name):
-    """Where a row of x is written in digits, an error is small beside what is summed, not beside each input."""
+    """Of a row that is written in digits, an error is small beside the sum, not beside each input."""
     w = _quantised(name, normal(40, 512))
     times, dense = jax.jit(_times(w)[0]), _dense(w)
     sizes = np.float32(10.0) ** np.random.default_rng(0).integers(-9, 9, 512)

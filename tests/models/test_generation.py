@@ -120,7 +120,7 @@ def test_the_cache_is_written_in_place(form, qwen2):
     sampling = generation._Sampling(None, None, None, None)
     ids = jax.ShapeDtypeStruct((1,), jnp.int32)
     numbers = [number] * 4
-    step = generation._next_of_one.lower(model, ids, memory, *numbers, sampling, number)
+    step = generation._next_of_one.lower(generation._Leaves(model), ids, memory, *numbers, sampling, number)
     needed, size = step.compile().memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(memory))
     assert needed.alias_size_in_bytes == size
     # Less than the cache of two layers: the keys and values of one are turned for their products.
