@@ -319,3 +319,10 @@ def test_combinators_hold_each_other():
         with ql.on_materialise("error"):
             y = ql.quaxify(jnp.matmul)(w, other)
         np.testing.assert_allclose(y, w.materialise() @ other.materialise(), atol=1e-5)
+
+
+def test_coefficients_that_share_their_places():
+    w, spectra, places = _x(4, 6), _x(2, 3), jnp.array([3, 7, 20])
+    shared = A.FourierFTArray(w, spectra, places, scaling=20.0)
+    each = [A.FourierFTArray(w, spectrum, places, scaling=20.0).materialise() for spectrum in spectra]
+    np.testing.assert_allclose(shared.materialise(), jnp.stack(each), atol=1e-6)

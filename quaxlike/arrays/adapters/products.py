@@ -276,9 +276,8 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        shape = (*self.spectrum.shape[:-1], self.num_outputs * self.num_inputs)
-        flat = jnp.put_along_axis(
-            jnp.zeros(shape, self.spectrum.dtype), self.places, self.spectrum, axis=-1, inplace=False
-        )
+        spectrum, places = jnp.broadcast_arrays(self.spectrum, self.places)  # of the places alone there may be one
+        shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
+        flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
         whole = jnp.reshape(flat, (*shape[:-1], self.num_outputs, self.num_inputs))
         return self.on(SumArray, self.scaling * jnp.fft.ifft2(whole).real)
