@@ -73,7 +73,7 @@ class Case(NamedTuple):
     value: Array
     sight: Sight
     scale: float
-    softcap: float
+    softcap: float | int
     sinks: Any
     divided: bool
     """Whether devices share the tokens."""

@@ -129,7 +129,7 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
     return of_all(query, key, value, sight, scores, sinks)
 
 
-def scores_of(query: Array, key: Array, mask: Array, *, scale: float, softcap: float) -> Array:
+def scores_of(query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int) -> Array:
     """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
     scores = (jnp.einsum("qhgd,khd->hgqk", query, key) * scale).astype(jnp.float32)
     if softcap:

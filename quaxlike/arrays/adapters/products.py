@@ -276,7 +276,7 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        spectrum, places = jnp.broadcast_arrays(self.spectrum, self.places)  # of the places alone there may be one
+        spectrum, places = jnp.broadcast_arrays(self.spectrum, self.places)  # places may be shared
         shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
         flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
         whole = jnp.reshape(flat, (*shape[:-1], self.num_outputs, self.num_inputs))

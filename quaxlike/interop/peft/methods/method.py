@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ....arrays.adapted import AdaptedArray
 from ....surgery.loraify import value_for
@@ -28,7 +28,7 @@ def count(default: int, least: int = 1) -> Option:
     return Option(default, f"an integer of at least {least}", lambda x: type(x) is int and x >= least)
 
 
-def number(default: float) -> Option:
+def number(default: float | int) -> Option:
     return Option(default, "a number", is_finite)
 
 
@@ -49,6 +49,7 @@ DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x 
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
+@runtime_checkable
 class Source(Protocol):
     """The tensors of an adapter's file."""
 
