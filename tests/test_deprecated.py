@@ -8,7 +8,10 @@ import pytest
 import quaxlike.models
 from quaxlike._deprecated import deprecated
 
+from .samples import wrong_types
 
+
+@wrong_types  # and before the line that asks
 @pytest.mark.parametrize(
     ("old", "new"),
     [

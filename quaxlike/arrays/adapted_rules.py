@@ -69,7 +69,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], dimensions: Any = Non
 
 @register("broadcast_in_dim")
 def _broadcast_in_dim(
-    x: AdaptedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[int], **params: Any
+    x: AdaptedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
     """Adds batch axes: of size one on each part, or else in front, on the first part alone."""
     n, n_new = x.num_batch, len(shape) - x.ndim

@@ -19,14 +19,14 @@ class Generator:
     def _words(self, count: int) -> np.ndarray:
         return self._state.randint(0, 2**32, count, dtype=np.uint32)
 
-    def uniform(self, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+    def uniform(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
         """`torch.empty(shape).uniform_(low, high)`, in float32."""
         low32, high32 = np.float32(low), np.float32(high)
         unit = (self._words(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
         wide = unit * np.float64(high32 - low32) + np.float64(low32)
         return wide.astype(np.float32).reshape(shape)
 
-    def uniform_bfloat16(self, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
+    def uniform_bfloat16(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
         """The same in bfloat16."""
         out = self.uniform(shape, low, high).astype(jnp.bfloat16)
         ends = np.asarray([low, high], np.float32).astype(jnp.bfloat16)

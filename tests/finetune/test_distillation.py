@@ -23,7 +23,9 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 
 def logs(model, ids, temperature=1):
     """Logarithms of probabilities, by NumPy."""
-    logits = np.asarray(ql.quaxify(model)(np.asarray(ids), np.ones(len(ids), bool)), np.float64) / temperature
+    logits = (
+        np.asarray(ql.quaxify(model)(jnp.asarray(ids), jnp.ones(len(ids), bool)), np.float64) / temperature
+    )
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
