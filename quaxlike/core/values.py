@@ -242,6 +242,12 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """
         return ct
 
+    def cotangent_factor(self, dtype: Any) -> Any:
+        """What the cotangent of a value that is made inside of a derivative is multiplied with to give that
+        of its leaves, such as one in the same unit: a scalar of this type and dtype. Without it, nothing.
+        """
+        return None
+
     def follows_rules(self) -> bool:
         """Whether the rules registered for the type apply to this value.
 

@@ -223,6 +223,22 @@ def test_the_derivative_of_what_is_not_linear_is_dense_under_the_policy():
         f(jnp.arange(3.0))
 
 
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("make", [lambda y: y, product], ids=["array", "of what is not linear"])
+@pytest.mark.parametrize("paths", [1, 2])
+@pytest.mark.parametrize("multiply", [jnp.multiply, lax.mul, lambda x, y: x * y])
+def test_the_derivative_by_a_number_that_is_given_a_unit_inside_has_none(make, paths, multiply):
+    def total(y):
+        lengths = multiply(Unitful(make(y), "m"), y if paths == 2 else 3 * jnp.ones_like(y))
+        return jnp.sum(ql.materialise(lengths / Unitful(1.0, "m")))
+
+    y = jnp.arange(3.0)
+    for f in (jax.grad(total), jax.jit(jax.grad(total)), jax.grad(jax.checkpoint(total))):
+        out = ql.quaxify(f)(y)
+        assert isinstance(out, Array)
+        np.testing.assert_allclose(out, 2 * y if paths == 2 else 3.0)
+
+
 def test_what_was_traced_inside_is_refused_outside():
     """A program's result does not depend on whether it was traced within `quaxify` before."""
     fn = jax.jit(lambda x, y: lax.mul(x, y))

@@ -356,6 +356,9 @@ class Unitful(AnnotatedArray):
         # The unit of the differentiated function is unknown here, so the cotangent gets the unit ANY.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
+    def cotangent_factor(self, dtype: Any) -> Any:
+        return Unitful(jnp.ones((), dtype), self.unit)
+
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
 

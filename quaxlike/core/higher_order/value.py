@@ -1,6 +1,7 @@
 """The equation that makes a Value of its leaves, which `trace.stage` binds inside of a transform: the Value
 where a level meets it, and derivatives and batches of it where the transform does."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.tree_util as jtu
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..jaxprs.linearity import has_tangent, is_linear
+from ..jaxprs.linearity import has_tangent, held, is_linear, linear_part
 from ..jaxprs.slots import LeafLayout
 from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
@@ -46,7 +47,8 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """The tangent is a Value if its type is linear, and dense otherwise."""
+    """The tangent is a Value whose parts are dense where they are not linear, as in units of an NF4 weight; if
+    the type itself is not linear, an array."""
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
     if not has_tangent(jax.typeof(out)) or all(type(t) is ad.Zero for t in tangents):
@@ -58,10 +60,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
         ]
         return out, value_p.bind(*leaves, treedef=treedef)
 
-    whole = lambda *leaves: dense(
-        jtu.tree_unflatten(treedef, leaves), "the derivative of a Value", hint=_HINT
-    )
-    return out, jvp_along(whole, primals, tangents)[1]
+    structure: Any = None
+
+    def linear(*leaves: Any) -> list[Any]:
+        nonlocal structure
+        to_dense = functools.partial(dense, what="the derivative of a Value", hint=_HINT)
+        leaves, structure = jtu.tree_flatten(linear_part(jtu.tree_unflatten(treedef, leaves), to_dense))
+        return leaves
+
+    moved, along = jvp_along(linear, primals, tangents)
+    if jtu.treedef_is_leaf(structure):
+        return out, along[0]
+    leaves = [t if has_tangent(jax.typeof(x)) else x for x, t in zip(moved, along, strict=True)]
+    return out, value_p.bind(*leaves, treedef=structure)
 
 
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
@@ -69,6 +80,11 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
+
+    value: Value = jtu.tree_unflatten(treedef, leaves)
+    for part in (value, *held(value)):
+        if (factor := part.cotangent_factor(ct.dtype)) is not None:
+            ct = jnp.multiply(ct, stage(factor))
 
     def of_undefined(*parts: Any) -> Any:
         parts_left = iter(parts)
