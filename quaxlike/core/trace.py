@@ -343,10 +343,9 @@ def _below(level: QuaxTrace) -> list[Any]:
 
 
 def _lives_below(level: QuaxTrace, value: Value) -> bool:
-    tracers = [x for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]
+    traces: list[Any] = [x._trace for x in jtu.tree_leaves(value) if isinstance(x, jax.core.Tracer)]  # pyright: ignore[reportPrivateUsage]
     below = _below(level)
-    at = [(x._trace, getattr(x._trace, "tag", None)) for x in tracers]  # pyright: ignore[reportPrivateUsage]
-    return all(any(y is z for y in pair for z in below) for pair in at)
+    return all(any(x is y for x in (trace, getattr(trace, "tag", None)) for y in below) for trace in traces)
 
 
 # A Value whose arrays belong to a transform inside of a level (it was built there, or passed to a jitted

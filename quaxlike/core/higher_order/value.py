@@ -47,8 +47,8 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """The tangent is a Value whose parts are dense where they are not linear, as in units of an NF4 weight; if
-    the type itself is not linear, an array."""
+    """The tangent is a Value whose parts are dense where they are not linear, as in units of NF4; if the type
+    itself is not linear, an array."""
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
     if not has_tangent(jax.typeof(out)) or all(type(t) is ad.Zero for t in tangents):
@@ -65,8 +65,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
     def linear(*leaves: Any) -> list[Any]:
         nonlocal structure
         to_dense = functools.partial(dense, what="the derivative of a Value", hint=_HINT)
-        leaves, structure = jtu.tree_flatten(linear_part(jtu.tree_unflatten(treedef, leaves), to_dense))
-        return leaves
+        part = linear_part(jtu.tree_unflatten(treedef, leaves), to_dense)
+        structure = jtu.tree_structure(part)
+        return jtu.tree_leaves(part)
 
     moved, along = jvp_along(linear, primals, tangents)
     if jtu.treedef_is_leaf(structure):
