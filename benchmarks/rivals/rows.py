@@ -56,8 +56,8 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(
             f"GGUF {kind}, a token", "llama.cpp", "token", "llama_token", 1.3, {"file": kind},
-            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are multiplied "
-            "three times",
+            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are "
+            "multiplied three times",
         )
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
