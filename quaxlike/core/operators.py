@@ -45,10 +45,9 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        levels = [level_of(x) if is_value(x) else None for x in leaves]
-        if any(is_value(x) and level is None for x, level in zip(leaves, levels, strict=True)):
+        if any(is_value(x) and level_of(x) is None for x in leaves):  # no level that runs takes it
             return quaxified(*args, **kwargs)
-        operands = [x if level is None else level.adopt(x) for x, level in zip(leaves, levels, strict=True)]
+        operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
         args, kwargs = jtu.tree_unflatten(structure, operands)
         return fn(*args, **kwargs)
 

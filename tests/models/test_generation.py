@@ -237,17 +237,23 @@ def test_an_activated_lora_acts_from_the_prompt_on(qwen2):
     assert [np.array_equal(x, y) for x, y in zip(found, base, strict=True)] == [False, False, True]
 
 
-@pytest.mark.slow
-def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(monkeypatch, qwen2):
-    model, widths = _activated(qwen2[0]), []
-    step = generation._next_of_one
+@pytest.fixture
+def widths(monkeypatch):
+    """How many tokens each step of a conversation runs, as they come."""
+    step, found = generation._next_of_one, []
 
-    def watched(model, ids, *rest):
-        widths.append(len(ids))
-        return step(model, ids, *rest)
+    def watched(leaves, ids, *rest):
+        found.append(len(ids))
+        return step(leaves, ids, *rest)
 
     watched.lower = step.lower
     monkeypatch.setattr(generation, "_next_of_one", watched)
+    return found
+
+
+@pytest.mark.slow
+def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(widths, qwen2):
+    model = _activated(qwen2[0])
     conversation, text = Conversation(model), list(range(10, 50))
     for new, width in [([], 64), ([7, 9, 3], 16), ([4], 16), ([7, 9], 16)]:
         text += new
@@ -259,22 +265,14 @@ def test_a_conversation_keeps_the_cache_of_the_base_up_to_the_invocation(monkeyp
 
 
 @pytest.mark.slow
-def test_forks_read_a_text_once(monkeypatch, qwen2):
+def test_forks_read_a_text_once(widths, qwen2):
     """Of the base, and of a conversation in which an adapter acted; with adapters, and without."""
-    base, model, widths = qwen2[0], _activated(qwen2[0]), []
-    step = generation._next_of_one
-
-    def watched(model, ids, *rest):
-        widths.append(len(ids))
-        return step(model, ids, *rest)
-
-    watched.lower = step.lower
+    base, model = qwen2[0], _activated(qwen2[0])
     text = list(range(10, 50))
     reader = Conversation(base, cache="bfloat16")
     next(reader.answer(text, max_new_tokens=1))
     acted = Conversation(model, cache="bfloat16")
     list(acted.answer([*text, 7, 9, 4], max_new_tokens=3))
-    monkeypatch.setattr(generation, "_next_of_one", watched)
     for conversation in (reader, acted):
         for other, question in [(model, [7, 9, 4]), (model, [3, 7, 9]), (base, [7, 9, 4])]:
             fork, ids = conversation.fork(other), [*text, *question]
@@ -302,17 +300,8 @@ def test_texts_with_adapters_that_other_tokens_invoke(qwen2):
 
 
 @pytest.mark.slow
-def test_a_conversation_runs_only_what_is_new(monkeypatch):
+def test_a_conversation_runs_only_what_is_new(widths):
     model, _ = load(folder("qwen2"))
-    widths = []
-    step = generation._next_of_one
-
-    def watched(model, ids, *rest):
-        widths.append(len(ids))
-        return step(model, ids, *rest)
-
-    watched.lower = step.lower
-    monkeypatch.setattr(generation, "_next_of_one", watched)
     conversation, text = Conversation(model), list(range(40))
     text += conversation.answer(text, max_new_tokens=2)
     list(conversation.answer([*text, 5, 6], max_new_tokens=2))

@@ -81,9 +81,8 @@ def cayley(k: jax.Array, terms: int | None) -> jax.Array:
     `I - 2 K + 2 K² - ...`, at `-K`."""
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
-        plus, minus = (
-            cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k)
-        )  # LAPACK has no narrower dtype
+        # LAPACK has no narrower dtype.
+        plus, minus = (cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k))
         return cast(jnp.linalg.solve(plus, minus), k.dtype)
     terms = 4 if terms == 3 else terms  # as PEFT does
     out, power = eye, eye

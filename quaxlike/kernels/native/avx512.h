@@ -1,7 +1,7 @@
 // Products by instructions that not every processor with AVX-512 has; product.cc includes it.
 //
 // One row and codes that stand for whole numbers: by VNNI, for bytes. Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), whose digits a, b and c are bytes, with an error
-// of at most 2^-21 of the largest of them. Products of bytes are summed exactly, as integers of 32 bits: four codes up
+// of less than 2^-20 of the largest of them. Products of bytes are summed exactly, as integers of 32 bits: four codes up
 // to 255 times digits up to 64 stay below 2^31 when they are shifted.
 //
 // Some rows in bfloat16: values are rounded to it, and multiplied in pairs.
