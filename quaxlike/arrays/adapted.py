@@ -90,8 +90,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     def base(self) -> Any:
         """`w`, cut off from differentiation unless `train_base` or `open_base`. An adapter beneath this one
         decides for itself, and so does a quantised weight whose scales are trained."""
-        decides = isinstance(self.w, AdaptedArray) or getattr(self.w, "train_scales", False)
-        return self.w if self.train_base or self.open_base or decides else frozen(self.w)
+        return self.w if self.train_base or self.open_base or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
         """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
@@ -139,12 +138,15 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
-        """This array with some fields replaced, without checking them against the others."""
+        """This array with some fields computed from its own, without checking them against the others. If `w`
+        decided for itself about its gradients and the new one does not, they flow through it as before."""
+        if _decides(self.w) and not _decides(fields.get("w", self.w)):
+            fields = {"open_base": not self.train_base, **fields}
         return replace_fields(self, **fields)
 
     def with_base(self: _Self, w: Any) -> _Self:
         """This adapter on another base."""
-        return self.replace(w=w)
+        return replace_fields(self, w=w)
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
@@ -159,10 +161,10 @@ class AdaptedArray(ArrayOperators, ArrayValue):
 
     def widen(self, like: Value) -> Any:
         """Lets gradients through the base if they pass that of `like`."""
-        if type(like) is not type(self) or not (like.train_base or like.open_base):
+        if type(like) is not type(self) or not is_reached(like, self):
             return NotImplemented
         x = with_trainable_base(self, train=like.train_base)
-        return x.with_base(widened_part(x.w, like.w))
+        return x.replace(w=widened_part(x.w, like.w))
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not knows_axes(self) or 0 in matrix_labels(self):
@@ -215,6 +217,11 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
     return x.with_base(on_innermost(change, x.w)) if isinstance(x, AdaptedArray) else change(x)
 
 
+def _decides(w: Any) -> bool:
+    """Whether a base decides for itself about its gradients."""
+    return isinstance(w, AdaptedArray) or getattr(w, "train_scales", False)
+
+
 def frozen(x: Any) -> Any:
     """`x`, an array or a Value, treated as a constant in differentiation."""
     return jtu.tree_map(jax.lax.stop_gradient, x)
@@ -227,10 +234,17 @@ def with_trainable_base(x: _Self, *, train: bool = False) -> _Self:
     return x.replace(w=x.base, train_base=train, open_base=not train)
 
 
+def is_reached(like: AdaptedArray, *others: AdaptedArray) -> bool:
+    """Whether gradients flow through the base of `like`, and not for a reason that the bases of the others
+    have as well."""
+    alone = _decides(like.w) and not all(_decides(x.w) for x in others)
+    return like.train_base or like.open_base or alone
+
+
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
     """The same arrays; if the base of any is trained or open, those of all are."""
     train = any(x.train_base for x in adapted)
-    reached = train or any(x.open_base for x in adapted)
+    reached = any(is_reached(x, *adapted) for x in adapted)
     return [with_trainable_base(x, train=train) for x in adapted] if reached else [*adapted]
 
 

@@ -105,7 +105,7 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
     """`scaling * b @ a` taken out of the base and into the adapter."""
     taken = lora.scaling * jnp.matmul(b, a, precision="highest")
-    return with_factors(lora, a, b).replace(w=as_array(lora, w - taken))
+    return with_factors(lora, a, b).with_base(as_array(lora, w - taken))
 
 
 _INITS: dict[str, Init] = {"kaiming": _kaiming, "gaussian": _gaussian, "pissa": _pissa, "olora": _olora}
@@ -150,6 +150,6 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
             )
             u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
             lora = with_factors(lora, *halves(u, s / lora.scaling, vt))
-        return lora.replace(w=quantized)
+        return lora.with_base(quantized)
 
     return init

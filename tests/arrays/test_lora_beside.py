@@ -1,5 +1,7 @@
-"""`TrainableArray` and `LoraBias`: stacked, looked up, and differentiated, as the arrays that they are."""
+"""`TrainableArray` and `LoraBias`: stacked, looked up, and differentiated, as the arrays that they are; and
+adapters beneath others."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.array_types import WEIGHTS
+from tests.array_types import TYPES, WEIGHTS
 from tests.samples import normal
 
 BIAS, ADDED = normal(4, 3), normal(4, 3, seed=1)
@@ -86,3 +88,45 @@ def test_a_value_that_is_trained_in_full(inner):
         for program in programs:
             out = ql.materialise(ql.quaxify(program)(x))
             np.testing.assert_allclose(out, program(ql.materialise(x)), rtol=1e-5, atol=1e-6)
+
+
+OUTER = ["LoraArray", "ScaledArray", "RotatedArray", "SumArray", "OFTArray"]
+INNER = {
+    "TrainableArray": lambda w: ql.TrainableArray(w),
+    "TrainableRows": lambda w: ql.TrainableRows(w, w[:2] + 1, (3, 1)),
+    "LoraArray": lambda w: ql.LoraArray(w, w[:1], w[:, :1]),
+    "trained scales": lambda w: ql.NF4Array.quantize(w, block_size=32, train_scales=True),
+}
+MOVED = {
+    "a scale": lambda x: x * 2,
+    "a traced scale": lambda x: x * jnp.sum(x[0]),
+    "a conversion": lambda x: x.astype(jnp.float16),
+    "the transpose": lambda x: x.T,
+    "reversed": lambda x: x[::-1],
+    "rows": lambda x: x[jnp.array([0, -1, 0])],
+    "joined": lambda x: jnp.concatenate([x, x]),
+    "stacked beside an array": lambda x: jnp.stack([x, jnp.ones((4, 4))]),
+    "a sum": lambda x: x + x.T,
+    "a product of two": lambda x: x.T @ x,
+    "a loop": lambda x: lax.fori_loop(0, 2, lambda i, c: c * 0.5, x),
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("program", MOVED)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", OUTER)
+def test_an_adapter_beneath_decides_about_its_gradients(outer, inner, program):
+    """Also where the base of the result is dense."""
+    dense = TYPES[outer]()
+    x = dense.with_base(INNER[inner](ql.materialise(dense.w)))
+
+    def weighted(f):
+        return lambda x: jnp.sum(jnp.sin(ql.materialise(f(x))).astype(float))
+
+    run = MOVED[program]
+    with ql.on_materialise("allow"):
+        got = eqx.filter_grad(weighted(ql.quaxify(run)))(x)
+    want = eqx.filter_grad(weighted(lambda x: run(ql.materialise(x))))(x)
+    tolerance = 2e-2 if program == "a conversion" else 1e-4
+    assert eqx.tree_equal(got, want, rtol=tolerance, atol=tolerance)

@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ...core.jaxprs.evaluate import cached_trace
+from ...core.jaxprs.unify import widened
 from ...core.policy import map_values
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
@@ -79,6 +80,10 @@ class MethodArray(AdaptedArray):
                 return NotImplemented
             x, weight = x.w, out.w
         return self.with_base(weight)
+
+    def widen(self, like: Value) -> Any:
+        """As the array that it is computed as, beside one of another type."""
+        return super().widen(like) if type(like) is type(self) else widened(self.composed(), like)
 
     @staticmethod
     def default(

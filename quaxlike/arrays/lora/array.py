@@ -20,7 +20,7 @@ from ...core.jaxprs.unify import dense_when_incompatible, widened_part
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, materialise
 from ...kernels.multilinear import spread_like
-from ..adapted import AdaptedArray, frozen, labels_of, matrix_labels, with_trainable_base
+from ..adapted import AdaptedArray, frozen, is_reached, labels_of, matrix_labels, with_trainable_base
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 from .matrices import factored
@@ -154,7 +154,7 @@ class LoraArray(AdaptedArray):
         if self.magnitude is not None:
             scale, axes = row_scale(self)
             base = base / arrange(scale, axes, range(self.ndim)).astype(dtype)
-        return self.replace(w=(base - self.delta().astype(dtype)).astype(weight.dtype))
+        return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
         """Whether this is neither a DoRA nor drops inputs, which need more than zeros."""
@@ -226,7 +226,7 @@ class LoraArray(AdaptedArray):
             return NotImplemented if x.dropout or like.dropout else dense_when_incompatible(x)
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
-        x = with_trainable_base(x, train=like.train_base) if like.train_base or like.open_base else x
+        x = with_trainable_base(x, train=like.train_base) if is_reached(like, x) else x
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(x.a, like.a, 1 + len(x.in_axes)),

@@ -31,7 +31,7 @@ def as_lora(
     is_plain = isinstance(x, LoraArray) and x.magnitude is None and not isinstance(x.w, AdaptedArray)
     lora: LoraArray = x if isinstance(x, LoraArray) else _without_rank(x, *axes())
     a, b = materialise((lora.a, lora.b))
-    lora = lora.replace(w=innermost(x), a=a, b=b, magnitude=None, key=None, dropout=0.0)
+    lora = lora.with_base(innermost(x)).replace(a=a, b=b, magnitude=None, key=None, dropout=0.0)
     if lora.rslora:
         lora = lora.replace(rslora=False, alpha=lora.scaling * lora.rank)
     w = materialise(lora.w).astype(in_float32(lora.dtype))
