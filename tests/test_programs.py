@@ -103,6 +103,15 @@ def _solve_with(method, layer, b):
     return lx.linear_solve(operator, b, lx.GMRES(**tolerances)).value
 
 
+def _integrated_implicitly(layer, b):
+    """y(0.5) of y' = -layer(y), from y(0) = b, by an implicit method."""
+    step = diffrax.PIDController(rtol=1e-4, atol=1e-4)
+    term = diffrax.ODETerm(lambda t, y, layer: -layer(y))
+    return diffrax.diffeqsolve(
+        term, diffrax.Kvaerno3(), 0.0, 0.5, 0.1, b, layer, stepsize_controller=step
+    ).ys[0]
+
+
 @pytest.mark.usefixtures("default_promotion")
 class TestReverseModeThroughSolvers:
     """With an adapted layer in what is solved."""
@@ -126,6 +135,23 @@ class TestReverseModeThroughSolvers:
         lora = layer.weight
         np.testing.assert_allclose(
             by_layer.weight.a, lora.scaling * lora.b.T @ dense_by_layer.weight, rtol=1e-3, atol=1e-5
+        )
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["linear", "fixed_point", "root", "least_squares", "minimise", "ode"])
+    def test_gradients_through_a_vmap_inside(self, layer, method):
+        """The batched solver has the derivative of the solver, not that of its iterations."""
+        solve = _integrated_implicitly if method == "ode" else functools.partial(_solve_with, method)
+        batched = lambda layer, bs: jax.vmap(lambda b: solve(layer, b))(bs)
+        loss = lambda batched: lambda xs: jnp.sum(batched(*xs) ** 2)
+        bs = jnp.stack([self.B, 2 * self.B, -self.B])
+        with ql.on_materialise("allow"):
+            by_layer, by_bs = eqx.filter_grad(loss(ql.quaxify(batched)))((layer, bs))
+        dense_by_layer, dense_by_bs = eqx.filter_grad(loss(batched))((ql.materialise(layer), bs))
+        np.testing.assert_allclose(by_bs, dense_by_bs, rtol=1e-3, atol=1e-5)
+        lora = layer.weight
+        np.testing.assert_allclose(
+            by_layer.weight.a, lora.scaling * lora.b.T @ dense_by_layer.weight, rtol=1e-3, atol=1e-4
         )
 
     @pytest.mark.slow
