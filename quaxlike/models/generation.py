@@ -414,8 +414,8 @@ class Conversation:
         if since != self._since:
             start = min(start, since, self._since)
         switches = [rope.switch for rope in self._model.config.ropes if rope.long is not None]
-        if any(len(self._cached) <= switch < len(tokens) for switch in switches):
-            start = 0  # the text outgrew its rotary frequencies
+        if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
+            start = 0  # the rotary frequencies are others at this length
         part = tokens[start:]
         width = 1 if len(part) == 1 else _rounded(len(part))
         memory = self._with_room(max(most, start + width))

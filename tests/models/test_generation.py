@@ -206,6 +206,9 @@ def test_a_conversation_continues_as_generate_does(name):
     assert list(conversation.answer(text, max_new_tokens=9)) == expected
     before_end = expected[: expected.index(expected[4])]
     assert list(conversation.answer(text, max_new_tokens=9, eos=[expected[4]])) == before_end
+    for start in (text[:10], text):  # a shorter text, and back
+        expected = np.asarray(generate(model, np.array([start]), max_new_tokens=3))[0].tolist()
+        assert list(conversation.answer(start, max_new_tokens=3)) == expected
     anew = list(Conversation(model).answer([3], max_new_tokens=1))
     assert list(conversation.answer([3], max_new_tokens=1)) == anew
 
