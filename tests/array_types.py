@@ -234,7 +234,7 @@ CORNERS: dict[str, Make] = {
 }
 
 # Adapters of published methods, on a weight `w`; `x` is a stack of matrices (4, 4).
-_METHODS: dict[str, Callable[[Array, Array], Any]] = {
+METHODS: dict[str, Callable[[Array, Array], Any]] = {
     "SumArray": lambda w, x: adapters.SumArray(w, structured.KroneckerMatrix(x[0, :2, :2], x[0, 2:, 2:])),
     "ScaledArray": lambda w, x: adapters.ScaledArray(w, 1 + x[0, 0], 1 + x[0, 1]),
     "RotatedArray": lambda w, x: adapters.RotatedArray(
@@ -265,7 +265,7 @@ _METHODS: dict[str, Callable[[Array, Array], Any]] = {
     "FourierFTArray": lambda w, x: adapters.FourierFTArray(w, x[0, 0], jnp.asarray([3, 5, 8, 14])),
 }  # fmt: skip
 CORNERS |= {
-    name: lambda k=0, make=make: make(_dense(k), _dense(k + 1, 5, 4, 4)) for name, make in _METHODS.items()
+    name: lambda k=0, make=make: make(_dense(k), _dense(k + 1, 5, 4, 4)) for name, make in METHODS.items()
 }
 CORNERS |= {
     f"{name}, stacked": _stacked(CORNERS[name])

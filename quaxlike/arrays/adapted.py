@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..core.jaxprs.slots import leading_axes, part_specs
-from ..core.jaxprs.unify import widened, widened_part
+from ..core.jaxprs.unify import dense_when_incompatible, widened, widened_part
 from ..core.operators import ArrayOperators
 from ..core.quaxify import quaxify
 from ..core.values import ArrayValue, Value, is_value, replace_fields
@@ -160,8 +160,12 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         return out.with_base(w).replace(open_base=not like.train_base)
 
     def widen(self, like: Value) -> Any:
-        """Lets gradients through the base if they pass that of `like`."""
-        if type(like) is not type(self) or not is_reached(like, self):
+        """Lets gradients through the base if they pass that of `like`; dense if its axes are others."""
+        if type(like) is not type(self):
+            return NotImplemented
+        if (self.out_axes, self.in_axes) != (like.out_axes, like.in_axes):
+            return dense_when_incompatible(self)
+        if not is_reached(like, self):
             return NotImplemented
         x = with_trainable_base(self, train=like.train_base)
         return x.replace(w=widened_part(x.w, like.w))

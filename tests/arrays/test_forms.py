@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.array_types import TYPES, WEIGHTS, WRAPPERS
+from tests.array_types import METHODS, TYPES, WEIGHTS, WRAPPERS
 from tests.differential.compare import Finding, check, outcomes
 from tests.differential.program import Program, Step, result, under
 from tests.samples import normal
@@ -33,7 +33,7 @@ DENSE = ["NF4Array", "Int8Array", "SparseArray", "BlockSparseArray"]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")  # of what stands beside units
 @pytest.mark.parametrize("loop", ["fori_carry", "average_in_loop"])
-@pytest.mark.parametrize("name", [name for name in TYPES if name in WEIGHTS or " of " in name])
+@pytest.mark.parametrize("name", [name for name in TYPES if name in (*WEIGHTS, *METHODS) or " of " in name])
 def test_every_form_in_a_loop(name, loop):
     with under(True):
         x = TYPES[name]()

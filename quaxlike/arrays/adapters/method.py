@@ -82,8 +82,10 @@ class MethodArray(AdaptedArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """As the array that it is computed as, beside one of another type."""
-        return super().widen(like) if type(like) is type(self) else widened(self.composed(), like)
+        """As the array that it is computed as, beside one of another type or with other axes."""
+        axes = lambda x: (type(x), x.out_axes, x.in_axes)
+        same = isinstance(like, MethodArray) and axes(like) == axes(self)
+        return super().widen(like) if same else widened(self.composed(), like)
 
     @staticmethod
     def default(

@@ -229,8 +229,8 @@ class LoraArray(AdaptedArray):
         x = with_trainable_base(x, train=like.train_base) if is_reached(like, x) else x
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
-            with_batch_of(x.a, like.a, 1 + len(x.in_axes)),
-            with_batch_of(x.b, like.b, 1 + len(x.out_axes)),
+            with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
+            with_batch_of(widened_part(x.b, like.b), like.b, 1 + len(x.out_axes)),
         )
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
@@ -267,7 +267,8 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
     _, a_labels, b_labels = labels(x)
 
     def pad(part: Any, own: Labels) -> Any:
-        return jnp.pad(part, [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own])
+        widths = [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own]
+        return quaxify(lambda part: jnp.pad(part, widths))(part)
 
     return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
 

@@ -97,7 +97,7 @@ def _broadcast_in_dim(
     batch = [i for i in range(n) if i not in matrix_labels(x)]
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
         sizes = (*shape[:n_new], *(x.shape[i] for i in batch))
-        return x.replace(a=jnp.broadcast_to(x.a, sizes + x.a.shape[-1 - len(x.in_axes) :]))
+        return x.replace(a=quaxify(jnp.broadcast_to)(x.a, sizes + x.a.shape[-1 - len(x.in_axes) :]))
     order = [n + axis for axis in range(len(shape))]  # labels from n on are new
     for label, axis in enumerate(broadcast_dimensions):
         order[axis] = label

@@ -82,6 +82,9 @@ class TrainableArray(TransparentValue):
         array = widened(array, like.array)
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
+    def widen(self, like: Value) -> Any:
+        return NotImplemented  # only what it holds may change
+
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return leading_axes([(self.array, True)])
 
