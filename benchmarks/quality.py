@@ -9,11 +9,13 @@ packages that hold their weights:
 The relative error of MiniLM's embeddings; and of Gemma 3 270M, whose weights of 4 bits are taken as dense
 ones, the perplexity of a text and how often the most probable next token is that of the dense model. A model
 that is not installed is named and left out. Optimisers with moments of few bits train a classifier of digits,
-from five seeds. `--record` writes `benchmarks/quality.json` and the tables of the documentation.
+and all of MiniLM, from five seeds. `--record` writes `benchmarks/quality.json` and the tables of the
+documentation.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import pathlib
 import re
@@ -28,6 +30,7 @@ import numpy as np
 import optax
 
 import quaxlike as ql
+from benchmarks import merging
 from quaxlike.arrays.quantized import AbstractQuantizedArray
 from quaxlike.demo import experiment
 from quaxlike.demo.model import VisionTransformer
@@ -38,7 +41,7 @@ from quaxlike.surgery.trees import named_arrays
 RECORD = pathlib.Path(__file__).with_name("quality.json")
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 TEXT = pathlib.Path(__file__).with_name("quality.txt")
-TOKENS, SEEDS, STEPS, BATCH = 192, 5, 300, 64
+TOKENS, SEEDS, MIN_SIZE = 192, 5, 256
 
 
 class Scheme(NamedTuple):
@@ -96,6 +99,7 @@ class Figures(NamedTuple):
 class Moments(NamedTuple):
     """What was measured of an optimiser."""
 
+    model: str
     name: str
     bytes: float
     """Of the state, as a share of that in float32."""
@@ -210,36 +214,86 @@ def of_decoder(model: Decoder, ids: Any, scheme: Scheme | None) -> tuple[Any, ..
 OPTIMISERS: dict[str, str | None] = {"float32": None, "8 bits": "q8_0", "4 bits": "q4_0"}
 
 
-def of_moments(scheme: str | None, seeds: int = SEEDS, steps: int = STEPS) -> tuple[int, list[float]]:
-    """The bytes of the optimiser's state, and the held-out losses of a vision transformer on digits."""
-    task, _ = experiment.load_tasks(0)
-    optimiser = optax.adamw(1e-3)
-    if scheme is not None:
-        optimiser = ql.optim.quantize_state(optimiser, scheme, min_size=1024)
+class Training(NamedTuple):
+    """A model that AdamW trains, all of it."""
 
-    def loss(model: Any, images: Any, labels: Any) -> Any:
+    start: Callable[[Any], Any]
+    """The model, by a key."""
+    loss: Callable[[Any, Any], Any]
+    """Of the model and a batch."""
+    train: Any
+    test: Any
+    steps: int
+    batch: int
+    rate: float
+
+
+def digits() -> Training:
+    """A vision transformer that classifies digits, from random weights."""
+    task, _ = experiment.load_tasks(0)
+
+    def loss(model: Any, batch: Any) -> Any:
+        images, labels = batch
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels))
+
+    start = lambda key: VisionTransformer(width=64, depth=2, key=key)
+    train, test = (tuple(map(jnp.asarray, part)) for part in task)
+    return Training(start, loss, train, test, steps=300, batch=64, rate=1e-3)
+
+
+def halves() -> Training:
+    """MiniLM, which learns to find the second half of a piece of text by the first, among those of the batch.
+    Raises `ModuleNotFoundError` without its package."""
+    task = merging.minilm()
+
+    def loss(model: Any, ids: Any) -> Any:
+        first, second = jnp.split(ids[:, 1:-1], 2, axis=1)
+        ends = lambda half: jnp.concatenate([ids[:, :1], half, ids[:, -1:]], axis=1)
+        seen = jnp.ones(2 + first.shape[1], bool)
+        embed = jax.vmap(lambda ids: mean_pooled(model(ids, seen), seen))
+        scores = 20 * embed(ends(first)) @ embed(ends(second)).T
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(ids))))
+
+    return Training(
+        lambda _: task.model, loss, task.trained_by, task.measured_on, steps=60, batch=16, rate=2e-5
+    )
+
+
+TRAININGS: dict[str, Callable[[], Training]] = {"digits": digits, "MiniLM": halves}
+
+
+def of_moments(
+    scheme: str | None, training: Training, seeds: int = SEEDS, steps: int | None = None
+) -> tuple[int, list[float]]:
+    """The bytes of the optimiser's state, and the losses on held-out examples."""
+    optimiser = optax.adamw(training.rate)
+    if scheme is not None:
+        optimiser = ql.optim.quantize_state(optimiser, scheme, min_size=MIN_SIZE)
 
     def trained(key: Any) -> tuple[Any, Any]:
         first, batches = jax.random.split(key)
-        params, static = eqx.partition(VisionTransformer(width=64, depth=2, key=first), eqx.is_inexact_array)
-        images, labels = map(jnp.asarray, task.train)
+        params, static = eqx.partition(training.start(first), eqx.is_inexact_array)
+        size = len(jax.tree.leaves(training.train)[0])
 
         def step(carry: Any, key: Any) -> Any:
             params, state = carry
-            rows = jax.random.randint(key, (BATCH,), 0, len(labels))
-            of_batch = lambda params: loss(eqx.combine(params, static), images[rows], labels[rows])
+            rows = jax.random.randint(key, (training.batch,), 0, size)
+            batch = jax.tree.map(lambda x: x[rows], training.train)
+            of_batch = lambda params: training.loss(eqx.combine(params, static), batch)
             updates, state = optimiser.update(jax.grad(of_batch)(params), state, params)
             return (optax.apply_updates(params, updates), state), None
 
         start = params, optimiser.init(params)
-        (params, state), _ = jax.lax.scan(step, start, jax.random.split(batches, steps))
-        return loss(eqx.combine(params, static), *map(jnp.asarray, task.test)), state
+        keys = jax.random.split(batches, training.steps if steps is None else steps)
+        (params, state), _ = jax.lax.scan(step, start, keys)
+        return training.loss(eqx.combine(params, static), training.test), state
 
     run = jax.jit(trained)
-    results = [run(jax.random.key(seed)) for seed in range(seeds)]
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(results[0][1]))
-    return stored, [float(value) for value, _ in results]
+    losses = []
+    for seed in range(seeds):
+        loss, state = run(jax.random.key(seed))
+        losses.append(float(loss))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), losses
 
 
 # Tables ---------------------------------------------------------------------------------------------
@@ -258,9 +312,15 @@ def table(figures: Sequence[Figures], dense: float | None) -> str:
 
 
 def table_of_moments(moments: Sequence[Moments]) -> str:
-    head = ("moments of AdamW", "bytes, of float32", "held-out loss of five seeds", "mean ± deviation")
+    head = (
+        "model",
+        "moments of AdamW",
+        "bytes, of float32",
+        "held-out loss of five seeds",
+        "mean ± deviation",
+    )
     return _markdown(head, [
-        [x.name, f"{x.bytes:.2f}", ", ".join(f"{loss:.3f}" for loss in x.losses),
+        [x.model, x.name, f"{x.bytes:.2f}", ", ".join(f"{loss:.3f}" for loss in x.losses),
          f"{statistics.mean(x.losses):.3f} ± {statistics.pstdev(x.losses):.3f}"]
         for x in moments
     ])  # fmt: skip
@@ -309,7 +369,7 @@ def main() -> None:
     arguments = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"schemes": [], "moments": []}
     rows = {row["name"]: Figures(**row) for row in record["schemes"]}
-    optimisers = {row["name"]: Moments(**row) for row in record["moments"]}
+    optimisers = {(row["model"], row["name"]): Moments(**row) for row in record["moments"]}
     encoder: Any = _there("MiniLM", minilm)
     decoder: Any = _there("Gemma 3 270M", gemma)
     best: Any = None
@@ -329,15 +389,21 @@ def main() -> None:
         if found.bits:
             rows[name] = found
             print(*found, flush=True)
-    for name, scheme in OPTIMISERS.items():
-        if any(text in name for text in arguments.only):
-            stored, losses = of_moments(scheme)
-            whole = stored if scheme is None else of_moments(None, seeds=1, steps=1)[0]
-            optimisers[name] = Moments(name, stored / whole, losses)
-            print(*optimisers[name], flush=True)
+    for model, make in TRAININGS.items():
+        names = [name for name in OPTIMISERS if any(text in f"{model}, {name}" for text in arguments.only)]
+        training = _there(model, make) if names else None
+        for name in names if training is not None else []:
+            stored, losses = of_moments(OPTIMISERS[name], training)
+            whole = of_moments(None, training, seeds=1, steps=1)[0]
+            optimisers[model, name] = Moments(model, name, stored / whole, losses)
+            print(*optimisers[model, name], flush=True)
     if arguments.record:
         record["schemes"] = [rows[name]._asdict() for name in SCHEMES if name in rows]
-        record["moments"] = [optimisers[name]._asdict() for name in OPTIMISERS if name in optimisers]
+        record["moments"] = [
+            optimisers[each]._asdict()
+            for each in itertools.product(TRAININGS, OPTIMISERS)
+            if each in optimisers
+        ]
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         for name, (page, make) in PAGES.items():
             page.write_text(written(page.read_text(), name, make(record)))
