@@ -1,10 +1,13 @@
-"""Python scalars beside Values, and loops that run at once."""
+"""Python scalars and NumPy arrays beside Values, and loops that run at once."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jaxtyping import Array, ArrayLike, Float
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
@@ -76,3 +79,43 @@ def test_loops_that_end_at_different_times(body, kind):
         with ql.on_materialise("allow"):
             out = ql.quaxify(program)(x)
         np.testing.assert_allclose(ql.materialise(out), program(x.materialise()), rtol=1e-5)
+
+
+class _Held(ql.ArrayValue):
+    array: jax.Array
+
+    def materialise(self):
+        return self.array
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("number", [2.0, np.float32(2), np.full(3, 2, np.float32), jnp.full(3, 2.0)])
+@pytest.mark.parametrize(
+    ("annotation", "is_array"),
+    [
+        (jax.Array, True),
+        (_Held | jax.Array, True),
+        (Float[Array, "*n"], True),
+        (ArrayLike, False),
+        (Any, False),
+    ],
+)
+def test_a_rule_gets_the_arrays_that_it_names(annotation, is_array, number, jit):
+    """JAX hands numbers and NumPy arrays to primitives as they are."""
+    rules, found = ql.RuleSet(), []
+
+    def rule(x, y, **params):
+        found.append(y)
+        return _Held(lax.mul(x.array, jnp.broadcast_to(jnp.asarray(y), x.shape)))
+
+    rule.__annotations__ = {"x": _Held, "y": annotation}
+    ql.register("mul", rules=rules)(rule)
+    run = ql.quaxify(lambda x: lax.mul(x, number), rules=rules)
+    out = (jax.jit(run) if jit else run)(_Held(jnp.ones(np.shape(number), np.float32)))
+    np.testing.assert_array_equal(out.array, np.full(np.shape(number), 2))
+    assert isinstance(found[0], jax.Array) or not is_array
+    several = lambda x, *ys, **params: found.append(ys) or x.array
+    several.__annotations__ = {"x": _Held, "ys": annotation}
+    ql.register("clamp", rules=rules)(several)
+    ql.quaxify(lambda x: lax.clamp_p.bind(x, 1.0, 2.0), rules=rules)(_Held(jnp.ones(())))
+    assert all(isinstance(y, jax.Array) for y in found[-1]) or not is_array

@@ -81,7 +81,8 @@ OF_TREES = (
 
 # What a value says that no transform has seen, and whose type has no operators.
 NO_OPERATORS = (
-    *("bad operand type", "unsupported operand", "not subscriptable"),
+    *("bad operand type", "unsupported operand", "not subscriptable", "must be an iterable"),
+    "method __array__() was called on traced array",
     *(f"has no attribute '{name}'" for name in dir(jax.Array) if not name.startswith("_")),
 )
 

@@ -17,6 +17,7 @@ import jax.extend.core as jexc
 from jaxtyping import AbstractArray, ArrayLike
 
 from .. import compat, high_level
+from ..plain_operands import NUMBERS, as_annotated
 from ..values import ArrayValue, Value
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Rule:
                     f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
+        operands = as_annotated(self.signature, operands)
         if self.takes_primitive:
             return self.function(primitive, *operands, **params)
         return self.function(*operands, **params)
@@ -308,10 +310,9 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
             f"register takes a JAX primitive, its name, or a sequence of these; found {primitive!r}.{hint}"
         )
     name = primitive.removesuffix("_p")
-    known = compat.named_primitives()
-    if name not in known:  # it may have been defined since
+    if name not in compat.named_primitives():  # it may have been defined since
         compat.named_primitives.cache_clear()
-        known = compat.named_primitives()
+    known = compat.named_primitives()
     try:
         return known[name]
     except KeyError:
@@ -437,10 +438,9 @@ def _plain_hint(hint: Any) -> Any:
     hint = plum.resolve_type_hint(hint)
     members = {*(typing.get_args(hint) or (hint,))}
     # Python numbers are plain operands, and may be arrays by the time that a primitive gets them.
-    return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
+    return hint if members.isdisjoint(NUMBERS) or jax.Array in members else hint | jax.Array
 
 
-_NUMBERS = (bool, int, float, complex)
 _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
 
 
