@@ -1,6 +1,5 @@
 """Plain operands of rules: JAX hands numbers and NumPy arrays to primitives as they are."""
 
-import functools
 import itertools
 import typing
 from collections.abc import Sequence
@@ -17,19 +16,22 @@ NUMBERS = (bool, int, float, complex)
 _NO_ARRAYS = (*NUMBERS, np.ndarray, np.generic)
 
 
-def as_annotated(signature: "plum.Signature", operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of a rule, with a `jax.Array` for a number or NumPy array where its annotation says so."""
-    if not any(isinstance(x, _NO_ARRAYS) for x in operands):
-        return operands
-    hints = itertools.chain(signature.types, itertools.repeat(signature.varargs))
+def named_as_arrays(signature: "plum.Signature") -> tuple[bool, ...]:
+    """For each operand of a rule, and for those that follow: whether its hint names `jax.Array`, and neither
+    numbers nor NumPy arrays. Empty if there is none."""
+    flags = tuple(map(_is_array, (*signature.types, signature.varargs)))
+    return flags if any(flags) else ()
+
+
+def as_arrays(operands: Sequence[Any], flags: tuple[bool, ...]) -> list[Any]:
+    """The operands, with a `jax.Array` in place of a number or a NumPy array where the flag is True."""
+    all_flags = itertools.chain(flags, itertools.repeat(flags[-1]))
     return [
-        jnp.asarray(x) if isinstance(x, _NO_ARRAYS) and _is_array(hint) else x
-        for x, hint in zip(operands, hints, strict=False)
+        jnp.asarray(x) if flag and isinstance(x, _NO_ARRAYS) else x
+        for x, flag in zip(operands, all_flags, strict=False)
     ]
 
 
-@functools.cache
 def _is_array(hint: Any) -> bool:
-    """Whether a hint names `jax.Array`, and neither numbers nor NumPy arrays."""
     members = {*(typing.get_args(hint) or (hint,))}
     return jax.Array in members and members.isdisjoint(_NO_ARRAYS)

@@ -199,9 +199,7 @@ class QuaxTrace(jax.core.Trace):
                 out = self.fallback(primitive, unwrapped, params)
         finally:
             compat.set_trace(before)
-        if primitive.multiple_results:
-            return [self.wrap(x) for x in out]
-        return self.wrap(out)
+        return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
         """As `dispatch`, for a key of the caches: the primitive and the types of the operands."""

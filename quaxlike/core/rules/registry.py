@@ -17,7 +17,7 @@ import jax.extend.core as jexc
 from jaxtyping import AbstractArray, ArrayLike
 
 from .. import compat, high_level
-from ..plain_operands import NUMBERS, as_annotated
+from ..plain_operands import NUMBERS, as_arrays, named_as_arrays
 from ..values import ArrayValue, Value
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Rule:
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
     operands: frozenset[str] = frozenset()  # the names of its operands
+    arrays: tuple[bool, ...] = ()  # which of them it names as `jax.Array`, if any
 
     @property
     def written(self) -> Callable[..., Any]:
@@ -90,7 +91,8 @@ class Rule:
                     f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
-        operands = as_annotated(self.signature, operands)
+        if self.arrays:
+            operands = as_arrays(operands, self.arrays)
         if self.takes_primitive:
             return self.function(primitive, *operands, **params)
         return self.function(*operands, **params)
@@ -323,7 +325,7 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
 
 def _inspect(
     function: Callable[..., Any], precedence: int
-) -> "tuple[plum.Signature, bool, frozenset[str] | None, frozenset[str]]":
+) -> "tuple[plum.Signature, bool, frozenset[str] | None, frozenset[str], tuple[bool, ...]]":
     import plum  # takes longer than all of this package
 
     types: list[Any] = []
@@ -352,7 +354,7 @@ def _inspect(
             keywords.add(p.name)
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     named = None if keywords is None else frozenset(keywords)
-    return signature, takes_primitive, named, frozenset(operands)
+    return signature, takes_primitive, named, frozenset(operands), named_as_arrays(signature)
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
