@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
-from beartype.door import is_bearable
 from jax.typing import ArrayLike
 
 _P = ParamSpec("_P")
@@ -153,6 +152,8 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
     """Describes what an argument must be; None if it is that."""
+    from beartype.door import is_bearable  # takes as long as a tenth of this package
+
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         return "an array of numbers"
     if name in _BY_NAME:
