@@ -312,13 +312,8 @@ def table(figures: Sequence[Figures], dense: float | None) -> str:
 
 
 def table_of_moments(moments: Sequence[Moments]) -> str:
-    head = (
-        "model",
-        "moments of AdamW",
-        "bytes, of float32",
-        "held-out loss of five seeds",
-        "mean ± deviation",
-    )
+    losses = "held-out loss of five seeds"
+    head = ("model", "moments of AdamW", "bytes, of float32", losses, "mean ± deviation")
     return _markdown(head, [
         [x.model, x.name, f"{x.bytes:.2f}", ", ".join(f"{loss:.3f}" for loss in x.losses),
          f"{statistics.mean(x.losses):.3f} ± {statistics.pstdev(x.losses):.3f}"]
@@ -392,9 +387,11 @@ def main() -> None:
     for model, make in TRAININGS.items():
         names = [name for name in OPTIMISERS if any(text in f"{model}, {name}" for text in arguments.only)]
         training = _there(model, make) if names else None
-        for name in names if training is not None else []:
+        if training is None:
+            continue
+        whole, _ = of_moments(None, training, seeds=1, steps=1)
+        for name in names:
             stored, losses = of_moments(OPTIMISERS[name], training)
-            whole = of_moments(None, training, seeds=1, steps=1)[0]
             optimisers[model, name] = Moments(model, name, stored / whole, losses)
             print(*optimisers[model, name], flush=True)
     if arguments.record:
