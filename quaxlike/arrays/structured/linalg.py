@@ -197,9 +197,10 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
 
 
 # Functions whose derivative reads elements of LU factors, which have none here; how many results they have.
-_OF_FACTORS: dict[str, tuple[Any, int]] = {
-    "det": (jnp.linalg.det, 1),
-    "lu_factor": (jax.scipy.linalg.lu_factor, 2),
+# JAX takes long to import its `scipy.linalg`, which only they need.
+_OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
+    "det": (lambda: jnp.linalg.det, 1),
+    "lu_factor": (lambda: jax.scipy.linalg.lu_factor, 2),
 }
 
 
@@ -213,7 +214,7 @@ def _call_of_derivative(
     jaxpr = params["jaxpr"]
     if fun is None or not (rest or len(jaxpr.out_avals) > n):
         return NotImplemented
-    if _source(jaxpr) != _source(fun.trace(x.aval()).jaxpr):
+    if _source(jaxpr) != _source(fun().trace(x.aval()).jaxpr):
         return NotImplemented
     x = dense(x, params["name"], hint="Its derivative reads elements of the LU factors of a dense matrix.")
     return quaxify(functools.partial(primitive.bind, **params))(x, *rest)
