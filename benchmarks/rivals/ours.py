@@ -36,9 +36,9 @@ def _load(folder: pathlib.Path, dtype: str, quantize: str | None, head: bool = F
 
 def token(
     folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str = "bfloat16",
-    quantize: str | None = None, head: bool = False, file: str | None = None,
+    quantize: str | None = None, head: bool = False, file: str | None = None, length: int | None = None,
 ) -> Run:  # fmt: skip
-    """The median time of a token, after the first two."""
+    """The median time of a token, after the first two, of a text of `length` tokens."""
     if file is not None:
         kernels.native.prepare(print)
         model, _ = ql.models.load(gguf(folder, file))
@@ -48,7 +48,7 @@ def token(
     def run() -> float:
         times: list[float] = []
         told = lambda token: times.append(time.perf_counter())
-        generate(model, ids(size, batch, size.prompt), max_new_tokens=size.new, on_token=told)
+        generate(model, ids(size, batch, length or size.prompt), max_new_tokens=size.new, on_token=told)
         return statistics.median(np.diff(times)[1:])
 
     run()

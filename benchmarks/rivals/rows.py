@@ -50,16 +50,20 @@ def _token(
 
 ROWS: tuple[Row, ...] = (
     *_token("bf16", "transformers", (0.95, 1.0)),
+    *_token("bf16 at 450 tokens", "transformers", (0.95, 1.0), length=450),
     *_token("float32", "transformers", (0.47, 0.48), dtype="float32"),
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
         Row(
-            f"GGUF {kind}, a token", "llama.cpp", "token", "llama_token", 1.3, {"file": kind},
+            f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options,
             why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are "
             "multiplied three times",
         )
-        for kind in ("Q4_0", "Q8_0", "Q4_K_M")
+        for name, options in (
+            *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
+            ("Q4_0 at 450 tokens", {"file": "Q4_0", "length": 450}),
+        )
     ),
     Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
     Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),

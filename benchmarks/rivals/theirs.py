@@ -45,22 +45,22 @@ def _continued(model: Any, prompt: np.ndarray, new: int) -> list[float]:
 
 def token(
     folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str = "bfloat16",
-    quantize: str | None = None,
+    quantize: str | None = None, length: int | None = None,
 ) -> Run:  # fmt: skip
-    model, prompt = _load(folder, cores, dtype, quantize), ids(size, batch, size.prompt)
+    model, prompt = _load(folder, cores, dtype, quantize), ids(size, batch, length or size.prompt)
     run = lambda: statistics.median(np.diff(_continued(model, prompt, size.new))[1:])
     run()
     return run
 
 
-def llama_token(folder: pathlib.Path, size: Size, cores: int, *, file: str) -> Run:
+def llama_token(folder: pathlib.Path, size: Size, cores: int, *, file: str, length: int | None = None) -> Run:
     from llama_cpp import Llama
 
-    model = Llama(str(gguf(folder, file)), n_ctx=256, n_threads=cores, n_threads_batch=cores, verbose=False)
+    model = Llama(str(gguf(folder, file)), n_ctx=512, n_threads=cores, n_threads_batch=cores, verbose=False)
 
     def run() -> float:
         model.reset()
-        rows, times = ids(size, 1, size.prompt)[0].tolist(), []
+        rows, times = ids(size, 1, length or size.prompt)[0].tolist(), []
         for _ in range(size.new):
             model.eval(rows)
             rows = [model.sample(temp=0.0)]

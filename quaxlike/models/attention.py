@@ -30,47 +30,79 @@ class Context(NamedTuple):
     factor: Float[Array, " tokens"] | None = None
 
 
+Axes = tuple[int, int, int]
+
+
 class Memory(eqx.Module):
     """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
     written to them. Those of scanned layers are arrays of all of them, which the scan carries: they are
-    written in place."""
+    written in place.
 
-    key: Float[Array, "*layers room kv_heads size"]
-    value: Float[Array, "*layers room kv_heads size"]
+    Quantised ones have the axes `(room, kv_heads, size)`. In arrays the heads come first, and the size of a
+    head comes before the tokens in keys and after them in values: the products of one query are sums along
+    the last axis but one, which CPUs add fastest."""
+
+    key: Float[Array, "*layers room kv_heads size"] | Float[Array, "*layers kv_heads size room"]
+    value: Float[Array, "*layers room kv_heads size"] | Float[Array, "*layers kv_heads room size"]
+    key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
+    """Where the tokens, the heads and the size come from in the axes of `key`."""
+    value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
     """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
     layer: Int[Array, ""] | None = None
     """Which layer this is, of those whose keys and values the arrays hold; None if they hold one."""
 
     @classmethod
-    def empty(cls, shape: tuple[int, int, int], dtype: Any, scheme: str | None) -> "Memory":
+    def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
         """`scheme`: as for `generate`."""
         if scheme is None or scheme == "bfloat16":
-            of = lambda: jnp.zeros(shape, dtype if scheme is None else scheme)
-            return cls(of(), of())
+            dtype = dtype if scheme is None else scheme
+            return cls(jnp.zeros((heads, size, room), dtype), jnp.zeros((heads, room, size), dtype))
         if scheme not in CODECS:
             known = ", ".join(["bfloat16", *CODECS])
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
-        of: Any = lambda: CacheArray.empty(shape, scheme, dtype=dtype)
-        return cls(of(), of(), rotates=CODECS[scheme].bits <= 4)
+        of: Any = lambda: CacheArray.empty((room, heads, size), scheme, dtype=dtype)
+        axes = (0, 1, 2)
+        return cls(of(), of(), axes, axes, rotates=CODECS[scheme].bits <= 4)
 
-    def write(self, key: Array, value: Array, start: Any) -> "Memory":
-        """The memory with the keys and values of the tokens from `start` on."""
-        place = (start, 0, 0) if self.layer is None else (self.layer, start, 0, 0)
+    @property
+    def room(self) -> int:
+        return self.value.shape[self.value_axes.index(0) - 3]
 
-        def put(old: Any, new: Array) -> Any:
-            new = new.astype(old.dtype).reshape(*[1] * (len(place) - 3), *new.shape)
-            return lax.dynamic_update_slice(old, new, place)
+    def grown(self, more: int) -> "Memory":
+        """The memory with room for so many tokens more."""
 
-        return dataclasses.replace(self, key=put(self.key, key), value=put(self.value, value))
+        def grow(part: Any, axes: Axes) -> Any:
+            ends = [(0, 0 if axis else more) for axis in axes]
+            return jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 3) + ends), part)
 
-    def read(self, dtype: Any) -> tuple[Array, Array]:
-        """The keys and values of the layer."""
-        parts = self.key, self.value
-        if self.layer is not None:
-            parts = tuple(lax.dynamic_index_in_dim(part, self.layer, keepdims=False) for part in parts)
-        key, value = (part.astype(dtype) for part in parts)
-        return key, value
+        key, value = grow(self.key, self.key_axes), grow(self.value, self.value_axes)
+        return dataclasses.replace(self, key=key, value=value)
+
+    def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
+        """The memory with the keys and values of the tokens from `start` on, and the keys and values of all
+        tokens in the layer, `(room, kv_heads, size)`."""
+        key, keys = self._written(self.key, key, start, self.key_axes)
+        value, values = self._written(self.value, value, start, self.value_axes)
+        return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
+
+    def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
+        """Keys or values with `new`, and those of the layer."""
+        new = jnp.transpose(new.astype(old.dtype), axes)
+        place = tuple(0 if axis else start for axis in axes)
+        if self.layer is None:
+            out = part = lax.dynamic_update_slice(old, new, place)
+        elif axes[0]:
+            # Of arrays, XLA would fuse a write to the whole with what reads the layer, and copy the whole.
+            part = lax.dynamic_update_slice(self._layer_of(old), new, place)
+            out = lax.dynamic_update_slice(old, part[None], (self.layer, 0, 0, 0))
+        else:
+            out = lax.dynamic_update_slice(old, new[None], (self.layer, *place))
+            part = self._layer_of(out)
+        return out, jnp.transpose(part, [axes.index(axis) for axis in range(3)])
+
+    def _layer_of(self, whole: Any) -> Any:
+        return lax.dynamic_index_in_dim(whole, self.layer, keepdims=False)
 
 
 class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
@@ -109,8 +141,7 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         if memory is not None:
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
-            memory = memory.write(key, value, start)
-            key, value = memory.read(query.dtype)
+            memory, key, value = memory.write(key, value, start, query.dtype)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))

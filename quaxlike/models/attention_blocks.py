@@ -6,6 +6,7 @@ FlashAttention, 2022), and are computed again for their derivatives.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..core.quaxify import value_of
+from ..core.values import is_value
 from ..kernels.multilinear import varying_zeros
 
 # Pairs of a query and a key up to which the scores of all are made at once.
 _ALL_AT_ONCE = 2**19
+# Heads that share keys up to which CPUs sum the products of one query: for each, the keys are read.
+_MOST_SUMMED = 8
 _BLOCK = 512  # queries, and keys, at a time for more of them
 
 
@@ -129,21 +134,53 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
     return of_all(query, key, value, sight, scores, sinks)
 
 
-def scores_of(query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int) -> Array:
+class _Products(NamedTuple):
+    """How queries are multiplied with keys, `(kv_heads, group, tokens, seen)`, and weights with values."""
+
+    scores: Callable[[Array, Array], Array]
+    means: Callable[[Array, Array], Array]
+
+
+def _summed_scores(query: Array, key: Array) -> Array:
+    query, key = query[0, ..., None].astype(jnp.float32), jnp.moveaxis(key, 0, -1).astype(jnp.float32)
+    return jnp.sum(query * key[:, None], axis=2)[:, :, None]
+
+
+def _summed_means(weights: Array, value: Array) -> Array:
+    weights, value = weights[:, :, 0].astype(jnp.float32), jnp.swapaxes(value, 0, 1).astype(jnp.float32)
+    return jnp.sum(weights[..., None] * value[:, None], axis=2)[None]
+
+
+_DOTS = _Products(
+    functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
+)
+# Of one query, added as keys and values are read. XLA's CPU compiler converts and turns them for a dot.
+_SUMS = _Products(_summed_scores, _summed_means)
+
+
+def scores_of(
+    query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int, products: _Products = _DOTS
+) -> Array:
     """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
-    scores = (jnp.einsum("qhgd,khd->hgqk", query, key) * scale).astype(jnp.float32)
+    scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     return jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
 
 
 def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    found = scores(query, key, sight.mask())
-    if sinks is not None:
-        sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
-        found = jnp.concatenate([found, sink], axis=-1)
-    weights = jax.nn.softmax(found, axis=-1)[..., : len(key)]
-    return jnp.einsum("hgqk,khd->qhgd", weights.astype(value.dtype), value)
+    def by(products: _Products, query: Array, key: Array, value: Array) -> Array:
+        found = scores(query, key, sight.mask(), products=products)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
+            found = jnp.concatenate([found, sink], axis=-1)
+        weights = jax.nn.softmax(found, axis=-1)[..., : len(key)].astype(value.dtype)
+        return products.means(weights, value).astype(value.dtype)
+
+    by_dots, by_sums = (functools.partial(by, products) for products in (_DOTS, _SUMS))
+    if len(query) > 1 or query.shape[2] > _MOST_SUMMED or is_value(value_of(key)):
+        return by_dots(query, key, value)
+    return lax.platform_dependent(query, key, value, cpu=by_sums, default=by_dots)
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:

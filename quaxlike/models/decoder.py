@@ -217,7 +217,7 @@ class Decoder(Part, roles="model lm_head"):
         **Returns:** a pytree: print [`quaxlike.summary`][] of it to see what it takes.
         """
         c, dtype = self.config, self.embedding.dtype
-        empty = lambda: Memory.empty((room, c.num_key_value_heads, c.head_dim), dtype, cache)
+        empty = lambda: Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
         if isinstance(self.layers, list):
             return [empty() for _ in self.layers]
         stack = lambda leaf: jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)

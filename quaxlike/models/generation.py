@@ -18,6 +18,7 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value
 from ..surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
 from ..surgery.trees import difference, named_arrays
+from .attention import Memory
 from .decoder import Decoder
 
 
@@ -445,8 +446,7 @@ class Conversation:
         if (more := room - self._room) <= 0:
             return self._memory
         self._room = room
-        grown = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [(0, more), (0, 0), (0, 0)])
-        return jax.tree.map(grown, self._memory)
+        return jax.tree.map(lambda of: of.grown(more), self._memory, is_leaf=_is_memory)
 
 
 @functools.partial(jax.jit, donate_argnames="memory")
@@ -462,12 +462,17 @@ def _next_of_one(
     model = leaves.whole()
 
     def run(model: Decoder, ids: Any, memory: Any) -> Any:
-        seen = jnp.ones(jax.tree.leaves(memory)[0].shape[-3], bool)
+        (first, *_) = jax.tree.leaves(memory, is_leaf=_is_memory)
+        seen = jnp.ones(first.room, bool)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1)), memory
 
     logits, memory = quaxify(run)(_acting(model, start, len(ids), since), ids, memory)
     return sampling(logits, step)[0], memory
+
+
+def _is_memory(x: Any) -> bool:
+    return isinstance(x, Memory)
 
 
 #: The place from which on an activated LoRA acts that is not invoked.

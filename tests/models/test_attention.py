@@ -105,6 +105,30 @@ def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_one_query_sees_what_it_sees_among_others(options, dtype):
+    sight = Sight.of(jnp.asarray(PADDED), jnp.asarray([30, 20]), before=25, after=0)
+    query, key, value = _operands(2, dtype=dtype)
+
+    def loss(of, query, key, value):
+        y = of(query, key, value).astype(jnp.float32)
+        return jnp.sum(jnp.sin(y)), y
+
+    together = lambda *operands: attend(*operands, sight, **OPTIONS[options])
+    one = lambda query, place, *others: attend(
+        query[None], *others, sight._replace(places=place[None]), **OPTIONS[options]
+    )[0]
+    each = lambda query, *others: jax.vmap(one, (0, 0, None, None))(query, sight.places, *others)
+    forms = [
+        jax.jit(jax.grad(functools.partial(loss, of), argnums=(0, 1, 2), has_aux=True))(query, key, value)
+        for of in (each, together)
+    ]
+    atol = 2e-6 if dtype == "float32" else 2e-2
+    for ours, expected in zip(*map(jax.tree.leaves, forms), strict=True):
+        np.testing.assert_allclose(ours.astype(jnp.float32), expected.astype(jnp.float32), atol=2 * atol)
+
+
 def _temporaries(tokens):
     """MiB beside the operands of the gradient of causal attention with 8 heads of 64."""
     shape = jax.ShapeDtypeStruct((tokens, 8, 64), jnp.float32)

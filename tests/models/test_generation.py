@@ -123,8 +123,9 @@ def test_the_cache_is_written_in_place(form, qwen2):
     step = generation._next_of_one.lower(generation._Leaves(model), ids, memory, *numbers, sampling, number)
     needed, size = step.compile().memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(memory))
     assert needed.alias_size_in_bytes == size
-    # Less than the cache of two layers: the keys and values of one are turned for their products.
-    assert needed.temp_size_in_bytes < 2.5 * size / model.config.num_hidden_layers
+    # Nothing is converted or turned for its products; of a stack, the part of a layer is taken out.
+    most = {"list": 0.7, "stacked": 2.5}[form]
+    assert needed.temp_size_in_bytes < most * size / model.config.num_hidden_layers
 
 
 def test_tokens_are_told_as_they_come(qwen2):
