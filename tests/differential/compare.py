@@ -281,7 +281,9 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         disturbed = again(functools.partial(_disturbed, seed, 0.01 * tolerance))
         if differ(disturbed, expected):
             return Outcome("rejected", "the result is not stable")
-    takes_norms = any("custom.clipped(" in step.text for program in programs for step in program.steps)
+    takes_norms = any(
+        re.search(r"custom\.clipped\b", step.text) for program in programs for step in program.steps
+    )
     if takes_norms and not classes.isdisjoint(STRUCTURED):
         return Outcome("declined", "the norm of a cotangent is that of what is stored")
     if not classes.isdisjoint(STRUCTURED) and _meets_nan(traced, (leaves, varied, still)):
