@@ -42,8 +42,8 @@ class Memory(eqx.Module):
     head comes before the tokens in keys and after them in values: the products of one query are sums along
     the last axis but one, which CPUs add fastest."""
 
-    key: Float[Array, "*layers room kv_heads size"] | Float[Array, "*layers kv_heads size room"]
-    value: Float[Array, "*layers room kv_heads size"] | Float[Array, "*layers kv_heads room size"]
+    key: Float[Array, "..."]
+    value: Float[Array, "..."]
     key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
     """Where the tokens, the heads and the size come from in the axes of `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
