@@ -212,7 +212,7 @@ def test_the_gradient_of_x_lowers_for_cuda(m):
     assert ("stored_matmul" in lowered(fn, x, ct, *stored_nf4(n, k))) == (m <= 64)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("m", "adapters"), [(1, None), pytest.param(4096, None, marks=pytest.mark.slow), (64, 32)]
 )

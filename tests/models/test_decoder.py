@@ -107,6 +107,7 @@ def test_quantised_as_they_are_read(name):
     agree(logits_of(model, z)[z["valid"]], q["logits"][z["valid"]])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["llama_llama3", "gemma3"])
 def test_the_output_layer_is_quantised_when_it_is_read(name):
     z = expected(name)

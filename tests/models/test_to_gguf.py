@@ -139,6 +139,7 @@ def test_the_configuration_is_the_same(name, checkpoint, tmp_path):
     assert not arrays
 
 
+@pytest.mark.slow
 def test_experts_of_mxfp4_keep_their_codes(checkpoint, tmp_path):
     """From GPT-OSS's own format to GGUF, and from there to another file, to the bit."""
     source, model = checkpoint("gpt_oss", hidden_size=64)

@@ -26,6 +26,7 @@ _PATTERNS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(_PATTERNS, st.text(alphabet="ab.1\n_", min_size=1, max_size=6))
 def test_same_as_re(pattern: str, text: str):
@@ -58,6 +59,7 @@ def test_empty_expressions_add_nothing(pattern: str):
         assert pattern not in EMPTY[:2]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pattern", [".*" * 900 + "x", "a?" * 900 + "x", "(?=.*.*.*.*x)*" * 20 + "a" * 41])
 def test_steps_are_limited(pattern: str):
     with pytest.raises(PatternError, match="takes more than 50,000 steps on 'aaa"):
