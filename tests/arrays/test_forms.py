@@ -92,7 +92,7 @@ def test_branches_of_two_forms_are_dense_under_the_policy(name):
         jax.jit(ql.quaxify(turned))(x, True)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("inner", [*HELD, "LoraArray", "LoraArray of NF4Array"])
 @pytest.mark.parametrize("outer", ["NamedArray", "LoraArray", "TrainableArray", "LowRankUpdate"])
 def test_branches_of_which_one_holds_what_the_other_is(outer, inner):

@@ -36,7 +36,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind, name):
@@ -112,7 +112,7 @@ MOVED = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("program", MOVED)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("outer", OUTER)

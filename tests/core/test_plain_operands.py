@@ -37,7 +37,7 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_python_bool_selects(selection, kind):
