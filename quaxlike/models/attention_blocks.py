@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ..core.quaxify import value_of
-from ..core.values import is_value
 from ..kernels.multilinear import varying_zeros
+from .layers import has_values
 
 # Pairs of a query and a key up to which the scores of all are made at once.
 _ALL_AT_ONCE = 2**19
@@ -178,7 +177,7 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
         return products.means(weights, value).astype(value.dtype)
 
     by_dots, by_sums = (functools.partial(by, products) for products in (_DOTS, _SUMS))
-    if len(query) > 1 or query.shape[2] > _MOST_SUMMED or is_value(value_of(key)):
+    if len(query) > 1 or query.shape[2] > _MOST_SUMMED or has_values(key):
         return by_dots(query, key, value)
     return lax.platform_dependent(query, key, value, cpu=by_sums, default=by_dots)
 

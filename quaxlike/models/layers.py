@@ -92,7 +92,7 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     """Applies a layer of one token to each token."""
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
-    if not isinstance(layer, eqx.nn.Linear) or _has_values(layer.weight, x):
+    if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
         return jax.vmap(lambda x: layer(x))(x)  # JAX would name a module by its `repr`, which takes long
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
@@ -100,8 +100,9 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
     """`x @ w.T` for a weight of any type, in the form that a CPU runs fast if it is an array."""
-    return x @ w.T if _has_values(x, w) else dense_matmul(x, w)
+    return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
-def _has_values(*arrays: Any) -> bool:
+def has_values(*arrays: Any) -> bool:
+    """Whether an array is a Value, or stands for one within `quaxify`."""
     return any(is_value(value_of(x)) for x in arrays)
