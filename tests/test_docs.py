@@ -43,8 +43,11 @@ def _blocks(text: str) -> list[tuple[int, str]]:
 def _examples(module: Path) -> list[tuple[int, str]]:
     """The blocks in the docstrings of a module, likewise."""
     examples: list[tuple[int, str]] = []
+    source = module.read_text(encoding="utf-8")
+    if "```python" not in source:
+        return examples
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, documented) and ast.get_docstring(node):
             docstring = node.body[0]
             assert isinstance(docstring, ast.Expr)
