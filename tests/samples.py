@@ -1,6 +1,8 @@
-"""Random arrays, drawn by NumPy: JAX would compile a program for every shape. And a mark of tests."""
+"""Random arrays, drawn by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,4 +18,24 @@ wrong_types = pytest.mark.skipif(
 
 def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32") -> jax.Array:
     """Normal numbers of a shape, the same for the same seed."""
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape).astype(jnp.dtype(dtype)))
+    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return jax.device_put(drawn.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
+
+
+class Lazy(Mapping[str, Any]):
+    """A table of functions that reads as one of what they return. Each is called when its entry is first
+    asked for: to collect tests compiles nothing."""
+
+    def __init__(self, entries: Mapping[str, Callable[[], Any]]) -> None:
+        self._entries, self._made = entries, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._entries[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

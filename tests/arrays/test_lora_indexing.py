@@ -12,7 +12,7 @@ from jax import lax
 import quaxlike as ql
 from tests.differential.compare import check
 from tests.differential.program import Program, Step
-from tests.samples import normal
+from tests.samples import Lazy, normal
 
 
 def adapted(batch=((), (), ()), *, transposed=False, dora=False, quantise=lambda w: w):
@@ -24,23 +24,27 @@ def adapted(batch=((), (), ()), *, transposed=False, dora=False, quantise=lambda
     return ql.LoraArray(quantise(w), a, b, magnitude=magnitude, **options)
 
 
-ARRAYS = {
-    "plain": adapted(),
-    "dora": adapted(dora=True),
-    "transposed": adapted(transposed=True),
-    "transposed dora": adapted(transposed=True, dora=True),
-    "stacked": adapted(((2,), (2,), (2,))),
-    "adapters on one base": adapted(((), (2,), (2,))),
-    "one adapter": adapted(((2,), (), ())),
-    "qlora": adapted(quantise=ql.NF4Array.quantize),
-    "stacked qlora": adapted(((2,), (2,), (2,)), quantise=functools.partial(ql.NF4Array.quantize, stacked=1)),
-    "nf4": ql.NF4Array.quantize(normal(4, 64)),
-    "nf4, blocks across rows": ql.NF4Array.quantize(normal(5, 32)),
-    "nf4, nested": ql.NF4Array.quantize(normal(4, 64), double_quant=True),
-    "stacked nf4": ql.NF4Array.quantize(normal(2, 4, 64), stacked=1),
-    "int8": ql.Int8Array.quantize(normal(4, 64)),
-    "stacked int8": ql.Int8Array.quantize(normal(2, 4, 64), stacked=1),
-}
+ARRAYS = Lazy(
+    {
+        "plain": lambda: adapted(),
+        "dora": lambda: adapted(dora=True),
+        "transposed": lambda: adapted(transposed=True),
+        "transposed dora": lambda: adapted(transposed=True, dora=True),
+        "stacked": lambda: adapted(((2,), (2,), (2,))),
+        "adapters on one base": lambda: adapted(((), (2,), (2,))),
+        "one adapter": lambda: adapted(((2,), (), ())),
+        "qlora": lambda: adapted(quantise=ql.NF4Array.quantize),
+        "stacked qlora": lambda: adapted(
+            ((2,), (2,), (2,)), quantise=functools.partial(ql.NF4Array.quantize, stacked=1)
+        ),
+        "nf4": lambda: ql.NF4Array.quantize(normal(4, 64)),
+        "nf4, blocks across rows": lambda: ql.NF4Array.quantize(normal(5, 32)),
+        "nf4, nested": lambda: ql.NF4Array.quantize(normal(4, 64), double_quant=True),
+        "stacked nf4": lambda: ql.NF4Array.quantize(normal(2, 4, 64), stacked=1),
+        "int8": lambda: ql.Int8Array.quantize(normal(4, 64)),
+        "stacked int8": lambda: ql.Int8Array.quantize(normal(2, 4, 64), stacked=1),
+    }
+)
 
 
 def agrees(program, x, *args):

@@ -58,28 +58,29 @@ def _of_sorted_columns(w):
 
 DOUBLE = functools.partial(ql.NF4Array.quantize, double_quant=True)
 ONE_KERNEL = {
-    "x @ W.T": (_adapted(), lambda w, x: x @ w.T, (3, K)),
-    "W @ x": (_adapted(), lambda w, x: w @ x, (K,)),
-    "W @ matrix": (_adapted(), lambda w, x: w @ x, (K, 5)),
-    "more axes": (_adapted(), lambda w, x: x @ w.T, (2, 3, K)),
-    "nested scales": (_adapted(DOUBLE), lambda w, x: x @ w.T, (3, K)),
-    "blocks across rows": (_adapted(shape=(N, 40)), lambda w, x: x @ w.T, (3, 40)),
-    "odd": (_adapted(shape=(7, 9)), lambda w, x: x @ w.T, (3, 9)),
-    "another codebook": (_adapted(ql.Int4Array.quantize), lambda w, x: x @ w.T, (3, K)),
-    "int8": (_adapted(ql.Int8Array.quantize), lambda w, x: x @ w.T, (3, K)),
+    "x @ W.T": (_adapted, lambda w, x: x @ w.T, (3, K)),
+    "W @ x": (_adapted, lambda w, x: w @ x, (K,)),
+    "W @ matrix": (_adapted, lambda w, x: w @ x, (K, 5)),
+    "more axes": (_adapted, lambda w, x: x @ w.T, (2, 3, K)),
+    "nested scales": (lambda: _adapted(DOUBLE), lambda w, x: x @ w.T, (3, K)),
+    "blocks across rows": (lambda: _adapted(shape=(N, 40)), lambda w, x: x @ w.T, (3, 40)),
+    "odd": (lambda: _adapted(shape=(7, 9)), lambda w, x: x @ w.T, (3, 9)),
+    "another codebook": (lambda: _adapted(ql.Int4Array.quantize), lambda w, x: x @ w.T, (3, K)),
+    "int8": (lambda: _adapted(ql.Int8Array.quantize), lambda w, x: x @ w.T, (3, K)),
     "int8 in blocks": (
-        _adapted(functools.partial(ql.Int8Array.quantize, block_size=16)),
+        lambda: _adapted(functools.partial(ql.Int8Array.quantize, block_size=16)),
         lambda w, x: w @ x,
         (K, 5),
     ),
-    "sorted columns": (_adapted(_of_sorted_columns), lambda w, x: x @ w.T, (3, K)),
+    "sorted columns": (lambda: _adapted(_of_sorted_columns), lambda w, x: x @ w.T, (3, K)),
 }
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name):
-    lora, fn, shape = ONE_KERNEL[name]
+    make, fn, shape = ONE_KERNEL[name]
+    lora = make()
     assert _found(ql.quaxify(fn), lora, _x(*shape)) == [lora_matmul_p]
     _agrees(fn, lora, _x(*shape))
 
@@ -121,10 +122,10 @@ def test_gradients_over_other_codecs(codec):
 
 
 REDISPATCHED = {
-    "contraction of rows": (_adapted(), lambda w, x: x @ w, (3, N)),
-    "both axes": (_adapted(), lambda w, x: jnp.einsum("oi,io->", w, x), (K, N)),
+    "contraction of rows": (_adapted, lambda w, x: x @ w, (3, N)),
+    "both axes": (_adapted, lambda w, x: jnp.einsum("oi,io->", w, x), (K, N)),
     "codes along the other axis": (
-        _adapted(functools.partial(ql.NF4Array.quantize, axis=0)),
+        lambda: _adapted(functools.partial(ql.NF4Array.quantize, axis=0)),
         lambda w, x: x @ w.T,
         (3, K),
     ),
@@ -134,7 +135,8 @@ REDISPATCHED = {
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("name", REDISPATCHED)
 def test_what_the_kernel_does_not_take(name):
-    lora, fn, shape = REDISPATCHED[name]
+    make, fn, shape = REDISPATCHED[name]
+    lora = make()
     assert lora_matmul_p not in _found(ql.quaxify(fn), lora, _x(*shape))
     fn_of = (lambda w, x: np.einsum("oi,io->", w, x)) if name == "both axes" else fn
     with ql.on_materialise("error"):

@@ -6,21 +6,23 @@ import pytest
 from jax.experimental.roofline import roofline
 
 import quaxlike as ql
-from tests.samples import normal
+from tests.samples import Lazy, normal
 
 M, N, K = 3, 64, 128
 W, X = normal(N, K), normal(M, K, seed=1)
 # Weights, and the share of the products of a dense matrix that they take.
-WEIGHTS = {
-    "nf4": (ql.NF4Array.quantize(W), 1),
-    "int8": (ql.Int8Array.quantize(W), 1),
-    "lora over nf4": (
-        ql.LoraArray(ql.NF4Array.quantize(W), a=normal(2, K), b=normal(N, 2)),
-        1 + 2 / N + 2 / K,
-    ),
-    "sparse": (ql.SparseArray.from_dense(W, density=0.25), 0.25),
-    "blocks": (ql.BlockSparseArray.from_dense(W, block_size=32, density=0.5), 0.5),
-}
+WEIGHTS = Lazy(
+    {
+        "nf4": lambda: (ql.NF4Array.quantize(W), 1),
+        "int8": lambda: (ql.Int8Array.quantize(W), 1),
+        "lora over nf4": lambda: (
+            ql.LoraArray(ql.NF4Array.quantize(W), a=normal(2, K), b=normal(N, 2)),
+            1 + 2 / N + 2 / K,
+        ),
+        "sparse": lambda: (ql.SparseArray.from_dense(W, density=0.25), 0.25),
+        "blocks": lambda: (ql.BlockSparseArray.from_dense(W, block_size=32, density=0.5), 0.5),
+    }
+)
 
 
 @pytest.mark.quick(2)

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.jet import jet
 
 import quaxlike as ql
-from tests.samples import normal
+from tests.samples import Lazy, normal
 
 W, X = normal(8, 64), normal(64, seed=1)
 
@@ -16,15 +16,17 @@ def _adapted(w):
     return ql.LoraArray(w, a=normal(2, 64, seed=2), b=normal(8, 2, seed=3))
 
 
-WEIGHTS = {
-    "nf4": ql.NF4Array.quantize(W),
-    "nested": ql.NF4Array.quantize(W, double_quant=True),
-    "int4": ql.Int4Array.quantize(W),
-    "int8": ql.Int8Array.quantize(W),
-    "lora over nf4": _adapted(ql.NF4Array.quantize(W)),
-    "sparse": ql.SparseArray.from_dense(W, density=0.3),
-    "blocks": ql.BlockSparseArray.from_dense(W, block_size=8, density=0.5),
-}
+WEIGHTS = Lazy(
+    {
+        "nf4": lambda: ql.NF4Array.quantize(W),
+        "nested": lambda: ql.NF4Array.quantize(W, double_quant=True),
+        "int4": lambda: ql.Int4Array.quantize(W),
+        "int8": lambda: ql.Int8Array.quantize(W),
+        "lora over nf4": lambda: _adapted(ql.NF4Array.quantize(W)),
+        "sparse": lambda: ql.SparseArray.from_dense(W, density=0.3),
+        "blocks": lambda: ql.BlockSparseArray.from_dense(W, block_size=8, density=0.5),
+    }
+)
 
 
 @pytest.mark.quick(1)

@@ -1,5 +1,7 @@
 """Several adapters on one base, dropout, and merging into quantised weights."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -26,19 +28,22 @@ def adapted(seed, base=MLP, **options):
     return eqx.combine(jax.tree.unflatten(treedef, leaves), rest)
 
 
-MIXED = [
-    adapted(1),
-    adapted(2, rank=4, alpha=7, rslora=True),
-    adapted(3, where=["layers.0", "layers.2"]),
-]
+@functools.cache
+def mixed():
+    return [
+        adapted(1),
+        adapted(2, rank=4, alpha=7, rslora=True),
+        adapted(3, where=["layers.0", "layers.2"]),
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "models", [MIXED, [adapted(i, dora=True) for i in range(3)]], ids=["of several kinds", "dora"]
+    "make", [mixed, lambda: [adapted(i, dora=True) for i in range(3)]], ids=["of several kinds", "dora"]
 )
-def test_one_adapter_for_each_sample(models):
+def test_one_adapter_for_each_sample(make):
     """Equal to a call with each of them; the base is multiplied with all samples at once."""
+    models = make()
     stacked = ql.stack_adapters(models)
     assert all(w is v for w, v in zip(bases(stacked), bases(models[0]), strict=True))
     indices = np.array([0, 2, 1, 1, 0, 2, 2, 0])
@@ -129,8 +134,8 @@ def test_a_single_adapter_is_a_stack_of_one():
 
 @pytest.mark.slow
 def test_an_adapter_chosen_by_number():
-    stacked = ql.stack_adapters(MIXED)
-    for i, model in enumerate(MIXED):
+    stacked = ql.stack_adapters(mixed())
+    for i, model in enumerate(mixed()):
         np.testing.assert_allclose(
             ql.quaxify(ql.choose_adapter(stacked, i))(X[0]), ql.quaxify(model)(X[0]), atol=1e-6
         )
@@ -162,30 +167,31 @@ def test_training_several_adapters_at_once():
 
 
 @pytest.mark.parametrize(
-    ("models", "message"),
+    ("make", "message"),
     [
-        ([], "at least one model"),
-        ([MLP, MLP], "have no adapters"),
-        ([adapted(0), {"w": jnp.ones((2, 2))}], "different names"),
-        ([adapted(0), adapted(1, modules_to_save=["layers.1"])], r"layers\.1\.weight is trained too"),
-        ([adapted(0), adapted(1, dora=True)], r"adapters on layers\.0\.weight do not fit"),
-        ([adapted(0), adapted(1, dropout=0.5)], r"adapters on layers\.0\.weight do not fit"),
+        (lambda: [], "at least one model"),
+        (lambda: [MLP, MLP], "have no adapters"),
+        (lambda: [adapted(0), {"w": jnp.ones((2, 2))}], "different names"),
+        (lambda: [adapted(0), adapted(1, modules_to_save=["layers.1"])], r"layers\.1\.weight is trained too"),
+        (lambda: [adapted(0), adapted(1, dora=True)], r"adapters on layers\.0\.weight do not fit"),
+        (lambda: [adapted(0), adapted(1, dropout=0.5)], r"adapters on layers\.0\.weight do not fit"),
     ],
 )
-def test_models_that_do_not_stack(models, message):
+def test_models_that_do_not_stack(make, message):
+    models = make()
     with pytest.raises(ValueError, match=message):
         ql.stack_adapters(models)
 
 
 @pytest.mark.slow
 def test_choices_that_there_are_not():
-    stacked = ql.stack_adapters(MIXED)
+    stacked = ql.stack_adapters(mixed())
     with pytest.raises(IndexError, match="adapter_index 3 is out of range for 3 adapters"):
         ql.choose_adapter(stacked, 3)
     with pytest.raises(ValueError, match=r"one integer.*Use jax\.vmap"):
         ql.choose_adapter(stacked, np.array([0, 1]))
     with pytest.raises(ValueError, match="no stacked adapters"):
-        ql.choose_adapter(MIXED[0], 0)
+        ql.choose_adapter(mixed()[0], 0)
 
 
 def test_an_adapter_cannot_be_chosen_where_values_pass_for_arrays():
@@ -210,9 +216,9 @@ def deltas(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.3, -1.2, 2)])
 def test_exact_combinations(weights):
-    expected = [deltas(m) for m in MIXED]
+    expected = [deltas(m) for m in mixed()]
     for options in ({}, {"method": "svd", "rank": 8}):
-        combined = ql.combine_adapters(MIXED, weights, **options)
+        combined = ql.combine_adapters(mixed(), weights, **options)
         for name, delta in deltas(combined).items():
             np.testing.assert_allclose(
                 delta, sum(w * d[name] for w, d in zip(weights, expected, strict=True)), atol=1e-5
@@ -221,8 +227,8 @@ def test_exact_combinations(weights):
 
 @pytest.mark.slow
 def test_svd_combination_is_the_best_of_its_rank():
-    combined = ql.combine_adapters(MIXED, [1, 1, 1], method="svd", rank=2)
-    exact = deltas(ql.combine_adapters(MIXED, [1, 1, 1]))
+    combined = ql.combine_adapters(mixed(), [1, 1, 1], method="svd", rank=2)
+    exact = deltas(ql.combine_adapters(mixed(), [1, 1, 1]))
     for name, delta in deltas(combined).items():
         u, s, vt = np.linalg.svd(np.asarray(exact[name], np.float64), full_matrices=False)
         np.testing.assert_allclose(delta, (u[:, :2] * s[:2]) @ vt[:2], atol=1e-5)
@@ -252,7 +258,7 @@ def test_linear_combination():
 )
 def test_combinations_that_there_are_not(weights, options, message):
     with pytest.raises(ValueError, match=message):
-        ql.combine_adapters(MIXED, weights, **options)
+        ql.combine_adapters(mixed(), weights, **options)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -262,8 +268,8 @@ def test_combinations_that_there_are_not(weights, options, message):
 
 @pytest.mark.parametrize("method", ["cat", "linear", "svd"])
 def test_a_single_adapter_is_combined(method):
-    found = deltas(ql.combine_adapters(MIXED[:1], [0.5], method=method))
-    for name, delta in deltas(MIXED[0]).items():
+    found = deltas(ql.combine_adapters(mixed()[:1], [0.5], method=method))
+    for name, delta in deltas(mixed()[0]).items():
         np.testing.assert_allclose(found[name], 0.5 * delta, atol=1e-5)
 
 

@@ -8,19 +8,25 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
+from tests.samples import Lazy
 
 from .test_unstructured import W, agrees, thinned
 
-BLOCKS = ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4)
-RAGGED = ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4, balanced=False)
-MATRICES = {
-    "elements": W,
-    "elements, transposed": ql.quaxify(jnp.transpose)(W),
-    "blocks": BLOCKS,
-    "blocks, transposed": BLOCKS.T,
-    "ragged blocks": RAGGED,
-    "nothing": ql.SparseArray.from_dense(jnp.zeros((8, 12))),
-}
+
+def _blocks(balanced):
+    return ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4, balanced=balanced)
+
+
+MATRICES = Lazy(
+    {
+        "elements": lambda: W,
+        "elements, transposed": lambda: ql.quaxify(jnp.transpose)(W),
+        "blocks": lambda: _blocks(balanced=True),
+        "blocks, transposed": lambda: _blocks(balanced=True).T,
+        "ragged blocks": lambda: _blocks(balanced=False),
+        "nothing": lambda: ql.SparseArray.from_dense(jnp.zeros((8, 12))),
+    }
+)
 IDS = jnp.array([[3, 0, 7], [3, 3, 1]])
 LOOKED_UP = {
     "take": lambda w, ids: jnp.take(w, ids, axis=0),
