@@ -32,9 +32,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Tests of the native products turn them on themselves. With `QUAXLIKE_NATIVE=1` all tests run with them.
 os.environ.setdefault("QUAXLIKE_NATIVE", "0")
-# Most of the time of the tests is that of compiling the same small programs: workers, and processes that tests
-# start, share what they compiled. A program that another one is just writing is compiled again. A folder that is
-# given lasts from run to run.
+# Most of the time of the tests is that of compiling the same small programs: workers, and processes that
+# tests start, share what they compiled. A program that another one is just writing is compiled again. A
+# folder that is given lasts from run to run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="quaxlike-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)

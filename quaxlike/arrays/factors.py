@@ -17,6 +17,12 @@ def is_infinite(y: Any) -> bool:
     return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()
 
 
+def multiplies_nothing(x: Any, y: Any) -> bool:
+    """Whether `x`, and its product with `y`, have no elements. A part of `x` that has some is not to be
+    multiplied then: it could become infinite, and its gradient, which is zero, NaN."""
+    return 0 in x.shape and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
+
+
 def reciprocal(y: Any) -> Any:
     """`1 / y`, known while tracing if `y` is."""
     y = compat.literal_of(y)

@@ -252,12 +252,19 @@ def either(a: Any, b: Any) -> Any:
 
 
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The slots of `operands`, with the numbers that are known to fill plain arrays, if a type that has
-    placeholders is in one of these slots or of those `beside`."""
-    classes = (
-        [slot.cls for slot in (*slots, *beside) if slot.treedef is not None] if placeholder_types else []
+    """The slots of `operands`, with the numbers that are known to fill plain arrays, if there is a type that
+    has placeholders in one of these slots or of those `beside`."""
+    trees = (
+        [slot.treedef for slot in (*slots, *beside) if slot.treedef is not None] if placeholder_types else []
     )
-    return tuple(map(with_constant, slots, operands) if any(map(has_placeholders, classes)) else slots)
+    return tuple(map(with_constant, slots, operands) if any(map(_has_placeholders_in, trees)) else slots)
+
+
+def _has_placeholders_in(tree: Any) -> bool:
+    cls = (tree.node_data() or (object,))[0]
+    if issubclass(cls, Value) and has_placeholders(cls):
+        return True
+    return any(map(_has_placeholders_in, tree.children()))
 
 
 def with_constant(slot: Any, x: Any) -> Any:

@@ -237,6 +237,20 @@ def test_names_inside_of_a_unit_beside_names(f):
             ql.quaxify(f)(*pair)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, lambda f: lambda x: jax.lax.cond(True, f, f, x)],
+    ids=["eager", "jit", "cond"],
+)
+def test_zeros_beside_names_around_units(transform):
+    """What JAX fills with zeros has any unit, also where names are around it."""
+    x = NamedArray(Unitful(jnp.ones((2, 3)), "m"), ("i", "j"))
+    out = ql.quaxify(transform(lambda x: jnp.pad(x, 1)))(x)
+    assert out.names == ("i", "j")
+    assert out.array.unit == x.array.unit
+    np.testing.assert_array_equal(ql.materialise(out.array.array), np.pad(np.ones((2, 3)), 1))
+
+
 def test_names_inside_of_a_matrix_beside_names():
     matrix = DiagonalMatrix(NamedArray(B.array, ("step",)))
     found = ql.quaxify(jnp.matmul)(matrix, NamedArray(W.array.T, (None, "feature")))

@@ -184,8 +184,9 @@ class RotatedArray(Combinator):
         order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
         w, shape = spread(self, w), [self.shape[i] for i in order]
         dtype = in_float32(common_dtype(w, self.rotation))
-        rows = jnp.reshape(arrange(cast(w, dtype), range(self.ndim), order), (
-            *shape[: len(batch)], -1, math.prod(self.shape[i] for i in rotated)))  # fmt: skip
+        kept = self.ndim - len(rotated)
+        sizes = (*shape[: len(batch)], math.prod(shape[len(batch) : kept]), math.prod(shape[kept:]))
+        rows = jnp.reshape(arrange(cast(w, dtype), range(self.ndim), order), sizes)
         with jax.default_matmul_precision("highest"):
             out = multiplied(rows, cast(materialise(self.rotation), dtype))
         return cast(arrange(jnp.reshape(out, shape), order, range(self.ndim)), w.dtype)

@@ -21,7 +21,7 @@ from ..adapted import labels_of, matrix_labels, with_trainable_base
 from ..adapted_rules import Lookup, gather_matrices
 from ..bounds import fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
-from ..factors import is_infinite, reciprocal
+from ..factors import is_infinite, multiplies_nothing, reciprocal
 from ..lora.dot import add, multiply, widened
 from .activated import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
@@ -344,6 +344,8 @@ def _neg(x: Combinator, **params: Any):
 
 def _times(x: Combinator, y: Any) -> Any:
     """Multiplies by a scalar, which the base absorbs, and each term of a sum."""
+    if multiplies_nothing(x, y):
+        return x
     if isinstance(y, Combinator) or jnp.ndim(y) or is_infinite(y):
         return NotImplemented
     terms = {"w": x.base, "delta": x.delta} if isinstance(x, SumArray) else {"w": x.base}

@@ -1,6 +1,5 @@
 """Scaling and addition of adapted arrays."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ..adapted import alike_in_training, with_trainable_base
 from ..dot_axes import arrange, cast
-from ..factors import is_infinite, reciprocal
+from ..factors import is_infinite, multiplies_nothing, reciprocal
 from .array import RANK, LoraArray, has_all_axes, labels, plainly_scaled
 from .shape import alike, joined
 
@@ -25,7 +24,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 @register("div")
 def _div_array(x: LoraArray, y: ArrayLike, **params: Any):
-    return _of_base(jnp.divide, x, y) if _is_empty(x) else _times(x, reciprocal(y))
+    return _times(x, reciprocal(y))
 
 
 @register("neg")
@@ -35,10 +34,10 @@ def _neg(x: LoraArray, **params: Any):
 
 def _times(x: LoraArray, y: Any) -> Any:
     """Multiplies by a scalar, or by a number for each row or each column, which one factor absorbs."""
+    if multiplies_nothing(x, y):
+        return x
     if isinstance(y, LoraArray) or is_infinite(y):
         return NotImplemented
-    if _is_empty(x):
-        return _of_base(jnp.multiply, x, y)
     y = jnp.asarray(y)
     if x.magnitude is not None:
         return NotImplemented if y.ndim else x.replace(magnitude=x.magnitude * cast(y, x.magnitude.dtype))
@@ -54,16 +53,6 @@ def _times(x: LoraArray, y: Any) -> Any:
     return _kept(x, y).replace(w=w, **{field: factor * cast(numbers, factor.dtype)})
 
 
-def _is_empty(x: LoraArray) -> bool:
-    """Whether there are no elements. A factor of them may still have some, which are not to be divided by
-    zero then."""
-    return 0 in x.w.shape and x.w.shape == x.shape
-
-
-def _of_base(operation: Callable[[Any, Any], Any], x: LoraArray, y: Any) -> LoraArray:
-    return _kept(x, y).replace(w=quaxify(operation)(x.base, y))
-
-
 @register_on_either_side(["add", "sub"], LoraArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any):
     if primitive.name == "sub":
@@ -77,7 +66,7 @@ def _plus(x: LoraArray, y: Any) -> Any:
     """Adds a scalar, or an array of the same shape, to the base."""
     if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
         return NotImplemented
-    return _of_base(jnp.add, x, y)
+    return _kept(x, y).replace(w=quaxify(jnp.add)(x.base, y))
 
 
 def _kept(x: LoraArray, y: Any) -> LoraArray:

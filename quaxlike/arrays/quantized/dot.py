@@ -140,6 +140,9 @@ def _contract_slices(
     """Contracts the slices of the stored weight along its first axis one by one, decoding each separately."""
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
+    if not w.stored_shape[0]:
+        sizes = dict(enumerate(w.stored_shape)) | dict(zip(x_names, x.shape, strict=True))
+        return jnp.zeros([sizes[name] for name in out_names], dtype)
     rest = tuple(_without_first(name) for name in out_names if name != 0)
     in_x, in_out = 0 in x_names, 0 in out_names
 

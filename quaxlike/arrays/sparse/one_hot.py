@@ -136,10 +136,10 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
     """The elements of `y`, broadcast to the shape of `x`, at the index of `x`."""
-    if y.ndim == 0:
-        return jnp.broadcast_to(y, x.value.shape)
     if not x.size:
         return jnp.ones(x.value.shape, y.dtype)
+    if y.ndim == 0:
+        return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)
     return mapped(lambda y, i: y.at[i].get(mode="clip"), x.value.ndim)(y, x.index)
 

@@ -14,7 +14,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import replace_fields
 from ...primitives.classes import ZERO_PRESERVING
-from ..factors import is_infinite, reciprocal
+from ..factors import is_infinite, multiplies_nothing, reciprocal
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
 from .kronecker import KroneckerMatrix
@@ -66,7 +66,9 @@ def _neg(primitive: Primitive, x: StructuredMatrix, **params: Any):
 @register("mul")
 def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
     x = x.repeated(np.shape(y))
-    if x is NotImplemented or (x.is_sum and is_infinite(y)):
+    if x is NotImplemented or multiplies_nothing(x, y):
+        return x
+    if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)
     if factor is not None:
@@ -90,7 +92,9 @@ def _array_times(primitive: Primitive, x: ArrayLike, y: StructuredMatrix, **para
 @register("div")
 def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any):
     x = x.repeated(np.shape(y))
-    if x is NotImplemented or (x.is_sum and is_infinite(reciprocal(y))):
+    if x is NotImplemented or multiplies_nothing(x, y):
+        return x
+    if x.is_sum and is_infinite(reciprocal(y)):
         return NotImplemented
     factor = _factor(x, y)
     if factor is None and x.places() is not None:

@@ -201,7 +201,8 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
     value = fn(*vary_alike(scalars))
-    return Full(value, shape[value.ndim :])
+    # Of no elements the gradient is zero, even if that of the number is infinite.
+    return Full(jax.lax.stop_gradient(value) if 0 in shape else value, shape[value.ndim :])
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:

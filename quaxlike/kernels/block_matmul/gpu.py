@@ -314,10 +314,10 @@ def _padded(z: Array) -> Array:
 
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
     """How many rows of a weight are decoded at a time: large weights are split, so that no dense copy of one
-    exists. All chunks have the same length, a multiple of `aligned`."""
+    exists. All chunks have the same length, a multiple of `aligned`, and not zero."""
     most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
     chunks = max(1, -(-rows // most))
-    return -(-rows // (chunks * aligned)) * aligned
+    return max(1, -(-rows // (chunks * aligned))) * aligned
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:
