@@ -461,9 +461,8 @@ def test_no_factor_of_an_array_without_elements_is_divided_by_zero(scale):
     w = ql.LoraArray(normal(0, 4), normal(2, 4), normal(0, 2), train_base=True)
     gradients = jax.jit(jax.grad(lambda w, y: ql.quaxify(scale)(w, y).materialise().sum(), (0, 1)))
     found, y = gradients(w, jnp.ones((1, 4)))
-    _, expected = jax.jit(jax.grad(lambda w, y: scale(w, y).sum(), (0, 1)))(w.w, jnp.ones((1, 4)))
     np.testing.assert_array_equal(found.a, 0)
-    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(y, 0)
 
 
 @pytest.mark.quick(2)
