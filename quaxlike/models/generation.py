@@ -185,7 +185,7 @@ def _tokens(
         since = np.where(places == _NEVER, _NEVER, places + blank).astype(np.int32)
         start, memory = 0, None
         if until - len(made) > 1:
-            one = jax.ShapeDtypeStruct((len(rows), 1), jnp.int32)
+            one = jax.ShapeDtypeStruct((len(rows),), jnp.int32)
             number = jax.ShapeDtypeStruct((), jnp.int32)
             program = lambda ids, memory: _next.lower(
                 leaves, ids, kept, memory, number, number, since, sampling, number, cache
@@ -193,11 +193,11 @@ def _tokens(
             _compile_both(model, program, rows, one, None)
         while len(made) < until:
             count = len(made)
-            at, length, step = map(jnp.int32, (start, longest + count, count))
+            at, length, step = map(np.int32, (start, longest + count, count))
             token, memory = _next(leaves, rows, kept, memory, at, length, since, sampling, step, cache)
             made.append(token)
             yield token
-            start, rows = max(width, start + 1), token[:, None]
+            start, rows = max(width, start + 1), token
 
 
 class _Structure:
@@ -261,9 +261,9 @@ def _next(
     leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """The next token of each row, and the memory updated with these rows; it is None at first. `since` is the
-    place in each row from which on activated LoRAs act."""
-    model = leaves.whole()
+    """The next token of each row, and the memory updated with these rows; it is None at first. `ids` may be
+    what this returned. `since` is the place in each row from which on activated LoRAs act."""
+    model, ids = leaves.whole(), ids.reshape(len(ids), -1)
     stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], cache)
@@ -422,7 +422,7 @@ class Conversation:
         memory = self._with_room(max(most, start + width))
         # If the step is interrupted, what it was given is lost.
         self._cached, self._memory = [], None
-        at, last, length, of_adapter = map(jnp.int32, (start, len(part) - 1, len(tokens), since))
+        at, last, length, of_adapter = map(np.int32, (start, len(part) - 1, len(tokens), since))
         ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
         if step == 0 and width > 1 and len(tokens) + 1 < most:
             number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -431,7 +431,7 @@ class Conversation:
             )
             _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
         token, memory = _next_of_one(
-            self._leaves, ids, memory, at, last, length, of_adapter, sampling, jnp.int32(step)
+            self._leaves, ids, memory, at, last, length, of_adapter, sampling, np.int32(step)
         )
         token = int(token)
         self._cached, self._since, self._memory = list(tokens), since, memory

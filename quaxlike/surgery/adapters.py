@@ -362,19 +362,19 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
     """The model whose activated LoRAs act on the tokens that `active(invocation)` says."""
+    found = {invocation: active(invocation) for invocation in invocations(model)}
+    if not found:
+        return model
     adapters: dict[str, Any] = {
         name: x for name, x in named_arrays(model).items() if isinstance(x, AdaptedArray) and x.invocation
     }
-    if not adapters:
-        return model
-    found = {invocation: active(invocation) for invocation in invocations(model)}
     return replace(model, {name: x.replace(active=found[x.invocation]) for name, x in adapters.items()})
 
 
 def invocations(model: PyTree) -> set[tuple[int, ...]]:
     """The tokens that invoke adapters of a model."""
-    adapters = (x for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
-    return {x.invocation for x in adapters if x.invocation}
+    leaves = jax.tree.leaves(model, is_leaf=is_value)
+    return {x.invocation for x in leaves if isinstance(x, AdaptedArray) and x.invocation}
 
 
 def last_place(ids: Any, tokens: Sequence[int]) -> Any:
