@@ -51,7 +51,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("kind", "program"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_type_is_kept_forward_and_backward(kind, layout, program):
@@ -92,7 +92,7 @@ def test_scales_are_trained():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["int8", "NF4", "LoRA", "QLoRA"])
 def test_layers_of_equinox(kind):
     layer = eqx.nn.Conv2d(32, 4, 3, key=KEY)

@@ -94,7 +94,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])
 @pytest.mark.parametrize("holder", HOLDERS)

@@ -12,9 +12,6 @@ from quaxlike.arrays.quantized.scales import encode
 from quaxlike.kernels import bits as bitstream
 from tests.samples import normal
 
-#: One for each way in which codes, scales and zeros are stored; the others differ in numbers.
-_QUICK = ("int3_block", "q2_k")
-
 
 def _ordered(k=0):
     """Columns out of order, as GPTQ leaves them."""
@@ -78,9 +75,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    "codec", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in MAKE]
+    "codec", [pytest.param(name, marks=() if name == "q2_k" else pytest.mark.slow) for name in MAKE]
 )
 def test_every_program(codec):
     w, v = MAKE[codec](), MAKE[codec](1)
@@ -150,7 +146,7 @@ def test_masks_and_norms(codec):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", [pytest.param(n, marks=() if n in ("q4_k", "mxfp4") else pytest.mark.slow) for n in MAKE]
 )

@@ -33,7 +33,8 @@ def logs(model, ids, temperature=1):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("chunk", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [0, 2])
 def test_the_loss_is_of_data_and_teacher(chunk):
     teacher = decoder()
     model = ql.loraify(ql.quantize(teacher, "nf4"), rank=2, key=jax.random.key(1))

@@ -254,7 +254,7 @@ class TestValues:
                 jax.grad(implicit(f))(W), jax.grad(lambda w: (X @ w).sum())(W), rtol=1e-4
             )
 
-    @pytest.mark.quick(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["codes", "nf4", "rows", "no rows"])
     def test_a_scan_over_a_stack(self, kind):
         encode = {

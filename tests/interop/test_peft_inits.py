@@ -106,7 +106,7 @@ def test_what_is_loaded_is_what_the_definition_gives(init, tmp_path):
         np.testing.assert_allclose(lora.materialise(), w - taken + delta, atol=5e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "init", ["pissa", "pissa_niter_2", "olora", lambda name, x, key: x.replace(w=x.w * 0)]
 )

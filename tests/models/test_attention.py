@@ -47,7 +47,7 @@ def _forms(monkeypatch, f, *args):
     return out
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_by_blocks_it_is_the_same(sight, options, monkeypatch):

@@ -107,7 +107,7 @@ def test_quantised_as_they_are_read(name):
     agree(logits_of(model, z)[z["valid"]], q["logits"][z["valid"]])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_llama3", "gemma3"])
 def test_the_output_layer_is_quantised_when_it_is_read(name):
     z = expected(name)
@@ -177,7 +177,7 @@ def test_one_array_for_tied_layers():
     agree(run(apart), run(model), 1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
 )

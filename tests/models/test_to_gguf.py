@@ -83,7 +83,7 @@ def test_the_factor_of_yarn_is_told(checkpoint, tmp_path):
         np.testing.assert_allclose(theirs.frequencies, ours.frequencies, rtol=1e-6)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "kind", "output"), [("f16", 1, 1), ("bf16", 30, 30), ("q8_0", 8, 8), ("q4_0", 2, 8)]
 )
@@ -106,7 +106,7 @@ def test_rows_that_no_blocks_make_up_are_of_float16(checkpoint, tmp_path):
     assert _kinds(tmp_path / "m.gguf")["blk.0.attn_q.weight"] == 1  # 48 inputs
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_stacks_of_experts_are_cut_in_two(name, checkpoint, tmp_path):
     source, model = checkpoint(name, sliding_window=None)

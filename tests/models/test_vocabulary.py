@@ -29,7 +29,7 @@ def vocabulary(directory):
     return json.loads((directory / "config.json").read_text())["vocab_size"]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n"), [("qwen2", 11), ("llama_llama3", 111)])
 def test_what_is_resized_can_be_loaded(name, n, tmp_path):
     """With a tied output layer, and with one of its own."""

@@ -161,7 +161,7 @@ COMPLEX = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_d_rtrl_is_exact_for_complex_states(name, dtype):

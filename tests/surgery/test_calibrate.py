@@ -48,7 +48,7 @@ def test_quantize_with_moments(scheme):
     assert error(fitted) < 0.5 * error(plain)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["nf4", "int8"])
 def test_errors_are_handed_on_from_part_to_part(scheme):
     """Of more columns than are rounded together, and no multiple of these."""

@@ -207,7 +207,7 @@ def test_stacked_factors_are_cut_where_some_lack_the_stack():
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adalora", "gralora"])
 def test_methods_that_are_a_lora_lose_nothing(name, monkeypatch, tmp_path):
     def formed(self):
