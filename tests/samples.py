@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,19 @@ def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32") -> jax.Arra
     """Normal numbers of a shape, the same for the same seed."""
     drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
     return jax.device_put(drawn.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
+
+
+def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """The module that `make` builds, filled with normal numbers: its own initialisation would be compiled."""
+    leaves, treedef = jax.tree.flatten(eqx.filter_eval_shape(make, *args, **options))
+    return jax.tree.unflatten(treedef, [_filled(leaf, i) for i, leaf in enumerate(leaves)])
+
+
+def _filled(leaf: Any, seed: int) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    drawn = 0.1 * np.random.default_rng([seed, *leaf.shape]).standard_normal(leaf.shape)
+    return jax.device_put(drawn.astype(leaf.dtype))
 
 
 class Lazy(Mapping[str, Any]):

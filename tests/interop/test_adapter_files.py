@@ -9,10 +9,10 @@ import quaxlike as ql
 from quaxlike.interop import CheckpointError, safetensors
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.surgery.trees import named_arrays
-from tests.samples import normal
+from tests.samples import drawn, normal
 
 KEY = jax.random.key(0)
-MLP = eqx.nn.MLP(64, 32, 32, depth=1, key=KEY)
+MLP = drawn(eqx.nn.MLP, 64, 32, 32, depth=1, key=KEY)
 
 
 class Scaled(ql.AdaptedArray):

@@ -11,6 +11,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.interop import CheckpointError, peft, safetensors
 from quaxlike.surgery.trees import named_arrays, replace
+from tests.samples import drawn
 
 KEY = jax.random.key(0)
 RANK, ALPHA = 3, 12
@@ -28,7 +29,7 @@ class Net(eqx.Module):
         self.lin = [eqx.nn.Linear(8, 6, key=keys[2]), eqx.nn.Linear(6, 8, key=keys[3])]
 
 
-NET = Net()
+NET = drawn(Net)
 CONV1D = {"lin": [{"weight": NET.lin[0].weight}]}  # as GPT-2 has it
 LINEAR = ["lin.0", "lin.1"]
 

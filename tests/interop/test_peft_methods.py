@@ -19,6 +19,7 @@ from quaxlike.interop.files.tensors import open_tensors, write_tensors
 from quaxlike.interop.peft.methods import METHODS
 from quaxlike.models import load
 from quaxlike.surgery.trees import layer_of, named_arrays, replace
+from tests.samples import drawn
 
 from ..fixtures import fixture, has_fixture
 from ..samples import normal
@@ -279,7 +280,7 @@ def _with_gradients(model, grads):
 
 # What is refused ----------------------------------------------------------------------------------
 
-MLP = eqx.nn.MLP(8, 8, 8, depth=1, key=jax.random.key(0))
+MLP = drawn(eqx.nn.MLP, 8, 8, 8, depth=1, key=jax.random.key(0))
 
 
 def _adapted(make, model=MLP, **options):

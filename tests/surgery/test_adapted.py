@@ -18,11 +18,11 @@ from quaxlike.interop import peft, safetensors
 from quaxlike.models import Decoder, DecoderConfig, generate
 from quaxlike.sharding import fsdp, shard, tensor_parallel
 from quaxlike.testing import check_type
-from tests.samples import normal
+from tests.samples import drawn, normal
 from tests.sharding.processes import run as on_devices
 
 KEY = jax.random.key(0)
-MLP = eqx.nn.MLP(64, 8, 32, depth=2, key=KEY)
+MLP = drawn(eqx.nn.MLP, 64, 8, 32, depth=2, key=KEY)
 X = normal(8, 64)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from tests.samples import normal
+from tests.samples import drawn, normal
 
 from ..primitives.jaxprs import equations
 
 KEY = jax.random.key(0)
-MLP = eqx.nn.MLP(6, 3, 16, depth=2, key=KEY)
+MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 
 

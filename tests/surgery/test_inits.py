@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.samples import drawn
 
 KEY = jax.random.key(0)
-MLP = eqx.nn.MLP(6, 3, 16, depth=2, key=KEY)
+MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ import quaxlike as ql
 from quaxlike.arrays.adapters.scaled import ScaledBias
 from quaxlike.interop import peft
 from quaxlike.surgery.methods import METHODS
-from tests.samples import normal
+from tests.samples import drawn, normal
 
 KEY = jax.random.key(0)
-MLP = eqx.nn.MLP(12, 6, 10, depth=2, key=KEY)
+MLP = drawn(eqx.nn.MLP, 12, 6, 10, depth=2, key=KEY)
 
 
 class Mixed(ql.AdaptedArray):
