@@ -156,6 +156,8 @@ def run(target: str, only: str = "") -> Iterator[Figures]:
 def _environment(dump: str) -> dict[str, str]:
     libtpu = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
     return {
+        # A compiler alone: another process may hold the TPU, or have left its lock.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "KERNELS_CHECK_DUMP": dump,
@@ -219,7 +221,7 @@ def table(figures: Iterable[Figures]) -> str:
         "least_us": "least time, µs",
     }
     rows = list(figures)
-    used = [name for name in columns if name == "row" or any(name in row for row in rows)]
+    used = [name for name in columns if name in ("row", "fused") or any(name in row for row in rows)]
     lines = ["| " + " | ".join(columns[name] for name in used) + " |", "| --- " * len(used) + "|"]
     for row in rows:
         cells = [_cell(name, row.get(name)) for name in used]
