@@ -88,6 +88,32 @@ def test_a_linear_type_whose_tangent_is_dense(staged, function):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("staged", [lambda f: f, jax.jit])
+def test_a_derivative_that_calls_a_function_whose_tangent_is_dense(staged):
+    """As `jnp.i0`, whose derivative is `i1`: what that gives is decided as where it is differentiated."""
+
+    @jax.custom_jvp
+    def inner(x):
+        return jnp.sin(x)
+
+    @inner.defjvp
+    def _(primals, tangents):
+        x, t = primals[0], tangents[0]
+        return inner(x), t * jnp.cos(x) * jnp.ones(x.shape)
+
+    @jax.custom_jvp
+    def outer(x):
+        return -jnp.cos(x)
+
+    @outer.defjvp
+    def _(primals, tangents):
+        return outer(primals[0]), tangents[0] * inner(primals[0])
+
+    run = lambda v: ql.materialise(ql.quaxify(staged(outer))(Full(v, (3, 4)))).sum()
+    found = jax.grad(run)(0.7), jax.jit(jax.grad(jax.grad(run)))(0.7)
+    np.testing.assert_allclose(found, (12 * np.sin(0.7), 12 * np.cos(0.7)), rtol=1e-5)
+
+
 def test_a_derivative_that_raises_is_not_needed():
     def forward(t):
         raise NotImplementedError

@@ -69,7 +69,8 @@ def _custom_jvp(
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
         if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
-            results.decide_by(flat_jvp, leaves, SymbolicZero if symbolic_zeros else _zeros)
+            zero = SymbolicZero if symbolic_zeros else _zeros
+            results.decide_by(flat_jvp, leaves, zero, fun.debug_info.func_src_info)
             _reset(jvp)
         return results.flatten(outs)
 
@@ -300,7 +301,9 @@ def _linear(x: Any, what: str, hint: str) -> Any:
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
-_deciding: contextvars.ContextVar[bool] = contextvars.ContextVar("deciding_results", default=False)
+_deciding: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
+    "deciding_results", default=frozenset()
+)
 
 
 class _Results:
@@ -310,11 +313,12 @@ class _Results:
     decided = False
 
     def decide_by(
-        self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any]
+        self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
         """Traces the derivative of a function that is staged: once it is differentiated, it is too late to
-        give the results another form. If it raises, it decides nothing: it may never be needed."""
-        if self.decided or _deciding.get():  # most derivatives call the function itself
+        give the results another form. If it raises, it decides nothing: it may never be needed. Most
+        derivatives call the function itself, which is known by its `source`."""
+        if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
         moving = [aval.to_tangent_aval() for aval in avals if has_tangent(aval)]
@@ -326,7 +330,7 @@ class _Results:
             return flat_jvp(*primals, *every)
 
         unseen = recording(Recorder()) if active() else contextlib.nullcontext()
-        token = _deciding.set(True)
+        token = _deciding.set(_deciding.get() | {source})
         try:
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(_WHAT, "its derivative", None, None)
