@@ -261,8 +261,8 @@ def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] 
 
 
 def _has_placeholders_in(tree: Any) -> bool:
-    cls = (tree.node_data() or (object,))[0]
-    if issubclass(cls, Value) and has_placeholders(cls):
+    cls: Any = (tree.node_data() or (None,))[0]
+    if cls in placeholder_types and has_placeholders(cls):
         return True
     return any(map(_has_placeholders_in, tree.children()))
 
