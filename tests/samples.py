@@ -17,23 +17,20 @@ wrong_types = pytest.mark.skipif(
 )
 
 
-def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32") -> jax.Array:
+def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32", scale: float = 1.0) -> jax.Array:
     """Normal numbers of a shape, the same for the same seed."""
-    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
-    return jax.device_put(drawn.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
+    numbers = scale * np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return jax.device_put(numbers.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
 
 
 def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The module that `make` builds, filled with normal numbers: its own initialisation would be compiled."""
     leaves, treedef = jax.tree.flatten(eqx.filter_eval_shape(make, *args, **options))
-    return jax.tree.unflatten(treedef, [_filled(leaf, i) for i, leaf in enumerate(leaves)])
-
-
-def _filled(leaf: Any, seed: int) -> Any:
-    if not isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    drawn = 0.1 * np.random.default_rng([seed, *leaf.shape]).standard_normal(leaf.shape)
-    return jax.device_put(drawn.astype(leaf.dtype))
+    filled = [
+        normal(*leaf.shape, seed=i, dtype=leaf.dtype, scale=0.1) if hasattr(leaf, "shape") else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(treedef, filled)
 
 
 class Lazy(Mapping[str, Any]):

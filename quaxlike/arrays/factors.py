@@ -1,4 +1,4 @@
-"""Factors that are known while tracing, for arrays whose elements are sums of several products."""
+"""Factors of arrays that are made of several parts: what is known of them while tracing."""
 
 from typing import Any
 

@@ -254,17 +254,8 @@ def either(a: Any, b: Any) -> Any:
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
     """The slots of `operands`, with the numbers that are known to fill plain arrays, if there is a type that
     has placeholders in one of these slots or of those `beside`."""
-    trees = (
-        [slot.treedef for slot in (*slots, *beside) if slot.treedef is not None] if placeholder_types else []
-    )
-    return tuple(map(with_constant, slots, operands) if any(map(_has_placeholders_in, trees)) else slots)
-
-
-def _has_placeholders_in(tree: Any) -> bool:
-    cls: Any = (tree.node_data() or (None,))[0]
-    if cls in placeholder_types and has_placeholders(cls):
-        return True
-    return any(map(_has_placeholders_in, tree.children()))
+    known = placeholder_types and any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
+    return tuple(map(with_constant, slots, operands) if known else slots)
 
 
 def with_constant(slot: Any, x: Any) -> Any:
