@@ -64,7 +64,7 @@ STRUCTURED = (
 )
 
 # Steps that divide by zero, or whose derivatives do: structured arrays are zero where nothing is stored.
-_DIVIDES_BY_ZERO = re.compile(r"/ .*(ZERO|s - s)|sqrt\(x - x\)")
+_DIVIDES_BY_ZERO = re.compile(r"/ .*(ZERO|s - s|jnp\.zeros\(\(\)\))|sqrt\(x - x\)")
 
 # XLA fails to compile the transform of an array that it lays out for a solver: `solve(ifft(full(...)), y)`.
 # And a value that is closed over beside an integer is not differentiated by that.
@@ -78,6 +78,7 @@ OF_TREES = (
     "lax.custom_linear_solve",
     "jnp.apply_along_axis",  # maps over it
     "outside `quaxlike.quaxify`",
+    "was used as an array",  # what `jax.jit(lambda x: x)` returned, whose integers have no tangents
 )
 
 # What a value says that no transform has seen, and whose type has no operators.
