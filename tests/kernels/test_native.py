@@ -71,7 +71,7 @@ def _dense(w):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(24, 256), (37, 288), (6, 100)])
+@pytest.mark.parametrize("shape", [(24, 256), (37, 288), (21, 320), (6, 100)])
 @pytest.mark.parametrize("name", [*CODECS, "nested"])
 def test_products_of_all_formats(use_native, name, shape):
     if shape == (6, 100) and name in ("nf4", "fp4", "int4", "nested"):
@@ -87,18 +87,22 @@ def test_products_of_all_formats(use_native, name, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype, of_sum, of_result", [("float32", 2e-6, 0), ("bfloat16", 2e-5, 2**-8)])
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "int8", "uint4_block", "mxfp4", "nf4"])
-def test_inputs_of_very_different_sizes(use_native, name):
+def test_inputs_of_very_different_sizes(use_native, name, dtype, of_sum, of_result):
     """Of a row that is written in digits, an error is small beside the sum, not beside each input."""
-    w = _quantised(name, normal(40, 512))
-    times, dense = jax.jit(_times(w)[0]), _dense(w)
+    w = _quantised(name, normal(40, 512, dtype=dtype))
+    times, dense = jax.jit(_times(w)[0]), _dense(ql.quaxify(lambda w: w.astype(jnp.float32))(w))  # not rounded
     sizes = np.float32(10.0) ** np.random.default_rng(0).integers(-9, 9, 512)
     for x in (normal(512) * sizes, jnp.zeros(512), normal(512) * 1e-30, jnp.eye(512)[77], normal(512) * 1e20):
-        y, summed = np.float64(times(x, w)), np.sum(np.abs(np.float64(x))) * np.abs(dense).max(1)
-        assert np.all(np.abs(y - np.float64(x) @ dense.T) <= 2e-6 * summed)
+        x = x.astype(dtype)
+        expected, summed = np.float64(x) @ dense.T, np.sum(np.abs(np.float64(x))) * np.abs(dense).max(1)
+        errors = np.abs(np.float64(times(x, w)) - expected)
+        assert np.all(errors <= of_sum * summed + of_result * np.abs(expected))
     for special in (jnp.nan, jnp.inf):
-        x = normal(512).at[77].set(special)
-        np.testing.assert_array_equal(np.isfinite(times(x, w)), np.isfinite(jnp.float32(dense) @ x))
+        x = normal(512, dtype=dtype).at[77].set(special)
+        expected = jnp.asarray(dense, dtype) @ x
+        np.testing.assert_array_equal(np.isfinite(times(x, w)), np.isfinite(expected))
 
 
 @pytest.mark.slow

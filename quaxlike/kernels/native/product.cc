@@ -80,6 +80,18 @@ inline void put(Result y, int64_t m, int64_t n, float value) {
   else static_cast<float*>(y.data)[m * y.stride + n] = value;
 }
 
+// How far ahead codes are fetched, to the second cache, for the first one takes few at once: to the rows that come next.
+inline int64_t distance(int64_t bytes) { return std::max<int64_t>(bytes, 1 << 14); }
+inline void fetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+// Memory of a thread, of which each use has a number.
+template <class T, int> T* scratch(size_t count) {
+  static thread_local std::vector<T> space;
+  if (space.size() < count) space.resize(count);
+  return space.data();
+}
+
 struct Kernels {  // of an instruction set, for codes of so many bits
   void (*product)(const Weight&, Rows x, Result y, int64_t begin, int64_t end);
   void (*decode[2])(const Weight&, int64_t first, Result out, int64_t begin, int64_t end);  // to float32, bfloat16
@@ -170,6 +182,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   Weight w;
   if (!read_weight(args, format, columns, w) || !is_floating(x) || !is_floating(*y)) return refused();
   if (y->dimensions()[0] != m || y->dimensions()[1] != format.rows) return refused();
+  fetch(w.codes, std::min(w.bytes, distance(0)));
   const float* floats = static_cast<const float*>(x.untyped_data());
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
@@ -185,10 +198,12 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     return ffi::Error::Success();
   }
   const integers::Codes codes = integers::codes_of(w);
-  integers::Digits digits;
-  if (integers::here() && m == 1 && codes.known && integers::write(floats, narrow ? halves : nullptr, w, codes, digits)) {
+  static thread_local integers::Digits of_thread;
+  integers::Digits& digits = of_thread;  // which other threads read, too
+  const int count = narrow && is_bfloat16(*y) ? 2 : 3;
+  if (integers::here() && m == 1 && codes.known && integers::write(floats, narrow ? halves : nullptr, w, codes, count, digits)) {
     share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
-      integers::of(w)(w, codes, digits, result_of(*y), begin, end);
+      integers::of(w, digits)(w, codes, digits, result_of(*y), begin, end);
     });
     return ffi::Error::Success();
   }
@@ -375,10 +390,10 @@ QL_VECTORS static void negate(float* offset, const float* scale, int64_t count) 
   else for (int64_t i = 0; i < count; i++) offset[i] = -offset[i];
 }
 struct Scratch {  // scales and offsets of the runs of some rows, one row after the other
-  std::vector<float> space;
   float *scale, *offset, *outer;
-  Scratch(const Weight& w, int64_t rows) : space(3 * (rows * w.runs + 16)) {  // read in whole vectors; two blocks may be cut by rows
-    scale = space.data(), offset = scale + space.size() / 3, outer = offset + space.size() / 3;
+  Scratch(const Weight& w, int64_t rows) {
+    const int64_t count = rows * w.runs + 16;  // read in whole vectors; two blocks may be cut by rows
+    scale = scratch<float, 0>(3 * count), offset = scale + count, outer = offset + count;
   }
 };
 QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scratch& s, int64_t at = 0) {
@@ -399,6 +414,8 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     if (runs_on) return times_outer(inner, outer, first, count, f.group, over);
     for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
   };
+  const int64_t size = w.scale.kind == kFloat32 ? 4 : w.scale.kind <= kFloat16 ? 2 : 1, ahead = distance(0) / std::max<int64_t>(w.row_bytes, 1) * w.runs;
+  fetch(static_cast<const char*>(w.scale.data) + (first + ahead) * size, count * size);
   read(w.scale, first, count, scale, map);
   if (w.outer.count) {
     read(w.outer, group, groups, outer, map);
@@ -420,7 +437,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
 template <int B, bool LOOKUP, int R, class Sink, class Ended>
 QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink, Ended ended) {
   const U shift = shifts<B>(w.format.high_first);
-  const int64_t whole = w.columns / kLanes * kLanes, ahead = std::max<int64_t>(R * w.row_bytes, 4096);
+  const int64_t whole = w.columns / kLanes * kLanes, ahead = distance(R * w.row_bytes);
   const uint8_t* at[R];
   uint8_t last[R][16];
   QL_UNROLL for (int r = 0; r < R; r++) at[r] = w.codes + rows[r] * w.row_bytes;
@@ -437,7 +454,7 @@ QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, 
       QL_UNROLL for (int r = 0; r < R; r++) scale[r] = all(scales[r][run]), offset[r] = all(offsets[r][run]);
       const int64_t stop = std::min((run + 1) * w.run, end);
       for (int64_t k = (i - begin) * B >> 3; k < (stop - begin) * B >> 3; k += 64)
-        QL_UNROLL for (int r = 0; r < R; r++) __builtin_prefetch(at[r] + k + ahead);
+        QL_UNROLL for (int r = 0; r < R; r++) __builtin_prefetch(at[r] + k + ahead, 0, 2);
       for (; i < stop; i += kLanes) {
         F values[R];
         QL_UNROLL for (int r = 0; r < R; r++)
