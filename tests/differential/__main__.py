@@ -34,6 +34,7 @@ def main() -> int:
     until = time.monotonic() + 60 * args.minutes
     print(f"{len(names)} types, rounds of {args.examples} draws, seeds from {first}", flush=True)
     total, seed, running = Tally(), first, {}
+    more = lambda: seed < first + args.rounds and time.monotonic() < until
     of_workers = {
         "mp_context": multiprocessing.get_context("spawn"),
         "max_tasks_per_child": 8,  # compiled programs take memory
@@ -43,8 +44,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with concurrent.futures.ProcessPoolExecutor(args.jobs, **of_workers) as pool:
-            while running or time.monotonic() < until:
-                while len(running) < args.jobs and time.monotonic() < until:
+            while running or more():
+                while len(running) < args.jobs and more():
                     known = frozenset(total.findings)
                     future = pool.submit(
                         hunt_for,
