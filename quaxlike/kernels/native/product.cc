@@ -376,7 +376,18 @@ QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, f
   }
 }
 // Multiplies the numbers of blocks from `first` on by those of their groups, or divides them.
+template <int G> QL_INLINE void times_whole(float* inner, const float* outer, int64_t groups) {
+  typedef float Eight __attribute__((vector_size(32)));
+  for (int64_t g = 0; g < groups; g++)
+    QL_UNROLL for (int i = 0; i < G; i += 8) {
+      Eight part;
+      memcpy(&part, inner + g * G + i, sizeof part), part *= outer[g], memcpy(inner + g * G + i, &part, sizeof part);
+    }
+}
 QL_VECTORS static void times_outer(float* inner, const float* outer, int64_t first, int64_t count, int64_t group, bool over) {
+  const bool whole = !over && first == 0 && group > 0 && count % group == 0;
+  if (whole && group == 8) return times_whole<8>(inner, outer, count / 8);
+  if (whole && group == 16) return times_whole<16>(inner, outer, count / 16);
   for (int64_t i = 0, end = group ? group - first % group : count; i < count; i = end, end += group, outer++) {
     const float by = *outer;
     const int64_t stop = std::min(end, count);
@@ -412,6 +423,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
   const int64_t groups = runs_on ? (first + count - 1) / f.group + 1 - group : rows * w.groups;
   const auto times_groups = [&](float* inner, bool over) QL_LAMBDA {
     if (runs_on) return times_outer(inner, outer, first, count, f.group, over);
+    if (w.runs == w.groups * f.group) return times_outer(inner, outer, 0, count, f.group, over);
     for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
   };
   const int64_t size = w.scale.kind == kFloat32 ? 4 : w.scale.kind <= kFloat16 ? 2 : 1, ahead = distance(0) / std::max<int64_t>(w.row_bytes, 1) * w.runs;
