@@ -2,7 +2,7 @@
 //
 // One row and codes that stand for whole numbers: by VNNI, for bytes. Each 32 columns of x are written as
 // scale * (a * 2^14 + b * 2^7 + c), whose digits a, b and c are bytes, with an error of less than 2^-20 of the largest
-// of them; or, where x and y are bfloat16, as scale * (a * 2^8 + b), with one of 2^-16. Products of bytes are summed
+// of them; or, where x and y are bfloat16, as scale * (a * 2^8 + b), with one of 2^-15. Products of bytes are summed
 // exactly, as integers of 32 bits: at most eight codes up to 255, less their bias, times such a number stay below 2^31.
 //
 // Some rows in bfloat16: values are rounded to it, and multiplied in pairs.
