@@ -145,10 +145,10 @@ def kernel_primitive(
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
             params["backend"] = "reference"  # other machines lack the native library
-        is_partitioned = _is_partitioned(context)
-        run = functools.partial(run_on, platform, is_partitioned)
+        partitioned = is_partitioned(context)
+        run = functools.partial(run_on, platform, partitioned)
         # A reference that is requested by name stays plain JAX, so that it can be exported.
-        divided = is_partitioned and params["backend"] != "reference" and _has_mesh(context)
+        divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
         rule = mlir.lower_fun(run, multiple_results=False)
@@ -214,7 +214,7 @@ def _ask_for_devices(primitive: DefinedPrimitive) -> None:
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
-def _is_partitioned(context: mlir.LoweringRuleContext) -> bool:
+def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
     """Whether XLA will divide the program between devices: all of it outside any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):

@@ -55,6 +55,8 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
   std::vector<float> table(1 << f.bits), outer_scales(outers), map(f.scales == kNested ? 256 : 0), x(m * up(columns, 16) * 16);
   const float offset = 0.5;
   for (auto* values : {&table, &outer_scales, &map}) for (auto& v : *values) v = random_number() % 64 / 16.f - 2;
+  // Of one row of x, codes that stand for whole numbers, one apart or not: for products of bytes.
+  for (size_t i = 0; m == 1 && i < table.size(); i++) table[i] = f.block == 16 ? int(i) - 8 : int(random_number() % 32) - 16;
   for (int64_t i = 0; i < m; i++)
     for (int64_t k = 0; k < columns; k++) x[i * up(columns, 16) * 16 + k] = random_number() % 64 / 32.f - 1;
 
@@ -110,6 +112,41 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
       for (int64_t i = 0; i < f.rows * columns; i++)
         check(std::abs(value(decoded, i) - dense[i]) <= error * (std::abs(dense[i]) + 256), "decoded", f, columns, set->name);
     }
+#ifdef QL_MORE
+  const integers::Codes whole = integers::codes_of(w);
+  integers::Digits digits;
+  for (const int count : {2, 3})
+    if (m == 1 && integers::here() && whole.known && integers::write(x.data(), nullptr, w, whole, count, digits)) {
+      std::vector<float> y(f.rows);
+      for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
+        integers::of(w, digits)(w, whole, digits, {y.data(), f.rows, false}, begin, end);
+      for (int64_t i = 0; i < f.rows; i++)
+        check(std::abs(y[i] - expected[i]) <= (count == 2 ? 3e-5 : 2e-6) * (sizes[i] + 1e-3), "bytes", f, columns, "VNNI");
+    }
+#endif
+}
+
+template <class T> void compare_dense(int64_t rows, int64_t columns, int64_t m) {
+  const int64_t stride = up(columns, 32) * 32;
+  std::vector<T> w(rows * columns);
+  std::vector<float> x(m * stride), y(m * rows);
+  for (auto& v : w) v = sizeof(T) == 4 ? int(random_number() % 64) - 32 : 0x3F80 + random_number() % 256;  // from 1 on
+  for (int64_t i = 0; i < m * stride; i++) x[i] = i % stride < columns ? random_number() % 64 / 32.f - 1 : 0;
+  for (const Set* set : sets()) {
+    for (auto [begin, end] : {std::pair{int64_t{0}, rows / 3}, std::pair{rows / 3, rows}})
+      set->dense[sizeof(T) == 2](w.data(), columns, {x.data(), m, stride}, {y.data(), rows, false}, begin, end);
+    for (int64_t i = 0; i < m * rows; i++) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < columns; k++) {
+        const T weight = w[i % rows * columns + k];
+        const double term = x[i / rows * stride + k] * (sizeof(T) == 4 ? double(weight) : bits_as<float>(uint32_t(weight) << 16));
+        sum += term, size += std::abs(term);
+      }
+      if (std::abs(y[i] - sum) <= 1e-6 * size) continue;
+      failures++;
+      printf("%s: dense, %d rows of %d in %d bytes, %d of x\n", set->name, int(rows), int(columns), int(sizeof(T)), int(m));
+    }
+  }
 }
 
 }  // namespace
@@ -150,8 +187,11 @@ int main() {
       for (const int64_t elements : {0, 1, 6, 40, 301})
         for (const int64_t m : {0, 1, 3, 4, 6})
           for (const bool wild : {false, true}) compare_csr(rows, columns, elements, m, wild);
+  for (const int64_t rows : {0, 1, 5, 19})
+    for (const int64_t columns : {0, 1, 16, 33, 64, 100})
+      for (const int64_t m : {0, 1, 2, 6, 8, 17}) compare_dense<float>(rows, columns, m), compare_dense<uint16_t>(rows, columns, m);
   for (const int64_t rows : {0, 1, 5, 9})
-    for (const int64_t columns : {0, 1, 7, 16, 33, 64, 100, 144})
+    for (const int64_t columns : {0, 1, 7, 16, 33, 64, 100, 144, 192})
       for (const int64_t m : {0, 1, 3, 6, 17})
         for (const int64_t bits : {2, 3, 4, 5, 6, 8})
           for (const int64_t block : {16, 32, 256}) {

@@ -1,5 +1,6 @@
 """The native products of CPUs: values, derivatives and transforms; formats they take; how they are built."""
 
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import quaxlike as ql
 from quaxlike import kernels
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.kernels import native, nf4_matmul
+from quaxlike.kernels.dense_matmul import dense_matmul
 from quaxlike.kernels.native import __main__ as command
 from quaxlike.kernels.native import library
 from tests.samples import normal
@@ -87,12 +89,13 @@ def test_products_of_all_formats(use_native, name, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, of_sum, of_result", [("float32", 2e-6, 0), ("bfloat16", 2e-5, 2**-8)])
+@pytest.mark.parametrize(("dtype", "of_sum", "of_result"), [("float32", 2e-6, 0), ("bfloat16", 2e-5, 2**-8)])
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k", "int8", "uint4_block", "mxfp4", "nf4"])
 def test_inputs_of_very_different_sizes(use_native, name, dtype, of_sum, of_result):
     """Of a row that is written in digits, an error is small beside the sum, not beside each input."""
     w = _quantised(name, normal(40, 512, dtype=dtype))
-    times, dense = jax.jit(_times(w)[0]), _dense(ql.quaxify(lambda w: w.astype(jnp.float32))(w))  # not rounded
+    times, unrounded = jax.jit(_times(w)[0]), ql.quaxify(lambda w: w.astype(jnp.float32))
+    dense = _dense(unrounded(w))
     sizes = np.float32(10.0) ** np.random.default_rng(0).integers(-9, 9, 512)
     for x in (normal(512) * sizes, jnp.zeros(512), normal(512) * 1e-30, jnp.eye(512)[77], normal(512) * 1e20):
         x = x.astype(dtype)
@@ -188,6 +191,50 @@ def test_sparse_weights(use_native, rows, dtype):
     assert relative_error(ql.materialise(w.replace(data=data)), np.where(dense, d_dense, 0)) < limit
     batch = jnp.stack([x, -x])
     assert relative_error(jax.vmap(times, (None, 0))(w, batch), [y, -y]) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(24, 256), (37, 100), (1, 7)])
+@pytest.mark.parametrize("rows", [(), (2,), (2, 2), (7,), (16,), (40,)])
+def test_dense_weights(use_native, rows, shape, dtype):
+    """Forward, backward and batched; more rows of `x` are left to XLA."""
+    w, x = normal(*shape, dtype=dtype), normal(*rows, shape[1], dtype=dtype, seed=1)
+    w = jnp.abs(w) + 1  # no sum is the small difference of large ones
+    x, exact, limit = jnp.abs(x), np.float64(w), 1e-6 if dtype == "float32" else 1e-2
+    y, count = np.float64(x) @ exact.T, math.prod(rows)
+    few = "quaxlike_multiply_dense" in jax.jit(dense_matmul).lower(x, w).as_text()
+    assert few == (count <= (16 if dtype == "float32" else 8))
+    assert relative_error(jax.jit(dense_matmul)(x, w), y) < limit
+    batch = jnp.stack([x, 2 * x])
+    assert relative_error(jax.vmap(dense_matmul, (0, None))(batch, w), [y, 2 * y]) < limit
+    assert relative_error(lax.map(lambda x: dense_matmul(x, w), batch), [y, 2 * y]) < limit
+    loss = lambda x, w: jnp.sum(dense_matmul(x, w).astype(jnp.float32))
+    of_x, of_w = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    assert relative_error(of_x, np.broadcast_to(exact.sum(0), x.shape)) < limit
+    assert relative_error(of_w, np.broadcast_to(np.float64(x).reshape(-1, shape[1]).sum(0), w.shape)) < limit
+
+
+@pytest.mark.slow
+def test_dense_weights_elsewhere(use_native):
+    """A program that XLA divides between devices, or that is exported, calls no native product."""
+    w, x = normal(128, 256), normal(8, 256, seed=1)
+    calls = lambda program: "quaxlike_multiply_dense" in program
+    assert calls(jax.jit(dense_matmul).lower(x, w).as_text())
+    with kernels.backend("reference"):
+        assert not calls(jax.jit(dense_matmul).lower(x, w).as_text())
+    assert not calls(jax.export.export(jax.jit(dense_matmul))(x, w).mlir_module())
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(w, jax.NamedSharding(mesh, jax.P("rows")))
+    whole = jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+    divided = jax.jit(dense_matmul).lower(whole, spread).compile()
+    assert not calls(divided.as_text())
+    assert divided(whole, spread).sharding.spec[1] == "rows"
+    specs = {"in_specs": (jax.P(), jax.P("rows")), "out_specs": jax.P(None, "rows")}
+    lowered = jax.jit(jax.shard_map(dense_matmul, mesh=mesh, **specs)).lower(whole, spread)
+    assert calls(lowered.as_text())
+    for y in (divided(whole, spread), lowered.compile()(whole, spread)):
+        assert relative_error(y, np.float64(x) @ np.float64(w).T) < 1e-6
 
 
 def _choice(w, x):

@@ -85,11 +85,11 @@ inline int64_t distance(int64_t bytes) { return std::max<int64_t>(bytes, 1 << 14
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
-// Memory of a thread, of which each use has a number.
+// Memory of a thread, of which each use has a number. It begins with a line of the caches.
 template <class T, int> T* scratch(size_t count) {
   static thread_local std::vector<T> space;
-  if (space.size() < count) space.resize(count);
-  return space.data();
+  if (space.size() < count + 64) space.resize(count + 64);
+  return reinterpret_cast<T*>(up(reinterpret_cast<intptr_t>(space.data()), 64) * 64);
 }
 
 struct Kernels {  // of an instruction set, for codes of so many bits
@@ -99,6 +99,7 @@ struct Kernels {  // of an instruction set, for codes of so many bits
 struct Set {
   const char* name;
   bool mixes_nibbles;  // of 16 codes of 4 bits, i and i + 8 meet the columns 2i and 2i + 1 of x
+  void (*dense[2])(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end);  // of float32, bfloat16
   Kernels kernels[7];
   const Kernels& of(const Format& f) const { return kernels[f.bits == 8 ? 5 + f.lookup : f.bits - 2]; }
 };
@@ -176,9 +177,24 @@ bool is_floating(const ffi::AnyBuffer& x) { return is_bfloat16(x) || x.element_t
 Result result_of(ffi::AnyBuffer& out) { return {out.untyped_data(), out.dimensions()[1], is_bfloat16(out)}; }
 ffi::Error refused() { return ffi::Error::InvalidArgument("operands do not fit the format of a weight"); }
 
+// Rows of x as float32, in memory of this thread, with the column k at `place(k)`.
+template <class Place> Rows rows_of(const ffi::AnyBuffer& x, Place place) {
+  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1], stride = up(columns, 32) * 32;
+  const float* floats = static_cast<const float*>(x.untyped_data());
+  const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
+  float* copy = scratch<float, 2>(m * stride);
+  for (int64_t i = 0; i < m; i++) {
+    float* row = copy + i * stride;
+    std::fill(row + columns / 32 * 32, row + stride, 0.f);
+    for (int64_t k = 0; k < columns; k++)
+      row[place(k)] = is_bfloat16(x) ? bits_as<float>(uint32_t(halves[i * columns + k]) << 16) : floats[i * columns + k];
+  }
+  return {copy, m, stride};
+}
+
 ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> y) {
-  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1], stride = up(columns, 16) * 16;
+  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
   Weight w;
   if (!read_weight(args, format, columns, w) || !is_floating(x) || !is_floating(*y)) return refused();
   if (y->dimensions()[0] != m || y->dimensions()[1] != format.rows) return refused();
@@ -208,12 +224,20 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     return ffi::Error::Success();
   }
 #endif
-  std::vector<float> copy(m * stride);  // as float32
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t k = 0; k < columns; k++)
-      copy[i * stride + place(k)] = narrow ? bits_as<float>(uint32_t(halves[i * columns + k]) << 16) : floats[i * columns + k];
+  const Rows copy = rows_of(x, place);
   share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
-    set().of(format).product(w, {copy.data(), m, stride}, result_of(*y), begin, end);
+    set().of(format).product(w, copy, result_of(*y), begin, end);
+  });
+  return ffi::Error::Success();
+}
+ffi::Error multiply_dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t rows = w.dimensions()[0], columns = w.dimensions()[1];
+  if (x.dimensions()[1] != columns || y->dimensions()[0] != x.dimensions()[0] || y->dimensions()[1] != rows) return refused();
+  if (!is_floating(x) || !is_floating(w) || !is_floating(*y)) return refused();
+  fetch(w.untyped_data(), std::min<int64_t>(w.size_bytes(), distance(0)));
+  const Rows copy = rows_of(x, [](int64_t k) { return k; });
+  share(pool, rows, columns, [&](int64_t begin, int64_t end) {
+    set().dense[is_bfloat16(w)](w.untyped_data(), columns, copy, result_of(*y), begin, end);
   });
   return ffi::Error::Success();
 }
@@ -241,6 +265,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_multiply, multiply,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quaxlike_multiply_dense, multiply_dense,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_decode, decode,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>()
         .RemainingArgs().Ret<AnyBuffer>());
@@ -253,6 +280,15 @@ typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
 QL_INLINE F all(float x) { return x - F{}; }
+template <class V> QL_INLINE V load(const void* at) {
+  V v;
+  return memcpy(&v, at, sizeof v), v;
+}
+QL_INLINE float sum_of(F v) {
+  float lanes[kLanes];
+  memcpy(lanes, &v, sizeof v);
+  return std::accumulate(lanes, lanes + kLanes, 0.f);
+}
 QL_INLINE void store(float* out, F v) { memcpy(out, &v, sizeof v); }
 QL_INLINE void store(uint16_t* out, F v) {  // as `to_bfloat16`
   U bits = bits_as<U>(v);
@@ -492,8 +528,7 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
     const auto add = [&](int64_t k, F* values, const F* scale, const F* offset) QL_LAMBDA {
       QL_UNROLL for (int r = 0; r < R && M > 1; r++) values[r] = values[r] * scale[r] + offset[r];
       QL_UNROLL for (int i = 0; i < M; i++) {
-        F part;
-        memcpy(&part, x_rows[i] + k, sizeof part);
+        const F part = load<F>(x_rows[i] + k);
         QL_UNROLL for (int r = 0; r < R; r++) (M > 1 ? sums[r][i] : of_run[r]) += values[r] * part;
         if (M == 1) of_x += part;
       }
@@ -509,9 +544,7 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
     QL_UNROLL for (int r = 0; r < R; r++)
       QL_UNROLL for (int i = 0; i < M; i++) {
         if (m + i >= x.count) break;
-        float lanes[kLanes];
-        store(lanes, sums[r][i]);
-        put(y, m + i, t.rows[first + r], std::accumulate(lanes, lanes + kLanes, 0.f));
+        put(y, m + i, t.rows[first + r], sum_of(sums[r][i]));
       }
   }
 }
@@ -551,9 +584,55 @@ QL_TARGET static void decoded(const Weight& w, int64_t first, Result out, int64_
     walk<B, LOOKUP, 1>(w, &row, &s.scale, &s.offset, write, [](const F*, const F*) {});
   }
 }
+// Dense weights, of which each line of 64 bytes is read once.
+QL_INLINE F widened(const float* at) { return load<F>(at); }
+QL_INLINE F widened(const uint16_t* at) { return bits_as<F>(__builtin_convertvector(load<H>(at), U) << 16); }
+template <class T, int M>
+QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m, Result y, int64_t n, int64_t end) {
+  constexpr int R = std::min(4, (QL_SET == AVX512 ? 16 : 8) / M), kLine = 64 / sizeof(T);
+  const int64_t ahead = distance(R * columns * sizeof(T)) / sizeof(T);
+  const float* x_rows[M];
+  for (int i = 0; i < M; i++) x_rows[i] = x.data + std::min(m + i, x.count - 1) * x.stride;
+  for (; n < end; n += R) {
+    F sums[R][M] = {};
+    const T* at[R];
+    QL_UNROLL for (int r = 0; r < R; r++) at[r] = w + std::min(n + r, end - 1) * columns;  // behind the last row, that one
+    const auto add = [&](int64_t k, const T* const* from) QL_LAMBDA {
+      for (int v = 0; v < kLine; v += kLanes) {
+        F values[R];
+        QL_UNROLL for (int r = 0; r < R; r++) values[r] = widened(from[r] + v);
+        QL_UNROLL for (int i = 0; i < M; i++) {
+          const F part = load<F>(x_rows[i] + k + v);
+          QL_UNROLL for (int r = 0; r < R; r++) sums[r][i] += values[r] * part;
+        }
+      }
+    };
+    int64_t k = 0;
+    for (; k + kLine <= columns; k += kLine) {
+      const T* from[R];
+      QL_UNROLL for (int r = 0; r < R; r++) from[r] = at[r] + k, __builtin_prefetch(from[r] + ahead, 0, 2);
+      add(k, from);
+    }
+    if (k < columns) {
+      T last[R][kLine] = {};
+      const T* from[R];
+      for (int r = 0; r < R; r++) from[r] = last[r], memcpy(last[r], at[r] + k, (columns - k) * sizeof(T));
+      add(k, from);
+    }
+    for (int r = 0; r < R && n + r < end; r++)
+      for (int i = 0; i < M && m + i < x.count; i++) put(y, m + i, n + r, sum_of(sums[r][i]));
+  }
+}
+template <class T> QL_TARGET static void dense(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end) {
+  constexpr int kMost = QL_SET == PLAIN ? 1 : 8, kRows = 16;  // rows of the weight, which the first cache keeps for more rows of x
+  for (int64_t n = begin; n < end; n += kRows)
+    for (int64_t m = 0; m < x.count; m += kMost)
+      (x.count - m == 1 ? dense_tile<T, 1> : x.count - m <= 4 ? dense_tile<T, std::min(4, kMost)> : dense_tile<T, kMost>)(
+          static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
+}
 template <int B, bool LOOKUP = false>
 constexpr Kernels kernels = {product<B, LOOKUP>, {decoded<B, LOOKUP, float>, decoded<B, LOOKUP, uint16_t>}};
-constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512,
+constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512, {dense<float>, dense<uint16_t>},
                      {kernels<2>, kernels<3>, kernels<4>, kernels<5>, kernels<6>, kernels<8>, kernels<8, true>}};
 }  // namespace QL_NAME
 #undef QL_NAME
