@@ -1,7 +1,8 @@
 """`python -m benchmarks.native [--json FILE]`: native products on a CPU beside XLA's, in two minutes.
 
-Products with weights of 4096² in several formats, by the native library and by the reference, and of dense
-weights of the same dtype, alternately in one run, on weights that are rotated past the caches. Ratios are
+Products with weights of 4096² in several formats, dense ones among them, by the native library and by the
+reference, and XLA's of dense weights of the same dtype, alternately in one run, on weights that are rotated past
+the caches. Ratios are
 medians of those of a repeat: below 1, the native product is faster.
 """
 
@@ -22,6 +23,7 @@ from rich.table import Table
 import quaxlike as ql
 from quaxlike import kernels
 from quaxlike.kernels import native
+from quaxlike.kernels.dense_matmul import dense_matmul
 
 from .harness import Case, Measured, measure
 
@@ -40,12 +42,16 @@ def _in_turn(fn: Callable[..., Any], x: jax.Array, weights: list[Any]) -> Callab
     return lambda: jax.block_until_ready(compiled(x, next(turn)))
 
 
+def _product(x: jax.Array, w: Any) -> jax.Array:
+    return ql.quaxify(lambda x, w: x @ w.T)(x, w) if ql.is_value(w) else dense_matmul(x, w)
+
+
 def _case(name: str, weights: list[Any], dense: list[Any], m: int, dtype: Any) -> Case:
     x = jax.random.normal(jax.random.key(1), (m, _SIZE), dtype)
     ways = {}
     for way, backend in {"quaxlike": "native", "reference": "reference"}.items():
         with kernels.backend(backend):
-            ways[way] = _in_turn(ql.quaxify(lambda x, w: x @ w.T), x, weights)
+            ways[way] = _in_turn(_product, x, weights)
     ways["dense"] = _in_turn(lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ()))), x, dense)
     return Case(f"{name}, M = {m}, {jnp.dtype(dtype).name}", ways)
 
@@ -54,6 +60,7 @@ def _cases() -> list[Case]:
     cases = []
     for dtype in (jnp.float32, jnp.bfloat16):
         dense = [jax.random.normal(jax.random.key(0), (_SIZE, _SIZE), dtype) + i for i in range(_COPIES)]
+        cases += [_case("dense", dense, dense, m, dtype) for m in (1, 2, 4, 8, 16)]
         for name, quantize in _FORMATS.items():
             weights = [quantize(w) for w in dense]
             cases += [_case(name, weights, dense, m, dtype) for m in (1, 8, 128, 512)]

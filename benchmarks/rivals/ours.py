@@ -28,8 +28,7 @@ Run = Callable[[], float]
 
 
 def _load(folder: pathlib.Path, dtype: str, quantize: str | None, head: bool = False) -> Any:
-    if quantize is not None:
-        kernels.native.prepare(print)
+    kernels.native.prepare(print)
     model, _ = ql.models.load(folder, quantize=quantize, head=head)
     return model if dtype == "bfloat16" else stored_for(model, dtype)
 

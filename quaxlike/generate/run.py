@@ -12,7 +12,6 @@ from jaxtyping import Int
 
 from .._checked import a_or_an
 from .._interrupts import interrupts_deferred, take_interrupt
-from ..arrays.quantized import AbstractQuantizedArray
 from ..interop import CheckpointError, peft
 from ..interop.chat import ChatTemplate
 from ..interop.files.companions import ends_of
@@ -108,9 +107,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     if arguments.cache is not None:
         found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
         tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")
-    is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
-    if any(map(is_quantised, jax.tree.leaves(model, is_leaf=is_quantised))):
-        native.prepare(tell)
+    native.prepare(tell)
     ends = ends_of(arguments.model, config)
     if arguments.prompt is None:
         return _chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)

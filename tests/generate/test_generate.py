@@ -46,7 +46,7 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
 
 @pytest.mark.slow
 def test_with_adapter_in_4_bits_for_several_prompts(checkpoint, tmp_path, capsys, monkeypatch):
-    # Products of quantised weights are compiled by the command, which says so in a line.
+    # Native products are compiled by the command, which says so in a line.
     monkeypatch.delenv("QUAXLIKE_NATIVE")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -58,9 +58,7 @@ def test_with_adapter_in_4_bits_for_several_prompts(checkpoint, tmp_path, capsys
         "--prompt", "w5 w6", "w9", "--max-new-tokens", 3, "--temperature", 1, "--top-k", 5, "--seed", 3,
     )  # fmt: skip
     assert status == 0
-    assert told.startswith(
-        "Products with quantised weights are not compiled, and take longer: No C++ compiler"
-    )
+    assert told.startswith("Native products are not compiled, and others take longer: No C++ compiler")
     assert [line.split(":")[0] for line in out.splitlines()] == ["'w5 w6'", "'w9'"]
 
 

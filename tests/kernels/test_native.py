@@ -293,7 +293,7 @@ def test_without_a_compiler(monkeypatch, unloaded, capsys):
     told = []
     native.prepare(told.append)
     assert len(told) == 1
-    assert told[0].startswith("Products with quantised weights are not compiled, and take longer: No C++")
+    assert told[0].startswith("Native products are not compiled, and others take longer: No C++")
     assert command.main([]) == 1
     assert "error: No C++ compiler was found" in capsys.readouterr().err
     x = normal(2, 64)

@@ -165,17 +165,17 @@ def compile_to(out: Path) -> None:
 
 
 def prepare(tell: Callable[[str], None]) -> None:
-    """Compiles the library for a command that multiplies with quantised weights, if it runs on a CPU and the
-    library is neither there nor installed as a wheel. Tells so in a line, or why it is not compiled."""
+    """Compiles the library for a command, if it runs on a CPU and the library is neither there nor installed
+    as a wheel. Tells so in a line, or why it is not compiled."""
     wanted = os.environ.get("QUAXLIKE_NATIVE") != "0" and jax.default_backend() == "cpu"
     if not wanted or installed_path() is not None:
         return
     try:
         if not (path := built_path()).is_file() and _compiler():
-            tell(f"Compiling products with quantised weights for this machine, once: {path}")
+            tell(f"Compiling native products for this machine, once: {path}")
         build()
     except NativeError as error:
-        tell(f"Products with quantised weights are not compiled, and take longer: {error}")
+        tell(f"Native products are not compiled, and others take longer: {error}")
 
 
 def _compiler() -> list[str]:
