@@ -1,9 +1,8 @@
 """`python -m benchmarks.native [--json FILE]`: native products on a CPU beside XLA's, in two minutes.
 
 Products with weights of 4096² in several formats, dense ones among them, by the native library and by the
-reference, and XLA's of dense weights of the same dtype, alternately in one run, on weights that are rotated past
-the caches. Ratios are
-medians of those of a repeat: below 1, the native product is faster.
+reference, and XLA's of dense weights of the same dtype, alternately in one run, on weights that are rotated
+past the caches. Ratios are medians of those of a repeat: below 1, the native product is faster.
 """
 
 import argparse
