@@ -12,9 +12,9 @@ def main(argv: list[str] | None = None) -> int:
     """Compiles the library and says what it did; the exit status is 1 if it cannot."""
     parser = argparse.ArgumentParser(
         prog="python -m quaxlike.kernels.native",
-        description="Compiles products with quantised weights, and of few rows, for this machine's processor, "
-        "by its C++ compiler, into the user's cache. Programs find them there; QUAXLIKE_NATIVE=0 turns them "
-        "off.",
+        description="Compiles products with quantised weights, and of few rows, for this machine's "
+        "processor, by its C++ compiler, into the user's cache. Programs find them there; QUAXLIKE_NATIVE=0 "
+        "turns them off.",
     )
     parser.add_argument("--again", action="store_true", help="compile even if it is there")
     parser.add_argument(
