@@ -57,8 +57,8 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(
             f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options,
-            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are "
-            "multiplied three times",
+            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21 or 16, and bytes are "
+            "multiplied three times, or twice",
         )
         for name, options in (
             *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),

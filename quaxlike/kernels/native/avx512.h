@@ -5,6 +5,9 @@
 // of them; or, where x and y are bfloat16, as scale * (a * 2^8 + b), with one of 2^-15. Products of bytes are summed
 // exactly, as integers of 32 bits: at most eight codes up to 255, less their bias, times such a number stay below 2^31.
 //
+// Where x and y are bfloat16, so are codes of at most 4 bits that stand for any numbers (NF4): each is written as
+// scale * (h * 2^8 + l), with an error of 2^-16 of the largest, and of the four products of bytes the smallest is left out.
+//
 // Some rows in bfloat16: values are rounded to it, and multiplied in pairs.
 #pragma once
 #include <cmath>
@@ -22,21 +25,22 @@ constexpr int32_t largest(int digits) { return digits == 3 ? 63 << 14 : 127 << 8
 struct Digits {  // of a row of x
   int count;                    // three, or two
   std::vector<int8_t> of;       // of each step: vectors of a, of b and of c
-  std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds
+  std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds; of each digit, for codes of two bytes
   std::vector<float> scale;     // of each unit
   std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
 };
 
-// How codes become bytes: `code ^ flip`, or `bytes[code]`. A byte less `bias`, times `factor`, is the number.
+// How codes become bytes: `code ^ flip`, or `bytes[code]`. A byte less `bias`, times `factor`, is the number; or, if
+// `fine`, with `low[code] / 256` added to it.
 struct Codes {
-  bool known = false, looked_up = false;
+  bool known = false, looked_up = false, fine = false;
   int32_t bias = 0;
   float factor = 1;
   uint8_t flip = 0;
-  alignas(64) uint8_t bytes[64] = {};
+  alignas(64) uint8_t bytes[64] = {}, low[64] = {};
 };
 
-Codes codes_of(const Weight& w) {
+Codes codes_of(const Weight& w, bool may_round) {
   const Format& f = w.format;
   Codes out;
   if (w.columns % 64 || (w.run % kUnit && w.run != 16) || (f.bits == 8 && f.lookup)) return out;
@@ -54,6 +58,14 @@ Codes codes_of(const Weight& w) {
   }
   out.looked_up = !even, out.bias = even ? -int32_t(w.values[0]) : 128, out.factor = even ? 1.f : .5f;
   for (int i = 0; i < 64 && out.known; i++) out.bytes[i] = int(2 * w.values[i % count]) + 128;
+  float most = 0;
+  for (int i = 0; i < count; i++) most = std::max(most, std::abs(w.values[i]));
+  if (out.known || !may_round || !(most > 1e-30f && most < 1e30f)) return out;
+  out.known = out.fine = out.looked_up = true, out.bias = 128, out.factor = most / 32767 * 256;
+  for (int i = 0; i < 64; i++) {
+    const int whole = int(std::nearbyint(w.values[i % count] / most * 32767)) + (128 << 8);
+    out.bytes[i] = whole >> 8, out.low[i] = whole & 255;
+  }
   return out;
 }
 
@@ -69,7 +81,7 @@ QL_BYTES bool write(const float* x, const uint16_t* narrow, const Weight& w, con
   const int many = vectors(w.format.bits), by = shift(count), odd = w.format.high_first ? 0 : 64;
   const __m512i half = _mm512_set1_epi32(1 << (by - 1)), low = _mm512_set1_epi32((1 << by) - 1);
   const __m128i in_turn = _mm_set_epi8(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
-  out.count = count, out.of.assign(steps * in_step * count, 0), out.bias.resize(steps * 16);
+  out.count = count, out.of.assign(steps * in_step * count, 0), out.bias.resize(steps * 16 * count);
   out.scale.resize(units + 16), out.sum.assign(w.runs, 0);
   for (int64_t u = 0; u < units; u++) {
     __m512 parts[2];
@@ -99,11 +111,12 @@ QL_BYTES bool write(const float* x, const uint16_t* narrow, const Weight& w, con
   for (int64_t s = 0; s < steps; s++) {
     __m512i sum = __m512i{};
     for (int digit = 0; digit < count; digit++) {
-      sum = _mm512_slli_epi32(sum, by);
+      sum = codes.fine ? __m512i{} : _mm512_slli_epi32(sum, by);
       for (int i = 0; i < many; i++)
         sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), load(&out.of[((s * count + digit) * many + i) * 64]));
+      int32_t* to = &out.bias[(codes.fine ? s * count + digit : s) * 16];
+      _mm512_storeu_si512(to, _mm512_mullo_epi32(sum, _mm512_set1_epi32(-codes.bias)));
     }
-    _mm512_storeu_si512(&out.bias[s * 16], _mm512_mullo_epi32(sum, _mm512_set1_epi32(-codes.bias)));
   }
   return true;
 }
@@ -160,13 +173,13 @@ QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const D
   }
 }
 
-template <int B, int D, bool HALVES>
+template <int B, int D, bool HALVES, bool FINE = false>
 QL_BYTES void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
   constexpr int R = 4, kRows = 16;  // rows at once, and rows whose scales are read at once
   constexpr int V = vectors(B), N = step(B) / kUnit * (HALVES ? 2 : 1);
   const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * (HALVES ? 2 : 1);
   const bool offset = w.format.zeros != kNone || w.outer_zero.count, cut = w.columns % step(B);
-  const __m512i flip = _mm512_set1_epi8(codes.flip), bytes = load(codes.bytes);
+  const __m512i flip = _mm512_set1_epi8(codes.flip), bytes = load(codes.bytes), low = load(codes.low);
   avx512::Scratch s(w, kRows);
   float* scale = scratch<float, 1>(kRows * steps * N + 16);
   for (int64_t batch = begin; batch < end; batch += kRows) {
@@ -187,12 +200,23 @@ QL_BYTES void product(const Weight& w, const Codes& codes, const Digits& x, Resu
       const int64_t ahead = distance(R * w.row_bytes);
       const auto add = [&](int64_t i, bool whole, bool looked_up) QL_BYTES_INLINE_LAMBDA {
         const int8_t* digits = &x.of[i * D * V * 64];
-        const __m512i bias = load(&x.bias[i * 16]);
+        const int32_t* bias = &x.bias[i * (FINE ? D : 1) * 16];
         QL_UNROLL for (int r = 0; r < R; r++) {
           const uint8_t* from = at[r] + i * (step(B) * B / 8);
           __builtin_prefetch(from + ahead, 0, 2);
-          __m512i code[V], sum = __m512i{};
+          __m512i code[V], sum = __m512i{}, rest = load(bias + (FINE ? 16 : 0));
           unpack<B>(from, whole, code);
+          if (FINE) {  // h * a, and h * b + l * a
+            QL_UNROLL for (int v = 0; v < V; v++) {
+              const __m512i high = _mm512_permutexvar_epi8(code[v], bytes), a = load(digits + v * 64);
+              sum = _mm512_dpbusd_epi32(v ? sum : load(bias), high, a);
+              rest = _mm512_dpbusd_epi32(rest, high, load(digits + (V + v) * 64));
+              rest = _mm512_dpbusd_epi32(rest, _mm512_permutexvar_epi8(code[v], low), a);
+            }
+            const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(256), _mm512_cvtepi32_ps(rest));
+            sums[r] = _mm512_fmadd_ps(both, spread<N>(scale_at[r] + i * N), sums[r]);
+            continue;
+          }
           QL_UNROLL for (int v = 0; v < V; v++) {
             if (B <= 4) code[v] = looked_up ? _mm512_permutexvar_epi8(code[v], bytes) : code[v];
             if (B == 8) code[v] = _mm512_xor_si512(code[v], flip);
@@ -201,7 +225,7 @@ QL_BYTES void product(const Weight& w, const Codes& codes, const Digits& x, Resu
             if (d) sum = _mm512_slli_epi32(sum, shift(D));
             QL_UNROLL for (int v = 0; v < V; v++) sum = _mm512_dpbusd_epi32(sum, code[v], load(digits + (d * V + v) * 64));
           }
-          sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sum, bias)), spread<N>(scale_at[r] + i * N), sums[r]);
+          sums[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(sum, rest)), spread<N>(scale_at[r] + i * N), sums[r]);
         }
       };
       const auto each = [&](bool looked_up) QL_BYTES_INLINE_LAMBDA {
@@ -223,11 +247,13 @@ QL_BYTES void product(const Weight& w, const Codes& codes, const Digits& x, Resu
   }
 }
 using Product = void (*)(const Weight&, const Codes&, const Digits&, Result, int64_t, int64_t);
-inline Product of(const Weight& w, const Digits& x) {
+inline Product of(const Weight& w, const Codes& codes, const Digits& x) {
 #define QL_BOTH(B, D) {product<B, D, false>, product<B, D, true>}
 #define QL_ALL(B) {QL_BOTH(B, 2), QL_BOTH(B, 3)}
   constexpr Product each[][2][2] = {QL_ALL(2), QL_ALL(3), QL_ALL(4), QL_ALL(5), QL_ALL(6), {}, QL_ALL(8)};
-  return each[w.format.bits - 2][x.count - 2][w.run == 16];
+#define QL_FINE(B) {product<B, 2, false, true>, product<B, 2, true, true>}
+  constexpr Product fine[][2] = {QL_FINE(2), QL_FINE(3), QL_FINE(4)};
+  return codes.fine ? fine[w.format.bits - 2][w.run == 16] : each[w.format.bits - 2][x.count - 2][w.run == 16];
 }
 inline bool here() {
   static const bool has = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") && &set() == &avx512::set;

@@ -213,13 +213,13 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     });
     return ffi::Error::Success();
   }
-  const integers::Codes codes = integers::codes_of(w);
+  const int count = narrow && is_bfloat16(*y) ? 2 : 3;
+  const integers::Codes codes = integers::codes_of(w, count == 2);
   static thread_local integers::Digits of_thread;
   integers::Digits& digits = of_thread;  // which other threads read, too
-  const int count = narrow && is_bfloat16(*y) ? 2 : 3;
   if (integers::here() && m == 1 && codes.known && integers::write(floats, narrow ? halves : nullptr, w, codes, count, digits)) {
     share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
-      integers::of(w, digits)(w, codes, digits, result_of(*y), begin, end);
+      integers::of(w, codes, digits)(w, codes, digits, result_of(*y), begin, end);
     });
     return ffi::Error::Success();
   }
