@@ -219,6 +219,7 @@ def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:

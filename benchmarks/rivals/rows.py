@@ -36,22 +36,27 @@ class Row:
 
 
 def _token(
-    name: str, rival: str, limits: tuple[float, float], *, head: bool = False, **options: Any
+    name: str, rival: str, limits: tuple[float, float], *, head: bool = False, why: str = "", **options: Any
 ) -> list[Row]:
     """The time of a token, of one sequence and of eight."""
     return [
         Row(
             f"{name}, a token, {count}", rival, "token", "token", limit, options | {"batch": batch},
-            {"head": True} if head else {},
+            {"head": True} if head else {}, why=why,
         )
         for count, batch, limit in zip(("one sequence", "eight"), (1, 8), limits, strict=True)
     ]  # fmt: skip
 
 
+_STEP = "most of a step is products of many rows in bfloat16, which XLA's library and PyTorch's make alike"
+
 ROWS: tuple[Row, ...] = (
     *_token("bf16", "transformers", (0.95, 1.0)),
     *_token("bf16 at 450 tokens", "transformers", (0.95, 1.0), length=450),
-    *_token("float32", "transformers", (0.47, 0.48), dtype="float32"),
+    *_token(
+        "float32", "transformers", (0.47, 0.48), dtype="float32",
+        why="all weights are read for each token, nearly as fast as the memory gives them",
+    ),
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
@@ -69,16 +74,16 @@ ROWS: tuple[Row, ...] = (
     Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),
     Row("prefill of 128 tokens, bf16", "transformers", "prefill", "prefill", 1.0),
     Row("prefill of 128 tokens, NF4", "bitsandbytes", "prefill", "prefill", 1.0, {"quantize": "nf4"}),
-    Row("QLoRA, a step", "PEFT", "step", "step", 0.85, {"quantize": "nf4"}),
+    Row("QLoRA, a step", "PEFT", "step", "step", 0.85, {"quantize": "nf4"}, why=_STEP),
     Row(
         "QLoRA, compilation of a step", "our LoRA", "compilation", "ours.compilation", 1.1,
-        of_ours={"quantize": "nf4"},
+        of_ours={"quantize": "nf4"}, why="weights are decoded in the program, which is longer for it",
     ),
     Row(
         "QLoRA, load to the end of the first step", "PEFT", "first_step", "first_step", 1.0,
         {"quantize": "nf4"}, starts=True,
     ),
-    Row("LoRA in bf16, a step", "PEFT", "step", "step", 0.9),
+    Row("LoRA in bf16, a step", "PEFT", "step", "step", 0.9, why=_STEP),
     Row("10 % unstructured, one row", "scipy", "sparse", "sparse", 1.5),
     *(
         Row(f"{scheme}, 256 rows", "dense", "product", "ours.product", 1.1, of_ours={"scheme": scheme})

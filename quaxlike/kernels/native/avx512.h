@@ -58,9 +58,9 @@ Codes codes_of(const Weight& w, bool may_round) {
   }
   out.looked_up = !even, out.bias = even ? -int32_t(w.values[0]) : 128, out.factor = even ? 1.f : .5f;
   for (int i = 0; i < 64 && out.known; i++) out.bytes[i] = int(2 * w.values[i % count]) + 128;
-  float most = 0;
-  for (int i = 0; i < count; i++) most = std::max(most, std::abs(w.values[i]));
-  if (out.known || !may_round || !(most > 1e-30f && most < 1e30f)) return out;
+  float most = 0, none = 0;
+  for (int i = 0; i < count; i++) most = std::max(most, std::abs(w.values[i])), none += w.values[i] * 0;
+  if (out.known || !may_round || none != 0 || most < 1e-30f || most > 1e30f) return out;
   out.known = out.fine = out.looked_up = true, out.bias = 128, out.factor = most / 32767 * 256;
   for (int i = 0; i < 64; i++) {
     const int whole = int(std::nearbyint(w.values[i % count] / most * 32767)) + (128 << 8);
