@@ -48,7 +48,7 @@ def _token(
     ]  # fmt: skip
 
 
-_STEP = "most of a step is products of many rows in bfloat16, which XLA's library and PyTorch's make alike"
+_STEP = "half of a step is products of many rows in bfloat16 by XLA's own library"
 
 ROWS: tuple[Row, ...] = (
     *_token("bf16", "transformers", (0.95, 1.0)),
