@@ -1,4 +1,4 @@
-"""`python -m benchmarks.native [--json FILE]`: native products on a CPU beside XLA's, in two minutes.
+"""`python -m benchmarks.native [--json FILE]`: native products on a CPU beside XLA's.
 
 Products with weights of 4096² in several formats, dense ones among them, by the native library and by the
 reference, and XLA's of dense weights of the same dtype, alternately in one run, on weights that are rotated

@@ -48,22 +48,22 @@ def _token(
     ]  # fmt: skip
 
 
-_STEP = "half of a step is products of many rows in bfloat16 by XLA's own library"
+_STEP = "products of many rows in bfloat16 are left to XLA's library"
 
 ROWS: tuple[Row, ...] = (
     *_token("bf16", "transformers", (0.95, 1.0)),
     *_token("bf16 at 450 tokens", "transformers", (0.95, 1.0), length=450),
     *_token(
         "float32", "transformers", (0.47, 0.48), dtype="float32",
-        why="all weights are read for each token, nearly as fast as the memory gives them",
+        why="all weights are read for each token, by both sides",
     ),
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
         Row(
             f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options,
-            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21 or 16, and bytes are "
-            "multiplied three times, or twice",
+            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are "
+            "multiplied three times",
         )
         for name, options in (
             *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),

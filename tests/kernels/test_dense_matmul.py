@@ -1,4 +1,4 @@
-"""Products of one row with dense weights in bfloat16, in the form that CPUs run fast."""
+"""Products of a few rows with dense weights: the forms of each platform, derivatives, who uses them."""
 
 import equinox as eqx
 import jax
