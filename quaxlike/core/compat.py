@@ -201,8 +201,8 @@ def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any
     return [x.freeze() if isinstance(x, ad.ValAccum) else None for x in linear]
 
 
-def weakly_cached(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Memoises a function of one object for as long as that object lives."""
+def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Memoises a function of one object, and of what else it takes, for as long as that object lives."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 

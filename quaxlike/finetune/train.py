@@ -25,7 +25,7 @@ from .tasks import AbstractTask
 #: What `--remat` keeps of each layer for the gradient.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": ql.kernels.dots_with_no_batch_dims_saveable,
 }
 
 #: How the moments of the optimiser are stored, for each number of bits.

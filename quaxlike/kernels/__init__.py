@@ -19,6 +19,7 @@ from .csr_matmul import (
     csr_sampled_matmul,
     csr_sampled_matmul_p,
 )
+from .remat import dots_with_no_batch_dims_saveable
 
 __all__ = [
     "Backend",
@@ -35,6 +36,7 @@ __all__ = [
     "csr_matmul_p",
     "csr_sampled_matmul",
     "csr_sampled_matmul_p",
+    "dots_with_no_batch_dims_saveable",
     "int8_matmul",
     "int8_matmul_p",
     "lora_matmul",

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from .. import compat
 from ..jaxprs.evaluate import Flat, subjaxpr, with_leading_inputs
 from ..jaxprs.linearity import map_parts
+from ..jaxprs.residuals import with_few_residuals
 from ..jaxprs.slots import (
     LeafLayout,
     axes_of_rows,
@@ -185,10 +186,14 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     before = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if is_shared]
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
     leading = [*body.consts, *const_leaves, *before]
+    carried = range(len(leading), len(leading) + len(carry_leaves))
+    jaxpr, constants = with_few_residuals(body.jaxpr, carried)
+    inputs = [*leading, *carry_leaves, *rows]
+    inputs = [jax.lax.stop_gradient(x) if i in constants else x for i, x in enumerate(inputs)]
     params = compat.scan_params(
-        params, body.jaxpr, len(leading), len(carry_leaves), len(rows), sum(map(len, y_slots))
+        params, jaxpr, len(leading), len(carry_leaves), len(rows), sum(map(len, y_slots))
     )
-    out = primitive.bind(*leading, *carry_leaves, *rows, **params)
+    out = primitive.bind(*inputs, **params)
     return unflatten((*carry, *y_slots), out)
 
 

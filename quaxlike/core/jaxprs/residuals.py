@@ -1,0 +1,58 @@
+"""What the gradient of a scan keeps of each iteration, made less.
+
+JAX stacks what a body has computed and its derivative needs, even if that equals an input or was computed
+twice. So what differentiation takes for a constant is made one before the scan, and no conversion is made
+twice.
+"""
+
+from typing import Any
+
+import jax.extend.core as jexc
+
+from .. import compat
+
+
+def _with_few_residuals(
+    jaxpr: compat.ClosedJaxpr, carried: range
+) -> tuple[compat.ClosedJaxpr, frozenset[int]]:
+    opened = compat.open_jaxpr(jaxpr)
+    stops = [eqn.primitive.name == "stop_gradient" for eqn in opened.eqns]
+    read = {x for eqn, stop in zip(opened.eqns, stops, strict=True) if not stop for x in _vars(eqn.invars)}
+    read.update(_vars(opened.outvars))
+    places = {v: i for i, v in enumerate(opened.invars) if i not in carried and v not in read}
+    constants: set[int] = set()
+    equal: dict[Any, Any] = {}
+    conversions: dict[Any, Any] = {}
+    eqns = []
+    for eqn, stop in zip(opened.eqns, stops, strict=True):
+        eqn = eqn.replace(invars=_renamed(eqn.invars, equal))
+        of_one = len(eqn.invars) == len(_vars(eqn.invars)) == 1 and not isinstance(
+            eqn.outvars[0], jexc.DropVar
+        )
+        if stop and of_one and eqn.invars[0] in places:
+            constants.add(places[eqn.invars[0]])
+            equal[eqn.outvars[0]] = eqn.invars[0]
+        elif of_one and eqn.primitive.name == "convert_element_type":
+            (x,), (out,) = eqn.invars, eqn.outvars
+            equal[out] = conversions.setdefault((x, out.aval, str(eqn.ctx)), out)
+            eqns += [eqn] if equal[out] is out else []
+        else:
+            eqns.append(eqn)
+    if len(eqns) == len(opened.eqns):
+        return jaxpr, frozenset()
+    lean = opened.replace(eqns=eqns, outvars=_renamed(opened.outvars, equal))
+    return (lean if opened is jaxpr else jaxpr.replace(jaxpr=lean)), frozenset(constants)
+
+
+def _vars(atoms: Any) -> list[Any]:
+    return [x for x in atoms if isinstance(x, jexc.Var)]
+
+
+def _renamed(atoms: Any, equal: dict[Any, Any]) -> list[Any]:
+    return [equal.get(x, x) if isinstance(x, jexc.Var) else x for x in atoms]
+
+
+with_few_residuals = compat.weakly_cached(_with_few_residuals)
+"""`with_few_residuals(jaxpr, carried)`: a body that computes the same from inputs of which some are to be
+constants in differentiation, and which those are. Inputs at places of `carried` are not: each iteration has
+its own."""

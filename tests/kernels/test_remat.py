@@ -1,0 +1,43 @@
+"""What `jax.checkpoint` keeps of products by kernels."""
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+import quaxlike as ql
+
+W = jax.random.normal(jax.random.key(0), (64, 64))
+X = jax.random.normal(jax.random.key(1), (5, 64))
+NF4 = ql.NF4Array.quantize(W)
+WEIGHTS = {
+    "dense": W,
+    "NF4": NF4,
+    "int8": ql.Int8Array.quantize(W),
+    "Q8_0": ql.BlockArray.quantize(W, codec="q8_0"),
+    "LoRA over NF4": ql.LoraArray(NF4, W[:2], W[:, :2]),
+    "LoRA": ql.LoraArray(W, W[:2], W[:, :2]),
+    "sparse": ql.SparseArray.from_dense(jnp.where(W > 1, W, 0)),
+    "block-sparse": ql.BlockSparseArray.from_dense(W.at[:32].set(0), block_size=32),
+}
+
+
+def products(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (
+            [eqn.primitive.name] if "dot" in eqn.primitive.name or "matmul" in eqn.primitive.name else []
+        )
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from products(inner)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_are_kept(name):
+    layer = ql.quaxify(lambda w, x: jnp.tanh(jnp.einsum("bk,nk->bn", x, w)))
+
+    def count(run):
+        found = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(WEIGHTS[name], x))))(X)
+        return len(list(products(found.jaxpr)))
+
+    kept = jax.checkpoint(layer, policy=ql.kernels.dots_with_no_batch_dims_saveable)
+    assert count(kept) == count(layer) < count(jax.checkpoint(layer))
