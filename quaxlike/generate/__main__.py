@@ -27,6 +27,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--adapter", type=Path, metavar="DIR", help="an adapter that PEFT or quaxlike.finetune wrote")
     add("--quantize", choices=["nf4", "fp4", "int8", "int4"], help="how to quantise weights")
+    add(
+        "--compute-dtype",
+        choices=["bfloat16", "float16", "float32"],
+        help="of activations and weights (default: as stored; float32 for GGUF files)",
+    )
     add("--cache", choices=["bfloat16", "int8", "q8_0", "q4_0", "nf4"], help="how to store keys and values")
     add("--mesh", metavar="model=4", help="split layers across all devices, along an axis model")
     what = parser.add_mutually_exclusive_group(required=True)

@@ -95,7 +95,8 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     try:
         mesh = None if arguments.mesh is None else mesh_from_text(arguments.mesh)
         sharding = None if mesh is None else usual_rule(mesh, fully=False)
-        model, config = load(arguments.model, quantize=arguments.quantize, mesh=mesh, sharding=sharding)
+        options = {"quantize": arguments.quantize, "dtype": arguments.compute_dtype}
+        model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise
     except ValueError as error:  # from weights that the devices cannot share

@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from .._checked import checked
@@ -53,6 +54,7 @@ def load(
     *,
     quantize: str | Mapping[str, Any] | None = None,
     head: bool = False,
+    dtype: DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -61,7 +63,7 @@ def load(
 
     Weights are read one at a time, and keep their dtypes. Those stored in a format that
     [`quaxlike.interop.load`][] reads become quantised arrays, in the `dtype` of the configuration. If
-    embeddings are quantised too (GGUF, MLX), models compute in float32.
+    embeddings are quantised too (GGUF, MLX), models compute in float32. Another dtype may be asked for.
 
     **Arguments:**
 
@@ -72,6 +74,8 @@ def load(
         is read, so that at most one of them is dense at a time. Default: as in the file.
     - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
         [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
+    - `dtype`: that the model computes in, such as `"bfloat16"`: that of its weights, which quantised ones
+        stand for. Default: as above.
     - `mesh`, `sharding`: as for [`quaxlike.interop.load`][]; weights are quantised while they are read. The
         default of `sharding` also uses the classes of layers, like [`quaxlike.sharding.tensor_parallel`][].
 
@@ -80,8 +84,8 @@ def load(
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
-    dtype that no model computes with; `ValueError` for a `sharding` that does not fit a weight, or without a
-    mesh, and for `head` without `quantize`.
+    dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
+    weight, or without a mesh, and for `head` without `quantize`.
 
     !!! example
 
@@ -99,12 +103,15 @@ def load(
     options = {"scheme": quantize} if isinstance(quantize, str) else quantize
     if head and not options:
         raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
+    if dtype is not None and not _computes(dtype):
+        raise ValueError(f"Models compute in bfloat16, float16 or float32; found dtype={dtype!r}.")
     chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
         """A weight, or rows of it, in the form that the model stores."""
         leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
-        return leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+        return leaf if dtype is None else leaf.astype(dtype)
 
     arrays, loaded, rule = named_arrays(skeleton), dict[str, Any](), lambda name, leaf: None
     if sharding is not None:

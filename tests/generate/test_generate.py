@@ -65,16 +65,17 @@ def test_with_adapter_in_4_bits_for_several_prompts(checkpoint, tmp_path, capsys
 @pytest.mark.slow
 def test_with_a_cache_in_8_bits(checkpoint, capsys):
     status, out, told = run(
-        capsys, "--model", checkpoint, "--prompt", "w5 w6 w7", "--max-new-tokens", 6, "--cache", "int8"
-    )
+        capsys, "--model", checkpoint, "--prompt", "w5 w6 w7", "--max-new-tokens", 6, "--cache", "int8",
+        "--compute-dtype", "bfloat16",
+    )  # fmt: skip
     assert status == 0
-    model, _ = load(checkpoint)
+    model, _ = load(checkpoint, dtype="bfloat16")
     tokens = np.asarray(generate(model, np.array([[5, 6, 7]]), max_new_tokens=6, eos=2, cache="int8"))[0]
     assert out.split() == [f"w{i}" for i in tokens.tolist()]
     c = model.config
     numbers = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
     scales = 2 * c.num_hidden_layers * c.num_key_value_heads
-    assert f"The cache takes {numbers + 4 * scales:,} bytes a token; {4 * numbers:,} in float32." in told
+    assert f"The cache takes {numbers + 4 * scales:,} bytes a token; {2 * numbers:,} in bfloat16." in told
 
 
 def test_what_it_cannot_start_with(checkpoint, tmp_path, capsys):

@@ -100,6 +100,27 @@ def test_types_of_tensors(quantize, kind, output, checkpoint, tmp_path):
         np.testing.assert_allclose(found, leaf, atol=0.15 * float(jnp.abs(leaf).max()) + 1e-6, err_msg=key)
 
 
+def test_the_dtype_that_a_model_computes_in(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q8_0")
+    run = jax.jit(ql.quaxify(lambda model: model(jnp.arange(9), jnp.ones(9, bool))))
+    models = [load(tmp_path / "m.gguf", dtype=dtype)[0] for dtype in (None, "bfloat16")]
+    for model, dtype in zip(models, (jnp.float32, jnp.bfloat16), strict=True):
+        assert {leaf.dtype for leaf in named_arrays(model).values()} == {jnp.dtype(dtype)}
+    wide, narrow = map(run, models)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=0.03 * float(jnp.abs(wide).max()))
+    # The weights are rounded to blocks before they are to bfloat16.
+    codes, of_narrow = (load(source, quantize="nf4", dtype=dtype)[0] for dtype in (None, "bfloat16"))
+    for a, b in zip(jax.tree.leaves(codes), jax.tree.leaves(of_narrow), strict=True):
+        if a.dtype == b.dtype:
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(
+        ValueError, match="bfloat16, float16 or float32; found dtype='int8'"
+    ):
+        load(source, dtype="int8")
+
+
 def test_rows_that_no_blocks_make_up_are_of_float16(checkpoint, tmp_path):
     source, model = checkpoint("qwen2")
     save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q8_0")

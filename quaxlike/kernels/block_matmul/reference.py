@@ -120,15 +120,20 @@ def times_adapters(
     return lax.dot_general(t, b, (contract, ((), ())), **params)
 
 
-def contract_columns(x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride: int) -> Float[Array, "m n"]:
-    """Computes `x @ W.T` for `W` of shape (n, k)."""
+def contract_columns(
+    x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
+) -> Float[Array, "m n"]:
+    """Computes `x @ W.T` for `W` of shape (n, k), which may be decoded at once if it has no more than
+    `at_once` weights."""
     columns = [x[:, i::stride] for i in range(stride)]
 
     def rows_of_y(start: Array | int, rows: int) -> Array:
         parts = zip(columns, tile(start, rows), strict=True)
         return functools.reduce(jnp.add, (_dot(c, w, ((1,), (1,))) for c, w in parts))
 
-    tiles, rows = _tiling(x.shape[0], n, k)
+    tiles, rows = _tiling(x.shape[0], n, k, at_once)
+    if tiles < 2:
+        return rows_of_y(0, n)
     _, y = lax.scan(lambda _, i: (None, rows_of_y(i * rows, rows)), None, jnp.arange(tiles))
     y = jnp.moveaxis(y, 0, 1).reshape(x.shape[0], tiles * rows)
     if tiles * rows < n:
@@ -136,14 +141,19 @@ def contract_columns(x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride
     return y
 
 
-def contract_rows(x: Float[Array, "m n"], tile: Tiles, n: int, k: int, stride: int) -> Float[Array, "m k"]:
-    """Computes `x @ W` for `W` of shape (n, k)."""
+def contract_rows(
+    x: Float[Array, "m n"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
+) -> Float[Array, "m k"]:
+    """Computes `x @ W` for `W` of shape (n, k), which may be decoded at once if it has no more than
+    `at_once` weights."""
+    tiles, rows = _tiling(x.shape[0], n, k, at_once)
+    if tiles < 2 and stride == 1:
+        return _dot(x, *tile(0, n), ((1,), (0,)))
 
     def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
         part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
         return [a + _dot(part, w, ((1,), (0,))) for a, w in zip(acc, tile(start, rows), strict=True)]
 
-    tiles, rows = _tiling(x.shape[0], n, k)
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
@@ -168,8 +178,10 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
     return lax.dot_general(x, w, (contract, ((), ())), **params)
 
 
-def _tiling(m: Any, n: int, k: int) -> tuple[int, int]:
+def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
     """The number of tiles, and of the rows of each, which is even; the remainder is less than a tile."""
+    if n * k <= at_once:
+        return 1, n
     # A large weight is never decoded at once: XLA would keep it from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
     few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension of `jax.export` is no int

@@ -15,6 +15,8 @@ from .library import library
 
 # Up to this many rows of `x`, codes are multiplied as they are unpacked. More rows are worth a dense tile.
 _MOST_ROWS = 16
+# Bytes of a weight that are decoded at once. Larger ones are in tiles, with a loop over them to be compiled.
+_AT_ONCE = 2**22
 _DTYPES = ("float32", "bfloat16")
 # What the library can read, and the numbers by which it knows how scales and zero points are stored.
 _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")
@@ -114,5 +116,5 @@ def _decode_and_multiply(
         return [_call("decode", out, *first, leaves=leaves, decode=decode, product=product)]
 
     contract = contract_rows if product.transpose else contract_columns
-    y = contract(rows, tile, n, k, stride=1)
+    y = contract(rows, tile, n, k, stride=1, at_once=_AT_ONCE // x.dtype.itemsize)
     return y.reshape(*x.shape[:-1], product.free).astype(product.out_dtype)
