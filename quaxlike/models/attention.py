@@ -91,7 +91,7 @@ class Memory(eqx.Module):
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
         if self.layer is None:
-            out = part = lax.dynamic_update_slice(old, new, place)
+            out = part = lax.optimization_barrier(lax.dynamic_update_slice(old, new, place))
         elif axes[0]:
             # Of arrays, XLA would fuse a write to the whole with what reads the layer, and copy the whole.
             part = lax.dynamic_update_slice(self._layer_of(old), new, place)

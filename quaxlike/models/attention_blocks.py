@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..kernels.dense_matmul import stacked_matmul
 from ..kernels.multilinear import varying_zeros
 from .layers import has_values
 
@@ -140,21 +141,19 @@ class _Products(NamedTuple):
     means: Callable[[Array, Array], Array]
 
 
-def _summed_scores(query: Array, key: Array) -> Array:
-    query, key = query[0, ..., None].astype(jnp.float32), jnp.moveaxis(key, 0, -1).astype(jnp.float32)
-    return jnp.sum(query * key[:, None], axis=2)[:, :, None]
+def _scores_of_one(query: Array, key: Array) -> Array:
+    return stacked_matmul(query[0], jnp.moveaxis(key, 0, -1))[:, :, None]
 
 
-def _summed_means(weights: Array, value: Array) -> Array:
-    weights, value = weights[:, :, 0].astype(jnp.float32), jnp.swapaxes(value, 0, 1).astype(jnp.float32)
-    return jnp.sum(weights[..., None] * value[:, None], axis=2)[None]
+def _means_of_one(weights: Array, value: Array) -> Array:
+    return stacked_matmul(weights[:, :, 0], jnp.swapaxes(value, 0, 1))[None]
 
 
 _DOTS = _Products(
     functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
 )
 # Of one query, added as keys and values are read. XLA's CPU compiler converts and turns them for a dot.
-_SUMS = _Products(_summed_scores, _summed_means)
+_OF_ONE = _Products(_scores_of_one, _means_of_one)
 
 
 def scores_of(
@@ -176,10 +175,10 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
         weights = jax.nn.softmax(found, axis=-1)[..., : len(key)].astype(value.dtype)
         return products.means(weights, value).astype(value.dtype)
 
-    by_dots, by_sums = (functools.partial(by, products) for products in (_DOTS, _SUMS))
+    by_dots, of_one = (functools.partial(by, products) for products in (_DOTS, _OF_ONE))
     if len(query) > 1 or query.shape[2] > _MOST_SUMMED or has_values(key):
         return by_dots(query, key, value)
-    return lax.platform_dependent(query, key, value, cpu=by_sums, default=by_dots)
+    return lax.platform_dependent(query, key, value, cpu=of_one, default=by_dots)
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:

@@ -150,6 +150,29 @@ template <class T> void compare_dense(int64_t rows, int64_t columns, int64_t m) 
   }
 }
 
+template <class T> void compare_stacked(int64_t rows, int64_t columns, int64_t group) {
+  const int64_t stride = up(rows, 32) * 32, count = 5, m = count * group;
+  std::vector<T> w(count * rows * columns);
+  std::vector<float> x(m * stride), y(m * columns);
+  for (auto& v : w) v = sizeof(T) == 4 ? int(random_number() % 64) - 32 : 0x3F80 + random_number() % 256;
+  for (auto& v : x) v = random_number() % 64 / 32.f - 1;
+  for (const Set* set : sets()) {
+    for (auto [begin, end] : {std::pair{int64_t{0}, int64_t{2}}, std::pair{int64_t{2}, count}})
+      set->stacked[sizeof(T) == 2](w.data(), rows, columns, group, {x.data(), m, stride}, {y.data(), columns, false}, begin, end);
+    for (int64_t i = 0; i < m * columns; i++) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < rows; k++) {
+        const T weight = w[(i / columns / group * rows + k) * columns + i % columns];
+        const double term = x[i / columns * stride + k] * (sizeof(T) == 4 ? double(weight) : bits_as<float>(uint32_t(weight) << 16));
+        sum += term, size += std::abs(term);
+      }
+      if (std::abs(y[i] - sum) <= 1e-6 * size) continue;
+      failures++;
+      printf("%s: stacked, %d rows of %d in %d bytes, %d of x\n", set->name, int(rows), int(columns), int(sizeof(T)), int(group));
+    }
+  }
+}
+
 }  // namespace
 
 void compare_csr(int64_t rows, int64_t columns, int64_t elements, int64_t m, bool wild) {
@@ -191,6 +214,9 @@ int main() {
   for (const int64_t rows : {0, 1, 5, 19})
     for (const int64_t columns : {0, 1, 16, 33, 64, 100})
       for (const int64_t m : {0, 1, 2, 6, 8, 17}) compare_dense<float>(rows, columns, m), compare_dense<uint16_t>(rows, columns, m);
+  for (const int64_t rows : {0, 1, 5, 19})
+    for (const int64_t columns : {0, 1, 16, 33, 100, 256, 300})
+      for (const int64_t group : {1, 3}) compare_stacked<float>(rows, columns, group), compare_stacked<uint16_t>(rows, columns, group);
   for (const int64_t rows : {0, 1, 5, 9})
     for (const int64_t columns : {0, 1, 7, 16, 33, 64, 100, 144, 192})
       for (const int64_t m : {0, 1, 3, 6, 17})

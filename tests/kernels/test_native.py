@@ -16,7 +16,7 @@ import quaxlike as ql
 from quaxlike import kernels
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.kernels import native, nf4_matmul
-from quaxlike.kernels.dense_matmul import dense_matmul
+from quaxlike.kernels.dense_matmul import dense_matmul, stacked_matmul
 from quaxlike.kernels.native import __main__ as command
 from quaxlike.kernels.native import library
 from tests.samples import normal
@@ -235,6 +235,39 @@ def test_dense_weights_elsewhere(use_native):
     assert calls(lowered.as_text())
     for y in (divided(whole, spread), lowered.compile()(whole, spread)):
         assert relative_error(y, np.float64(x) @ np.float64(w).T) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 1, 64, 80), (12, 4, 80, 64), (1, 2, 7, 300), (2, 1, 0, 5)])
+def test_stacked_products(use_native, shape, dtype):
+    """Forward, backward and batched, as with the keys and values of heads."""
+    stack, m, k, n = shape
+    x, w = (
+        jnp.abs(normal(stack, m, k, dtype=dtype)) + 1,
+        jnp.abs(normal(stack, k, n, dtype=dtype, seed=1)) + 1,
+    )
+    exact = np.float64(x) @ np.float64(w)
+    run = jax.jit(stacked_matmul)
+    assert "quaxlike_multiply_stacked" in run.lower(x, w).as_text()
+    assert run(x, w).dtype == jnp.float32
+    assert relative_error(run(x, w), exact) < 1e-6
+    limit = 1e-6 if dtype == "float32" else 1e-2
+    both, times = jnp.stack([x, 2 * x]), jax.jit(jax.vmap(stacked_matmul, (0, None)))
+    assert relative_error(times(both, w), [exact, 2 * exact]) < 1e-6
+    times = jax.jit(jax.vmap(stacked_matmul, (1, 2)))
+    found = times(jnp.moveaxis(both, 0, 1), jnp.stack([w, w], 2))
+    assert relative_error(found, [exact, 2 * exact]) < 1e-6
+    assert (
+        "quaxlike_multiply_stacked" in times.lower(jnp.moveaxis(both, 0, 1), jnp.stack([w, w], 2)).as_text()
+    )
+    loss = lambda x, w: jnp.sum(stacked_matmul(x, w))
+    of_x, of_w = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    assert relative_error(of_x, np.broadcast_to(np.float64(w).sum(2)[:, None], x.shape)) < limit
+    assert relative_error(of_w, np.broadcast_to(np.float64(x).sum(1)[..., None], w.shape)) < limit
+    with kernels.backend("reference"):
+        assert "quaxlike_multiply_stacked" not in jax.jit(stacked_matmul).lower(x, w).as_text()
+        assert relative_error(jax.jit(stacked_matmul)(x, w), exact) < 1e-6
 
 
 def _choice(w, x):

@@ -67,7 +67,7 @@ def library() -> Library | str:
         elif (path := installed_path()) is None:
             return f"the native products are not compiled; {_COMMAND} does it"
         loaded = ctypes.CDLL(str(path))
-        for name in ("multiply", "multiply_dense", "decode", "csr_multiply"):
+        for name in ("multiply", "multiply_dense", "multiply_stacked", "decode", "csr_multiply"):
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
     except (NativeError, OSError, RuntimeError) as error:  # the last from XLA, for another version of its FFI

@@ -100,6 +100,7 @@ struct Set {
   const char* name;
   bool mixes_nibbles;  // of 16 codes of 4 bits, i and i + 8 meet the columns 2i and 2i + 1 of x
   void (*dense[2])(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end);  // of float32, bfloat16
+  void (*stacked[2])(const void* w, int64_t rows, int64_t columns, int64_t group, Rows x, Result y, int64_t begin, int64_t end);
   Kernels kernels[7];
   const Kernels& of(const Format& f) const { return kernels[f.bits == 8 ? 5 + f.lookup : f.bits - 2]; }
 };
@@ -241,6 +242,17 @@ ffi::Error multiply_dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   });
   return ffi::Error::Success();
 }
+// Matrices one after the other, each with the same number of rows of x, which contract its rows.
+ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t count = w.dimensions()[0], rows = w.dimensions()[1], columns = w.dimensions()[2], m = x.dimensions()[0];
+  if (!is_floating(x) || !is_floating(w) || !is_floating(*y) || !count || m % count) return refused();
+  if (x.dimensions()[1] != rows || y->dimensions()[0] != m || y->dimensions()[1] != columns) return refused();
+  const Rows copy = rows_of(x, [](int64_t k) { return k; });
+  share(pool, count, rows * columns * (m / count), [&](int64_t begin, int64_t end) {
+    set().stacked[is_bfloat16(w)](w.untyped_data(), rows, columns, m / count, copy, result_of(*y), begin, end);
+  });
+  return ffi::Error::Success();
+}
 // `x` is not read: it says after which operations the weight is decoded. XLA would decode all weights first.
 ffi::Error decode(ffi::ThreadPool pool, Format format, ffi::AnyBuffer, ffi::Buffer<ffi::S32> start,
                   ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> part) {
@@ -266,6 +278,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_multiply_dense, multiply_dense,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quaxlike_multiply_stacked, multiply_stacked,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     quaxlike_decode, decode,
@@ -630,9 +645,44 @@ template <class T> QL_TARGET static void dense(const void* w, int64_t columns, R
       (x.count - m == 1 ? dense_tile<T, 1> : x.count - m <= 4 ? dense_tile<T, std::min(4, kMost)> : dense_tile<T, kMost>)(
           static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
 }
+// V vectors of the results of a row of x, whose numbers are multiplied by rows of a matrix as these are read.
+template <class T, int V>
+QL_INLINE void stacked_part(const T* w, int64_t rows, int64_t columns, const float* x, Result y, int64_t m, int64_t n) {
+  F sums[V] = {};
+  for (int64_t k = 0; k < rows; k++) {
+    const F by = all(x[k]);
+    const T* from = w + k * columns;
+    QL_UNROLL for (int v = 0; v < V; v++) sums[v] += by * widened(from + v * kLanes);
+  }
+  QL_UNROLL for (int v = 0; v < V; v++) {
+    const int64_t at = m * y.stride + n + v * kLanes;
+    if (y.is_bfloat16) store(static_cast<uint16_t*>(y.data) + at, sums[v]);
+    else store(static_cast<float*>(y.data) + at, sums[v]);
+  }
+}
+template <class T>
+QL_TARGET static void stacked(const void* w, int64_t rows, int64_t columns, int64_t group, Rows x, Result y, int64_t begin, int64_t end) {
+  constexpr int V = QL_SET == AVX512 ? 16 : 8;
+  for (int64_t i = begin; i < end; i++) {
+    const T* matrix = static_cast<const T*>(w) + i * rows * columns;
+    int64_t n = 0;
+    const auto each = [&](auto part) QL_LAMBDA { for (int64_t m = i * group; m < (i + 1) * group; m++) part(m, x.data + m * x.stride); };
+    for (; n + V * kLanes <= columns; n += V * kLanes)
+      each([&](int64_t m, const float* row) QL_LAMBDA { stacked_part<T, V>(matrix + n, rows, columns, row, y, m, n); });
+    for (; n + kLanes <= columns; n += kLanes)
+      each([&](int64_t m, const float* row) QL_LAMBDA { stacked_part<T, 1>(matrix + n, rows, columns, row, y, m, n); });
+    for (; n < columns; n++)
+      each([&](int64_t m, const float* row) QL_LAMBDA {
+        float sum = 0;
+        for (int64_t k = 0; k < rows; k++)
+          sum += row[k] * (sizeof(T) == 4 ? float(matrix[k * columns + n]) : bits_as<float>(uint32_t(matrix[k * columns + n]) << 16));
+        put(y, m, n, sum);
+      });
+  }
+}
 template <int B, bool LOOKUP = false>
 constexpr Kernels kernels = {product<B, LOOKUP>, {decoded<B, LOOKUP, float>, decoded<B, LOOKUP, uint16_t>}};
-constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512, {dense<float>, dense<uint16_t>},
+constexpr Set set = {QL_STRING(QL_NAME), QL_SET == AVX512, {dense<float>, dense<uint16_t>}, {stacked<float>, stacked<uint16_t>},
                      {kernels<2>, kernels<3>, kernels<4>, kernels<5>, kernels<6>, kernels<8>, kernels<8, true>}};
 }  // namespace QL_NAME
 #undef QL_NAME
