@@ -18,7 +18,7 @@ from quaxlike.finetune.data import Example, collate
 from quaxlike.finetune.devices import Devices
 from quaxlike.finetune.settings import Settings
 from quaxlike.finetune.tasks import task_for
-from quaxlike.finetune.train import Program, State, optimiser_for, stored_for
+from quaxlike.finetune.train import Program, State, optimiser_for
 from quaxlike.models import generate
 
 from .. import transformer
@@ -27,22 +27,21 @@ from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
 Run = Callable[[], float]
 
 
-def _load(folder: pathlib.Path, dtype: str, quantize: str | None, head: bool = False) -> Any:
+def _load(folder: pathlib.Path, quantize: str | None, head: bool = False, dtype: str | None = None) -> Any:
     kernels.native.prepare(print)
-    model, _ = ql.models.load(folder, quantize=quantize, head=head)
-    return model if dtype == "bfloat16" else stored_for(model, dtype)
+    return ql.models.load(folder, quantize=quantize, head=head, dtype=dtype)[0]
 
 
 def token(
-    folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str = "bfloat16",
+    folder: pathlib.Path, size: Size, cores: int, *, batch: int = 1, dtype: str | None = None,
     quantize: str | None = None, head: bool = False, file: str | None = None, length: int | None = None,
 ) -> Run:  # fmt: skip
     """The median time of a token, after the first two, of a text of `length` tokens."""
     if file is not None:
         kernels.native.prepare(print)
-        model, _ = ql.models.load(gguf(folder, file))
+        model, _ = ql.models.load(gguf(folder, file), dtype=dtype)
     else:
-        model = _load(folder, dtype, quantize, head)
+        model = _load(folder, quantize, head, dtype)
 
     def run() -> float:
         times: list[float] = []
@@ -55,7 +54,7 @@ def token(
 
 
 def prefill(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
-    model, prompt = _load(folder, "bfloat16", quantize), ids(size, 1, 128)
+    model, prompt = _load(folder, quantize), ids(size, 1, 128)
     run = lambda: _seconds(lambda: generate(model, prompt, max_new_tokens=1))
     run()
     return run
@@ -66,7 +65,7 @@ def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None 
     keep_programs(str(folder.with_name("programs")), print)
 
     def run() -> float:
-        model = _load(folder, "bfloat16", quantize)
+        model = _load(folder, quantize)
         return _seconds(lambda: generate(model, ids(size, 1, size.prompt), max_new_tokens=32))
 
     return run

@@ -61,14 +61,15 @@ ROWS: tuple[Row, ...] = (
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
         Row(
-            f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options,
-            why="llama.cpp rounds the inputs of a layer to 8 bits; here they have 21, and bytes are "
-            "multiplied three times",
+            f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options, of_ours,
+            why="llama.cpp rounds the inputs of a product to 8 bits; in float32 here they have 21, and bytes "
+            "are multiplied three times",
         )
-        for name, options in (
+        for kind, options in (
             *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
             ("Q4_0 at 450 tokens", {"file": "Q4_0", "length": 450}),
         )
+        for name, of_ours in ((kind, {}), (f"{kind} in bfloat16", {"dtype": "bfloat16"}))
     ),
     Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
     Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),

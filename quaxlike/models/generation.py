@@ -151,7 +151,7 @@ class _Sampling(eqx.Module):
 
     def __call__(self, logits: Float[Array, "batch vocab"], step: Any) -> Int[Array, " batch"]:
         if self.temperature is None:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            return _likeliest(logits)
         logits = logits.astype(jnp.float32) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
@@ -254,6 +254,12 @@ def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any,
         second = beside.submit(lower(one, memory).compile)
         first.compile()
         second.result()
+
+
+def _likeliest(logits: Array) -> Array:
+    """`argmax` along the last axis, which CPUs compute one number after the other."""
+    found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
+    return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
 
 @functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
