@@ -90,15 +90,11 @@ class Memory(eqx.Module):
         """Keys or values with `new`, and those of the layer."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
-        if self.layer is None:
-            out = part = lax.optimization_barrier(lax.dynamic_update_slice(old, new, place))
-        elif axes[0]:
-            # Of arrays, XLA would fuse a write to the whole with what reads the layer, and copy the whole.
-            part = lax.dynamic_update_slice(self._layer_of(old), new, place)
+        # Without the barrier, XLA would fuse the write with what reads the layer, and write into a copy.
+        old_part = old if self.layer is None else self._layer_of(old)
+        out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
+        if self.layer is not None:
             out = lax.dynamic_update_slice(old, part[None], (self.layer, 0, 0, 0))
-        else:
-            out = lax.dynamic_update_slice(old, new[None], (self.layer, *place))
-            part = self._layer_of(out)
         return out, jnp.transpose(part, [axes.index(axis) for axis in range(3)])
 
     def _layer_of(self, whole: Any) -> Any:
