@@ -40,9 +40,16 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
     axes, batch = dimension_numbers
     usual = x.dtype == y.dtype and all(value in (None, x.dtype) for value in params.values())
     last = tuple(map(tuple, axes)) == ((x.ndim - 1,), (y.ndim - 1,)) and not any(map(len, batch))
-    if usual and last and max(x, y, key=jnp.size).ndim == 2:
-        return dense_matmul(x, y) if y.size >= x.size else jnp.moveaxis(dense_matmul(y, x), -1, 0)
+    if usual and last and _is_weight(y, x):
+        return dense_matmul(x, y)
+    if usual and last and _is_weight(x, y):
+        return jnp.moveaxis(dense_matmul(y, x), -1, 0)
     return lax.dot_general(x, y, dimension_numbers, **params)
+
+
+def _is_weight(w: Array, x: Array) -> bool:
+    """Whether `w` is a matrix that is not smaller than `x`, whose size an export may leave open."""
+    return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
