@@ -155,14 +155,14 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
 
 @register_on_either_side(
     "dot_general",
-    SparseArray | BlockSparseArray,
+    AbstractSparseArray,
     other=ArrayValue,
     precedence=precedence.SPARSE_BESIDE_VALUES,
 )
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     """The fallback beside a type that multiplies only arrays, such as a quantised one, and for two sparse
     arrays that no other rule covers: makes only the (smaller) sparse one dense."""
-    sparse = [v for v in (x, y) if isinstance(v, SparseArray | BlockSparseArray)]
+    sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
     lost = min(sparse, key=lambda v: v.size)
     operands = [dense(v, primitive.name, (x, y)) if v is lost else v for v in (x, y)]
     return quaxify(functools.partial(primitive.bind, **params))(*operands)
