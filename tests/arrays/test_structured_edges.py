@@ -9,6 +9,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import (
+    BlockDiagonalMatrix,
     DiagonalMatrix,
     KroneckerMatrix,
     LowRankUpdate,
@@ -126,7 +127,7 @@ def test_matrices_out_of_bounds_are_filled_whole(name):
         pick = lambda a, at, fill=fill: a.at[at].get(mode="fill", fill_value=fill)
         found = _agrees(pick, a, at)
         assert isinstance(found, StructuredMatrix) or (
-            fill != 0 and type(a) in (DiagonalMatrix, TridiagonalMatrix)
+            fill != 0 and type(a) in (DiagonalMatrix, TridiagonalMatrix, BlockDiagonalMatrix)
         )
     _agrees(lambda a, at: a.at[at].get(mode="clip"), a, at)
     with ql.on_materialise("error"):

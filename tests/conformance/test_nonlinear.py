@@ -55,4 +55,4 @@ def test_gradients(name, program, default_promotion):
         dense, pull = jax.vjp(lambda varied: ql.materialise(weight(varied)), varied)
     value, (by_weight, *by_others) = _of_arrays(program)(dense, y, s, z)
     expected = value, (*pull(by_weight), *by_others)
-    assert not disagreement(found, expected, tolerance=2e-4)
+    assert not disagreement(found, expected, tolerance=2e-4, scale=1e-3)  # some cotangents cancel

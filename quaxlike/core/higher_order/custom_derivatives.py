@@ -202,8 +202,10 @@ def custom_derivative(
     """A call of a `custom_jvp` or `custom_vjp` function, which is the high-level primitive `hi`; `name` is
     one of `CUSTOM`."""
 
+    source = compat.debug_info_of(hi.traced.jaxpr).func_src_info
+
     def wrapped(fun: Callable[..., Any]) -> lu.WrappedFun:
-        return lu.wrap_init(fun, debug_info=jexc.DebugInfo(_WHAT, name, None, None))
+        return lu.wrap_init(fun, debug_info=jexc.DebugInfo(_WHAT, source, None, None))
 
     arguments = functools.partial(jtu.tree_unflatten, hi.in_tree)
     fun = wrapped(lambda *flat: hi.out_tree.flatten_up_to(hi.expand(*arguments(flat))))
