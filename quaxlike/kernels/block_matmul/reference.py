@@ -148,7 +148,8 @@ def contract_rows(
     `at_once` weights."""
     tiles, rows = _tiling(x.shape[0], n, k, at_once)
     if tiles < 2 and stride == 1:
-        return _dot(x, *tile(0, n), ((1,), (0,)))
+        (w,) = tile(0, n)
+        return _dot(x, w, ((1,), (0,)))
 
     def add(acc: list[Array], start: Array | int, rows: int) -> list[Array]:
         part = lax.dynamic_slice_in_dim(x, start, rows, axis=1)
