@@ -54,6 +54,16 @@ def exact(lora):
     return total
 
 
+def test_inputs_that_are_as_large_as_the_weight():
+    lora, x = make_lora((6, 6)), normal(2, 3, 6)
+    for f, y in (
+        (lambda w, x: x @ w.T, x @ exact(lora).T),
+        (lambda w, x: jax.vmap(jax.vmap(lambda x: w @ x))(x), x @ exact(lora).T),
+        (lambda w, x: jnp.einsum("ok,bsk->obs", w, x), np.moveaxis(x @ exact(lora).T, -1, 0)),
+    ):
+        np.testing.assert_allclose(ql.quaxify(f)(lora, x), y, rtol=1e-5, atol=1e-5)
+
+
 def agrees(got, expected, tolerance=1e-5):
     expected = np.asarray(expected)
     scale = max(1.0, np.abs(expected).max(initial=0))
