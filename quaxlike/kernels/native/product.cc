@@ -652,6 +652,7 @@ QL_INLINE void stacked_part(const T* w, int64_t rows, int64_t columns, const flo
   for (int64_t k = 0; k < rows; k++) {
     const F by = all(x[k]);
     const T* from = w + k * columns;
+    fetch(from + 8 * columns, V * kLanes * sizeof(T));
     QL_UNROLL for (int v = 0; v < V; v++) sums[v] += by * widened(from + v * kLanes);
   }
   QL_UNROLL for (int v = 0; v < V; v++) {
@@ -669,6 +670,8 @@ QL_TARGET static void stacked(const void* w, int64_t rows, int64_t columns, int6
     const auto each = [&](auto part) QL_LAMBDA { for (int64_t m = i * group; m < (i + 1) * group; m++) part(m, x.data + m * x.stride); };
     for (; n + V * kLanes <= columns; n += V * kLanes)
       each([&](int64_t m, const float* row) QL_LAMBDA { stacked_part<T, V>(matrix + n, rows, columns, row, y, m, n); });
+    for (; n + 64 <= columns; n += 64)
+      each([&](int64_t m, const float* row) QL_LAMBDA { stacked_part<T, 64 / kLanes>(matrix + n, rows, columns, row, y, m, n); });
     for (; n + kLanes <= columns; n += kLanes)
       each([&](int64_t m, const float* row) QL_LAMBDA { stacked_part<T, 1>(matrix + n, rows, columns, row, y, m, n); });
     for (; n < columns; n++)
