@@ -82,7 +82,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "QLoRA, load to the end of the first step", "PEFT", "first_step", "first_step", 1.0,
-        {"quantize": "nf4"}, starts=True,
+        {"quantize": "nf4"}, starts=True, why="the step is compiled first",
     ),
     Row("LoRA in bf16, a step", "PEFT", "step", "step", 0.9, why=_STEP),
     Row("10 % unstructured, one row", "scipy", "sparse", "sparse", 1.5),
