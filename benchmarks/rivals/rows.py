@@ -62,8 +62,8 @@ ROWS: tuple[Row, ...] = (
     *(
         Row(
             f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options, of_ours,
-            why="llama.cpp rounds the inputs of a product to 8 bits; in float32 here they have 21, and bytes "
-            "are multiplied three times",
+            why="llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in "
+            "bfloat16, each of which is multiplied",
         )
         for kind, options in (
             *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
