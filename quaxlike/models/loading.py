@@ -104,7 +104,10 @@ def load(
     if head and not options:
         raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
     if dtype is not None and not _computes(dtype):
-        raise ValueError(f"Models compute in bfloat16, float16 or float32; found dtype={dtype!r}.")
+        raise ValueError(
+            "Models compute in bfloat16, float16, float32, or with jax_enable_x64 in float64; found "
+            f"dtype={dtype!r}."
+        )
     chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:

@@ -209,8 +209,10 @@ def adapters_on(
     """`make(name, w, layout, key)` for each of these weights, with a key of its own if there is one."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # In the order of names, so that adapters start alike in frameworks that order fields otherwise.
-        keys = dict(zip(sorted(targets, key=_natural), jax.random.split(key, len(targets)), strict=True))
+        # In the order of names, so that adapters start alike in frameworks that order fields otherwise. By
+        # indices: JAX iterates over an array by a program that it compiles for each length.
+        split = jax.random.split(key, len(targets))
+        keys = {name: split[i] for i, name in enumerate(sorted(targets, key=_natural))}
 
     def adapted(name: str, w: Any) -> Any:
         if isinstance(w, AdaptedArray):

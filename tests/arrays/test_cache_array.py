@@ -38,6 +38,27 @@ def test_writes_round_the_update_alone(codec):
         np.testing.assert_array_equal(leaf[:4], old[:4])
 
 
+@pytest.mark.parametrize("codec", CODES)
+def test_codes_are_copied(codec):
+    """A cache that is written to a stack of them, as layers that are scanned do."""
+    write = jax.jit(ql.quaxify(lambda w, x, i: lax.dynamic_update_slice(w, x[None], (i, 0, 0, 0))))
+    one = ql.quaxify(lax.dynamic_update_slice)(
+        CacheArray.empty(SHAPE, codec), normal(*SHAPE, seed=1), (0, 0, 0)
+    )
+    with ql.on_materialise("error"):
+        out = write(CacheArray.empty((3, *SHAPE), codec), one, jnp.int32(1))
+    for leaf, written in zip(jax.tree.leaves(out), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(leaf, jnp.zeros_like(leaf).at[1].set(written))
+
+
+def test_codes_of_another_form_become_dense():
+    one = CacheArray.empty(SHAPE, "q4_0")
+    write = ql.quaxify(lambda w, x: lax.dynamic_update_slice(w, x[None], (0, 0, 0, 0)))
+    with pytest.warns(ql.MaterialisationWarning, match="dynamic_update_slice"):
+        out = write(CacheArray.empty((3, *SHAPE), "q8_0"), one)
+    np.testing.assert_array_equal(out, jnp.zeros((3, *SHAPE)))
+
+
 @pytest.mark.slow
 def test_of_many_texts_in_a_loop():
     """The text is an axis of `vmap`, the token one of a scan, and the heads are written one by one."""

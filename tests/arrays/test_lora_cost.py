@@ -70,10 +70,11 @@ def test_costs_what_is_written_by_hand(name):
     ours = lambda w, a, b, x: ql.quaxify(product)(lora(w, a, b), x)
     forward = [cost(f, w, a, b, x) for f in (ours, same, usual)]
     with_backward = [cost(backward(f), (a, b, x), w) for f in (ours, same, usual)]
+    # XLA turns the cotangent of the result of a batch, so that its library multiplies it.
+    most = 1.12 if name == "vmap" else 1
     for ours, *by_hand in (forward, with_backward):
         for metric, value in ours.items():
-            # XLA may turn the cotangent of the result, so that its library multiplies it.
-            assert all(value <= 1.12 * other[metric] for other in by_hand), (metric, ours, by_hand)
+            assert all(value <= most * other[metric] for other in by_hand), (metric, ours, by_hand)
 
 
 @pytest.mark.slow

@@ -101,3 +101,17 @@ def test_constants_stay_what_they_are(name):
     assert not disagreement(loss(Held(w), c, xs), loss(w, c, xs))
     one = lambda x: loss(Held(w), c, x)
     assert not disagreement(jax.jvp(one, (xs,), (xs,))[1], jax.jvp(lambda x: loss(w, c, x), (xs,), (xs,))[1])
+
+
+def test_an_equation_without_results(capfd):
+    """As of `jax.debug.print`, and of assertions."""
+
+    def step(c, x):
+        jax.debug.print("at {}", c[0, 0])
+        return c * x, None
+
+    last = ql.quaxify(lambda c, xs: lax.scan(step, c, xs)[0])
+    loss = lambda c, xs: jnp.sum(ql.materialise(last(Held(c), xs)))
+    assert not disagreement(jax.grad(loss)(W[0], W), jnp.prod(W, 0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("at ") == 3

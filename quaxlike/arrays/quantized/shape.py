@@ -227,19 +227,38 @@ def _dynamic_slice(
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
     """Rounds the update, whose rows are rows of codes."""
     update = jnp.asarray(update)
-    cut = [axis for axis, size in enumerate(w.shape) if update.shape[axis] != size]
-    free = with_free_axes(w, cut)
+    free = with_free_axes(w, _cut_by(update, w))
     if free is None:
         return NotImplemented
     sizes = [update.shape[free.permutation.index(axis)] for axis in range(free.num_lead)]
     part = jax.tree.map(lambda leaf: leaf[tuple(slice(size) for size in sizes)], free)  # only its form
+    return _written(free, part.requantized(update), starts)
+
+
+@register("dynamic_update_slice")
+def _dynamic_update_slice_of_codes(
+    w: CacheArray, update: CacheArray, *starts: ArrayLike, **params: Any
+) -> Any:
+    """Codes of one form are copied."""
+    free, new = (with_free_axes(x, _cut_by(update, w)) for x in (w, update))
+    if free is None or new is None or jax.tree.structure(free) != jax.tree.structure(new):
+        return NotImplemented
+    return _written(free, new, starts)
+
+
+def _cut_by(part: Any, w: CacheArray) -> list[int]:
+    """The axes of which `part` has less than `w`."""
+    return [axis for axis, size in enumerate(w.shape) if part.shape[axis] != size]
+
+
+def _written(free: CacheArray, part: CacheArray, starts: Sequence[ArrayLike]) -> CacheArray:
     begin = [starts[free.permutation.index(axis)] for axis in range(free.num_lead)]
 
     def put(leaf: Array, new: Array) -> Array:
         rest = [np.zeros((), jnp.result_type(starts[0]))] * (leaf.ndim - len(begin))
         return lax.dynamic_update_slice(leaf, new, [*begin, *rest])
 
-    return jax.tree.map(put, free, part.requantized(update))
+    return jax.tree.map(put, free, part)
 
 
 @register("gather")

@@ -26,14 +26,12 @@ def _with_few_residuals(
     eqns = []
     for eqn, stop in zip(opened.eqns, stops, strict=True):
         eqn = eqn.replace(invars=_renamed(eqn.invars, equal))
-        of_one = len(eqn.invars) == len(_vars(eqn.invars)) == 1 and not isinstance(
-            eqn.outvars[0], jexc.DropVar
-        )
-        if stop and of_one and eqn.invars[0] in places:
-            constants.add(places[eqn.invars[0]])
-            equal[eqn.outvars[0]] = eqn.invars[0]
+        (x, *_), (out, *_) = [*eqn.invars, None], [*eqn.outvars, None]
+        of_one = isinstance(x, jexc.Var) and not isinstance(out, jexc.DropVar)
+        if stop and of_one and x in places:
+            constants.add(places[x])
+            equal[out] = x
         elif of_one and eqn.primitive.name == "convert_element_type":
-            (x,), (out,) = eqn.invars, eqn.outvars
             equal[out] = conversions.setdefault((x, out.aval, str(eqn.ctx)), out)
             eqns += [eqn] if equal[out] is out else []
         else:
