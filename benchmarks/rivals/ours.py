@@ -13,6 +13,7 @@ import numpy as np
 
 import quaxlike as ql
 from quaxlike import kernels
+from quaxlike._allocator import keep_memory
 from quaxlike._cache import keep_programs
 from quaxlike.finetune.data import Example, collate
 from quaxlike.finetune.devices import Devices
@@ -73,6 +74,7 @@ def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None 
 
 def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Program, list[Any]]:
     """The program of a step as `quaxlike.finetune` makes it, and what it takes."""
+    keep_memory()
     settings = Settings(folder, folder, folder, batch_size=ROWS)
     options: Any = None if quantize is None else {"scheme": quantize, "double_quant": True}
     if quantize is not None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 
+from .._allocator import keep_memory
 from .._arguments import importing_extra
 from .._interrupts import interrupts_deferred, take_interrupt
 from .settings import FinetuneError, Settings
@@ -72,6 +73,7 @@ def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finet
 
 
 def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> int:
+    keep_memory()
     with importing_extra(parser):
         from .._cache import keep_programs
         from ..interop import CheckpointError
