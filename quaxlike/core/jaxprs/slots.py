@@ -73,7 +73,12 @@ class LeafLayout:
     @functools.cached_property
     def classes(self) -> tuple[Any, ...]:
         """The classes of the Value in this slot, and of those that it holds."""
-        return () if self.treedef is None else tuple(map(type, (self.like, *held(self.like))))
+        if self.treedef is None:
+            return ()
+        try:
+            return _classes(self.treedef)
+        except TypeError:  # unhashable statics
+            return _classes.__wrapped__(self.treedef)
 
     @functools.cached_property
     def like(self) -> Any:
@@ -315,6 +320,13 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
         return jax.typeof(leaf)
     except TypeError:
         raise not_an_array(value, leaf) from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _classes(treedef: Any) -> tuple[Any, ...]:
+    leaf = jax.ShapeDtypeStruct((), np.float32)  # any; a Value of None alone counts as none
+    value = jtu.tree_unflatten(treedef, [leaf] * treedef.num_leaves)
+    return tuple(map(type, (value, *held(value))))
 
 
 def unflatten(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
