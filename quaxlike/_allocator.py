@@ -16,8 +16,8 @@ def keep_memory() -> None:
     computes: a thread that has allocated memory keeps an arena of its own.
 
     On CPUs, XLA allocates the temporary arrays of a program at each call. By default, glibc gives them back
-    to the kernel after it, and the kernel clears each page again when it is next written: a sixth of the time
-    of a training step. Only commands do this, which own their process. Other C libraries are left alone.
+    to the kernel after it, and the kernel clears each page again when it is next written. Only commands do
+    this, which own their process. Other C libraries are left alone.
     """
     if sys.platform != "linux" or (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return
