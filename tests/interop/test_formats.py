@@ -210,9 +210,9 @@ def test_inconsistent_configurations_are_refused(tmp_path, name, settings, messa
 
 def test_tiles_that_reach_far_beyond_the_weight(tmp_path):
     ((name, expected),) = interop.load(fixture("formats/fp8/ue8m0_f32")).items()  # one tile of 128 rows
-    start = time.process_time()
+    start = time.thread_time()
     found = interop.load(_edited(tmp_path, "fp8/ue8m0_f32", weight_block_size=[2**40, 128]))[name]
-    assert time.process_time() - start < 5
+    assert time.thread_time() - start < 5
     np.testing.assert_array_equal(ql.materialise(found), ql.materialise(expected))
 
 

