@@ -188,8 +188,8 @@ after a row, ours among them: if it is far above the number of cores, only large
 _NOTES = """\
 Measured on {on}.
 
-“Load and 32 tokens” is a process from its start to its end, the second one: the programs that the first one compiled
-are in the cache that commands keep. “At most” is what the project aims at.\
+“Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the programs that
+the first one compiled are in the cache that commands keep. “At most” is what the project aims at.\
 """  # noqa: E501
 
 

@@ -103,8 +103,13 @@ def step(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None =
     return run
 
 
-def first_step(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
-    """With everything that the first step needs, compilation, too."""
+def first_step(
+    folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None, kept: bool = False
+) -> Run:
+    """With everything that the first step needs: its compilation, or if `kept`, the program that an earlier
+    start compiled."""
+    if kept:
+        keep_programs(str(folder.with_name("programs")), print)
 
     def run() -> float:
         program, arguments = _trained(folder, size, quantize)

@@ -48,6 +48,10 @@ def _token(
     ]  # fmt: skip
 
 
+_PRODUCT = (
+    "llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in bfloat16, each "
+    "of which is multiplied"
+)
 _STEP = "products of many rows in bfloat16 are left to XLA's library"
 
 ROWS: tuple[Row, ...] = (
@@ -55,19 +59,18 @@ ROWS: tuple[Row, ...] = (
     *_token("bf16 at 450 tokens", "transformers", (0.95, 1.0), length=450),
     *_token(
         "float32", "transformers", (0.47, 0.48), dtype="float32",
-        why="all weights are read for each token, by both sides",
+        why="bound by memory: either side reads all weights, 4 bytes each, for each token",
     ),
     *_token("NF4, dense head", "bitsandbytes", (0.7, 0.95), quantize="nf4"),
     *_token("NF4, our head, too", "bitsandbytes", (0.45, 0.85), quantize="nf4", head=True),
     *(
-        Row(
-            f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options, of_ours,
-            why="llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in "
-            "bfloat16, each of which is multiplied",
-        )
-        for kind, options in (
-            *((kind, {"file": kind}) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
-            ("Q4_0 at 450 tokens", {"file": "Q4_0", "length": 450}),
+        Row(f"GGUF {name}, a token", "llama.cpp", "token", "llama_token", 1.3, options, of_ours, why=why)
+        for kind, options, why in (
+            *((kind, {"file": kind}, _PRODUCT) for kind in ("Q4_0", "Q8_0", "Q4_K_M")),
+            (
+                "Q4_0 at 450 tokens", {"file": "Q4_0", "length": 450},
+                f"{_PRODUCT}; its cache of keys and values is float16, here of the model's dtype",
+            ),
         )
         for name, of_ours in ((kind, {}), (f"{kind} in bfloat16", {"dtype": "bfloat16"}))
     ),
@@ -80,9 +83,15 @@ ROWS: tuple[Row, ...] = (
         "QLoRA, compilation of a step", "our LoRA", "compilation", "ours.compilation", 1.1,
         of_ours={"quantize": "nf4"}, why="weights are decoded in the program, which is longer for it",
     ),
-    Row(
-        "QLoRA, load to the end of the first step", "PEFT", "first_step", "first_step", 1.0,
-        {"quantize": "nf4"}, starts=True, why="the step is compiled first",
+    *(
+        Row(
+            f"QLoRA, load to the end of the first step{start}", "PEFT", "first_step", "first_step", 1.0,
+            {"quantize": "nf4"}, {"kept": kept}, starts=True, why=why,
+        )
+        for start, kept, why in (
+            ("", False, "the step is compiled first"),
+            (", second start", True, ""),
+        )
     ),
     Row("LoRA in bf16, a step", "PEFT", "step", "step", 0.9, why=_STEP),
     Row("10 % unstructured, one row", "scipy", "sparse", "sparse", 1.5),
