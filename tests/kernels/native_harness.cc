@@ -112,16 +112,19 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
       for (int64_t i = 0; i < f.rows * columns; i++)
         check(std::abs(value(decoded, i) - dense[i]) <= error * (std::abs(dense[i]) + 256), "decoded", f, columns, set->name);
     }
-#ifdef QL_MORE
-  integers::Digits digits;
-  for (const int count : {2, 3}) {
-    const integers::Codes whole = integers::codes_of(w, count == 2);
-    if (m == 1 && integers::here() && whole.known && integers::write(x.data(), nullptr, w, whole, count, digits)) {
+#if defined(__x86_64__)
+  for (const integers::Functions* functions : {&avx2::integers::functions, bytes()}) {  // one twice, or both
+    integers::Digits digits;
+    for (const int count : {2, 3}) {
+      if (m != 1 || !bytes()) continue;
+      const integers::Codes whole = integers::codes_of(w, count == 2, functions->shift);
+      if (!whole.known || !functions->write(x.data(), nullptr, w, whole, count, digits)) continue;
       std::vector<float> y(f.rows);
       for (auto [begin, end] : {std::pair{int64_t{0}, f.rows / 3}, std::pair{f.rows / 3, f.rows}})
-        integers::of(w, whole, digits)(w, whole, digits, {y.data(), f.rows, false}, begin, end);
+        functions->of(w, whole, digits)(w, whole, digits, {y.data(), f.rows, false}, begin, end);
+      const double error = count == 3 ? 2e-6 : functions->shift == 8 ? 3e-5 : 1e-4;
       for (int64_t i = 0; i < f.rows; i++)
-        check(std::abs(y[i] - expected[i]) <= (count == 2 ? 3e-5 : 2e-6) * (sizes[i] + 1e-3), "bytes", f, columns, "VNNI");
+        check(std::abs(y[i] - expected[i]) <= error * (sizes[i] + 1e-3), "bytes", f, columns, functions->shift == 8 ? "VNNI" : "AVX2");
     }
   }
 #endif

@@ -22,7 +22,7 @@ import jaxlib
 from ..._cache import cache_folder, why_not_own
 from ..._checked import checked
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("product.cc", "avx512.h", "csr.cc", "share.h")]
+_SOURCES = sorted(source for ending in ("*.cc", "*.h") for source in Path(__file__).parent.glob(ending))
 _FLAGS = ("-std=c++17", "-O2", "-ftree-vectorize", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILERS = ("c++", "g++", "clang++")
 PACKAGE = "quaxlike_cpu"

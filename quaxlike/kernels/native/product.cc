@@ -154,11 +154,23 @@ std::vector<const Set*> sets() {
 }
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 }  // namespace
-#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of it
-#define QL_MORE
+#if defined(__x86_64__)
+#define QL_MORE __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
+#include "integers.h"
+#if QL_MORE
 #include "avx512.h"
 #endif
+#endif
 namespace {
+#if defined(__x86_64__)
+// The products of bytes that this processor has; null if none.
+const integers::Functions* bytes() {
+#if QL_MORE
+  if (QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set) return &avx512::integers::functions;
+#endif
+  return &set() == &plain::set ? nullptr : &avx2::integers::functions;
+}
+#endif
 bool read_weight(const ffi::RemainingArgs& args, const Format& format, int64_t columns, Weight& w) {
   Numbers codes, *all[] = {&codes, &w.table, &w.scale, &w.outer, &w.zero, &w.outer_zero, &w.map};
   const ffi::DataType types[] = {ffi::DataType::F32, ffi::DataType::BF16, ffi::DataType::F16, ffi::DataType::U8,
@@ -204,7 +216,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
   const auto place = [&](int64_t k) { return mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k; };  // as codes are unpacked
-#ifdef QL_MORE
+#if QL_MORE
   if (pairs::here() && narrow && m > 1 && columns % 32 == 0) {
     std::vector<uint16_t> copy(m * columns);
     for (int64_t i = 0; i < m; i++)
@@ -214,15 +226,20 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
     });
     return ffi::Error::Success();
   }
-  const int count = narrow && is_bfloat16(*y) ? 2 : 3;
-  const integers::Codes codes = integers::codes_of(w, count == 2);
+#endif
+#if defined(__x86_64__)
+  static const integers::Functions* const of_bytes = bytes();
   static thread_local integers::Digits of_thread;
   integers::Digits& digits = of_thread;  // which other threads read, too
-  if (integers::here() && m == 1 && codes.known && integers::write(floats, narrow ? halves : nullptr, w, codes, count, digits)) {
-    share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
-      integers::of(w, codes, digits)(w, codes, digits, result_of(*y), begin, end);
-    });
-    return ffi::Error::Success();
+  if (of_bytes && m == 1) {
+    const int count = narrow && is_bfloat16(*y) ? 2 : 3;
+    const integers::Codes codes = integers::codes_of(w, count == 2, of_bytes->shift);
+    if (codes.known && of_bytes->write(floats, narrow ? halves : nullptr, w, codes, count, digits)) {
+      share(pool, format.rows, columns, [&](int64_t begin, int64_t end) {
+        of_bytes->of(w, codes, digits)(w, codes, digits, result_of(*y), begin, end);
+      });
+      return ffi::Error::Success();
+    }
   }
 #endif
   const Rows copy = rows_of(x, place);

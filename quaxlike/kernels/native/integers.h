@@ -1,0 +1,388 @@
+// Products of one row of x with codes that stand for whole numbers, as sums of products of bytes; product.cc includes it.
+//
+// Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), whose digits a, b and c are bytes, with an error
+// of less than 2^-20 of the largest of them; or, where x and y are bfloat16, as scale * (a * 2^s + b), with one of
+// 2^-(2s-1), where s is `kShift`. Products of bytes are summed exactly, as integers of 32 bits: at most eight codes up to
+// 255, less their bias, times such a number stay below 2^31.
+//
+// Where x and y are bfloat16, so are codes of at most 4 bits that stand for any numbers (NF4): each is written as
+// scale * (h * 2^s + l), with an error of 2^-2s of the largest, and of the four products of bytes the smallest is left out.
+//
+// As in product.cc, the part below `#else` is compiled for each instruction set.
+#ifndef QL_NAME
+#include <cmath>
+namespace {
+namespace integers {
+constexpr int64_t kUnit = 32;
+struct Digits {  // of a row of x
+  int count;                    // three, or two
+  std::vector<int8_t> of;       // of each step: vectors of a, of b and of c
+  std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds; of each digit, for codes of two bytes
+  std::vector<float> scale;     // of each unit
+  std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
+};
+
+// How codes become bytes: `code ^ flip`, or `bytes[code]`. A byte less `bias`, times `factor`, is the number; or, if
+// `fine`, with `low[code] / 2^s` added to it.
+struct Codes {
+  bool known = false, looked_up = false, fine = false;
+  int32_t bias = 0;
+  float factor = 1;
+  uint8_t flip = 0;
+  alignas(64) uint8_t bytes[64] = {}, low[64] = {};
+};
+
+Codes codes_of(const Weight& w, bool may_round, int shift) {
+  const Format& f = w.format;
+  Codes out;
+  if (w.columns % 64 || (w.run % kUnit && w.run != 16) || (f.bits == 8 && f.lookup)) return out;
+  if (f.bits > 4) {
+    out.known = true, out.flip = f.bits == 8 && f.is_signed ? 128 : 0, out.bias = int32_t(f.bias) + out.flip;
+    return out;
+  }
+  const int count = 1 << f.bits;
+  bool even = w.values[0] == std::nearbyint(w.values[0]);  // whole numbers one apart, or else halves
+  out.known = true;
+  for (int i = 0; i < count; i++) {
+    const float doubled = 2 * w.values[i];
+    even &= w.values[i] == w.values[0] + i;
+    out.known &= doubled == std::nearbyint(doubled) && std::abs(doubled) < 128;
+  }
+  out.looked_up = !even, out.bias = even ? -int32_t(w.values[0]) : 128, out.factor = even ? 1.f : .5f;
+  for (int i = 0; i < 64 && out.known; i++) out.bytes[i] = int(2 * w.values[i % count]) + 128;
+  float most = 0, none = 0;
+  for (int i = 0; i < count; i++) most = std::max(most, std::abs(w.values[i])), none += w.values[i] * 0;
+  if (out.known || !may_round || none != 0 || most < 1e-30f || most > 1e30f) return out;
+  const int unit = 1 << shift, largest = 128 * unit - 1;
+  out.known = out.fine = out.looked_up = true, out.bias = 128, out.factor = most / largest * unit;
+  for (int i = 0; i < 64; i++) {
+    const int whole = int(std::nearbyint(w.values[i % count] / most * largest)) + 128 * unit;
+    out.bytes[i] = whole / unit, out.low[i] = whole % unit;
+  }
+  return out;
+}
+using Product = void (*)(const Weight&, const Codes&, const Digits&, Result, int64_t, int64_t);
+struct Functions {
+  int shift;
+  bool (*write)(const float* x, const uint16_t* narrow, const Weight&, const Codes&, int count, Digits&);
+  Product (*of)(const Weight&, const Codes&, const Digits&);
+};
+}  // namespace integers
+#define QL_BYTES_INLINE QL_BYTES static inline __attribute__((always_inline))
+#define QL_BYTES_LAMBDA QL_BYTES __attribute__((always_inline))
+#define QL_NAME avx2
+#define QL_SET AVX2
+#define QL_BYTES __attribute__((target("avx2,fma,f16c")))
+#include "integers.h"
+#if QL_MORE
+#define QL_NAME avx512
+#define QL_SET AVX512
+#define QL_BYTES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")))
+#include "integers.h"
+#endif
+}  // namespace
+#else  // one instruction set
+namespace QL_NAME {
+namespace integers {
+using namespace ::integers;
+constexpr int kBytes = 4 * kLanes;
+// The codes that are multiplied at once, in vectors of bytes: of 4 bits, those of the low and of the high halves.
+constexpr int vectors(int64_t bits) { return bits == 4 ? 2 : 1; }
+constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
+// The bits of a digit. AVX2 adds two products in 16 bits, which digits of 8 bits would exceed.
+constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
+constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
+constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
+template <int N> QL_BYTES_INLINE I repeated() {  // the lanes, N to each number
+  I out = {};
+  for (int i = 0; i < kLanes; i++) out[i] = i * N / kLanes;
+  return out;
+}
+#if QL_SET == AVX512
+typedef __m512i Bytes;
+QL_BYTES_INLINE Bytes read(const void* at) { return _mm512_loadu_si512(at); }
+QL_BYTES_INLINE Bytes everywhere(uint8_t byte) { return _mm512_set1_epi8(byte); }
+QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
+QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm512_permutexvar_ps((__m512i)lanes, from); }
+QL_BYTES_INLINE float total(F v) { return _mm512_reduce_add_ps(v); }
+QL_BYTES_INLINE float most_of(F v) { return _mm512_reduce_max_ps(v); }
+QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) { return (I)_mm512_dpbusd_epi32((__m512i)sum, codes, digits); }
+QL_BYTES_INLINE __m256i narrowed(const I* unit) {
+  return _mm256_set_m128i(_mm512_cvtepi32_epi8((__m512i)unit[1]), _mm512_cvtepi32_epi8((__m512i)unit[0]));
+}
+template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool) {
+  I sum = {};
+  QL_UNROLL for (int d = 0; d < D; d++) {
+    if (d) sum <<= shift(D);
+    QL_UNROLL for (int v = 0; v < V; v++) sum = dot(sum, codes[v], read(digits + (d * V + v) * kBytes));
+  }
+  return sum;
+}
+// Where the codes of a step are: for each byte of the result, the byte of the stream that its word shall have, and the
+// first bit of the code in that word.
+template <int B> struct Places {
+  alignas(64) uint8_t bytes[64] = {}, bits[64] = {};
+  constexpr Places() {
+    for (int i = 0; i < 64; i++) bytes[i] = i / 8 * B + (i % 8 < B ? i % 8 : B - 1), bits[i] = i % 8 * B;
+  }
+};
+template <int B> constexpr Places<B> places;
+// The codes of a step, one in each byte: a whole one, or half of one of 4 bits.
+template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Bytes* codes) {
+  const Bytes low = everywhere((1 << B) - 1);
+  if constexpr (B == 8) codes[0] = read(at);
+  else if constexpr (B == 4) {
+    const Bytes both = whole ? read(at) : _mm512_maskz_loadu_epi8(0xFFFFFFFF, at);
+    codes[0] = both & low, codes[1] = _mm512_srli_epi16(both, 4) & low;
+  } else {
+    const Bytes stream = _mm512_maskz_loadu_epi8((1ull << 8 * B) - 1, at);
+    const Bytes words = _mm512_permutexvar_epi8(read(places<B>.bytes), stream);
+    codes[0] = _mm512_multishift_epi64_epi8(read(places<B>.bits), words) & low;
+  }
+}
+template <int N> QL_BYTES_INLINE F spread(const float* scale) {  // N of a step, each to as many lanes
+  double two;
+  memcpy(&two, scale, sizeof two);
+  const __m512 all = N == 8   ? _mm512_broadcast_f32x8(_mm256_loadu_ps(scale))
+                     : N == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(scale))
+                              : _mm512_castpd_ps(_mm512_set1_pd(two));
+  return chosen(all, repeated<N>());
+}
+#else
+typedef __m256i Bytes;
+QL_BYTES_INLINE Bytes read(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
+QL_BYTES_INLINE Bytes everywhere(uint8_t byte) { return _mm256_set1_epi8(byte); }
+QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }  // of 16 bytes
+QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm256_permutevar8x32_ps(from, (__m256i)lanes); }
+QL_BYTES_INLINE float total(F v) {
+  __m128 sums = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
+  sums += _mm_movehl_ps(sums, sums);
+  return sums[0] + sums[1];
+}
+QL_BYTES_INLINE float most_of(F v) {
+  __m128 most = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  most = _mm_max_ps(most, _mm_movehl_ps(most, most));
+  return std::max<float>(most[0], most[1]);
+}
+QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) {
+  return sum + (I)_mm256_madd_epi16(_mm256_maddubs_epi16(codes, digits), _mm256_set1_epi16(1));
+}
+QL_BYTES_INLINE __m256i narrowed(const I* unit) {
+  const __m256i low = _mm256_packs_epi32((__m256i)unit[0], (__m256i)unit[1]);
+  const __m256i both = _mm256_packs_epi16(low, _mm256_packs_epi32((__m256i)unit[2], (__m256i)unit[3]));
+  return _mm256_permutevar8x32_epi32(both, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
+}
+// If codes are `small`, two products of 16 bits can be added as such.
+template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool small) {
+  I sum = {};
+  QL_UNROLL for (int d = 0; d < D; d++) {
+    const __m256i unit = _mm256_set1_epi16(1 << 7 * (D - 1 - d));
+    __m256i first = _mm256_maddubs_epi16(codes[0], read(digits + d * V * kBytes));
+    if constexpr (V == 2) {
+      const __m256i second = _mm256_maddubs_epi16(codes[1], read(digits + (d * V + 1) * kBytes));
+      if (small) first = _mm256_add_epi16(first, second);
+      else sum += (I)_mm256_madd_epi16(second, unit);
+    }
+    sum += (I)_mm256_madd_epi16(first, unit);
+  }
+  return sum;
+}
+// Where the codes of a step are in two parts of 8 or 16 bytes, of which the second ends with the codes: the bytes of the
+// 16-bit words that hold eight of them, and what moves a code to the upper end of its word.
+template <int B> constexpr int kSecond = 4 * B - (B < 4 ? 8 : 16);
+template <int B> struct Words {
+  alignas(32) uint8_t bytes[2][32] = {};
+  alignas(32) uint16_t units[16] = {};
+  constexpr Words() {
+    for (int i = 0; i < 32; i++) {
+      const int bit = i * B, byte = bit / 8 - (i < 16 ? 0 : kSecond<B>), at = i / 16 * 16 + i % 8 * 2;
+      bytes[i / 8 % 2][at] = byte, bytes[i / 8 % 2][at + 1] = byte < 15 ? byte + 1 : 128;  // 128: none
+      units[i % 16] = 1 << (16 - B - bit % 8);
+    }
+  }
+};
+template <int B> constexpr Words<B> words;
+template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool, Bytes* codes) {
+  const Bytes low = everywhere((1 << B) - 1);
+  if constexpr (B == 8) codes[0] = read(at);
+  else if constexpr (B == 4) codes[0] = read(at) & low, codes[1] = _mm256_srli_epi16(read(at), 4) & low;
+  else {  // of 16 codes in each half: the words that hold the first eight, and the last
+    const auto part = [](const uint8_t* from) QL_BYTES_LAMBDA {
+      return B < 4 ? _mm_loadl_epi64((const __m128i*)from) : _mm_loadu_si128((const __m128i*)from);
+    };
+    const __m256i stream = _mm256_set_m128i(part(at + kSecond<B>), part(at));
+    const auto eight = [&](int i) QL_BYTES_LAMBDA {
+      const __m256i of = _mm256_shuffle_epi8(stream, read(words<B>.bytes[i]));
+      return _mm256_srli_epi16(_mm256_mullo_epi16(of, read(words<B>.units)), 16 - B);
+    };
+    codes[0] = _mm256_packus_epi16(eight(0), eight(1));
+  }
+}
+template <int N> QL_BYTES_INLINE F spread(const float* scale) {
+  double two;
+  memcpy(&two, scale, sizeof two);
+  if constexpr (N == 1) return F{} + *scale;
+  const __m256 all = N == 4 ? _mm256_broadcast_ps((const __m128*)scale) : _mm256_castpd_ps(_mm256_set1_pd(two));
+  return _mm256_permutevar_ps(all, (__m256i)repeated<N>());
+}
+#endif
+
+// Whether a row of x, in float32 or in bfloat16 (`narrow`), can be written in so many digits, which it is not if it
+// holds NaN, infinity, or too small numbers.
+QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, int count, Digits& out) {
+  constexpr int kParts = kUnit / kLanes;
+  const int64_t units = w.columns / kUnit, in_step = step(w.format.bits), steps = up(w.columns, in_step);
+  const int many = vectors(w.format.bits), by = shift(count), odd = w.format.high_first ? 0 : kBytes;
+  const int32_t half = 1 << (by - 1), low = (1 << by) - 1;
+  const __m256i in_turn = _mm256_broadcastsi128_si256(_mm_set_epi8(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0));
+  out.count = count, out.of.assign(steps * in_step * count, 0), out.bias.resize(steps * kLanes * count);
+  out.scale.resize(units + 16), out.sum.assign(w.runs + 16, 0);
+  for (int64_t u = 0; u < units; u++) {
+    F parts[kParts], sizes = {}, rest = {};
+    QL_UNROLL for (int i = 0; i < kParts; i++) {
+      const int64_t k = u * kUnit + i * kLanes;
+      parts[i] = narrow ? widened(narrow + k) : widened(x + k);
+      const F size = bits_as<F>(bits_as<U>(parts[i]) & 0x7FFFFFFFu);
+      sizes = size > sizes ? size : sizes, rest += parts[i] - parts[i];
+    }
+    const float most = most_of(sizes);
+    if (total(rest) != 0 || (most != 0 && most < 1e-25f)) return false;
+    out.scale[u] = most / largest(count) * codes.factor;
+    I whole[kParts], last[kParts];
+    QL_UNROLL for (int i = 0; i < kParts; i++) {
+      // To the nearest whole number: added to 1.5 * 2^23, it is in the low bits.
+      whole[i] = bits_as<I>(parts[i] * all(most ? largest(count) / most : 0) + 0x1.8p23f) - 0x4B400000;
+      out.sum[(u * kUnit + i * kLanes) / w.run] += total(__builtin_convertvector(whole[i], F)) * (most / largest(count));
+    }
+    int8_t* to = &out.of[u * kUnit / in_step * in_step * count + u * kUnit % in_step / many];
+    for (int digit = count - 1; digit >= 0; digit--) {
+      QL_UNROLL for (int i = 0; i < kParts; i++) {
+        last[i] = digit ? ((whole[i] + half) & low) - half : whole[i];
+        whole[i] = (whole[i] - last[i]) >> by;
+      }
+      int8_t* at = to + digit * in_step;
+      const __m256i bytes = narrowed(last), apart = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, in_turn), 0xD8);
+      if (many == 1) _mm256_storeu_si256((__m256i*)at, bytes);
+      else {  // even columns, and odd ones
+        _mm_storeu_si128((__m128i*)(at + (kBytes - odd)), _mm256_castsi256_si128(apart));
+        _mm_storeu_si128((__m128i*)(at + odd), _mm256_extracti128_si256(apart, 1));
+      }
+    }
+  }
+  for (int64_t s = 0; s < steps; s++) {
+    I sum = {};
+    for (int digit = 0; digit < count; digit++) {
+      sum = codes.fine ? I{} : sum << by;
+      for (int i = 0; i < many; i++) sum = dot(sum, everywhere(1), read(&out.of[((s * count + digit) * many + i) * kBytes]));
+      const I bias = sum * -codes.bias;
+      memcpy(&out.bias[(codes.fine ? s * count + digit : s) * kLanes], &bias, sizeof bias);
+    }
+  }
+  return true;
+}
+
+// The scales of units, or of their halves, for a row of the weight: those of its runs times those of x.
+template <bool HALVES>
+QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const Digits& x, int64_t count, float* out) {
+  const int64_t per_run = HALVES ? 1 : w.run / kUnit;
+  const int shift = w.runs == 1 ? 31 : __builtin_ctzll(per_run);
+  if (w.runs > 1 && per_run != int64_t(1) << shift) {
+    for (int64_t i = 0; i < count; i++) out[i] = runs[i / per_run] * x.scale[i];
+    return;
+  }
+  const I lane = repeated<kLanes>(), of_run = lane >> shift, of_unit = lane >> HALVES;
+  for (int64_t i = 0; i < count; i += kLanes) {  // vectors, of which the last may reach beyond
+    F scales = load<F>(runs + (i >> shift)), of_x = load<F>(&x.scale[HALVES ? i / 2 : i]);
+    if (shift) scales = chosen(scales, of_run);
+    if (HALVES) of_x = chosen(of_x, of_unit);
+    scales *= of_x;
+    memcpy(out + i, &scales, sizeof scales);
+  }
+}
+
+template <int B, int D, bool HALVES, bool FINE = false>
+QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
+  constexpr int R = 4, kRows = 16;  // rows at once, and rows whose scales are read at once
+  constexpr int V = vectors(B), N = step(B) / kUnit * (HALVES ? 2 : 1);
+  const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * (HALVES ? 2 : 1);
+  const bool offset = w.format.zeros != kNone || w.outer_zero.count, cut = w.columns % step(B);
+  const Bytes flip = everywhere(codes.flip), bytes = read(codes.bytes), low = read(codes.low);
+  const I lane = repeated<kLanes>();
+  Scratch s(w, kRows);
+  float* scale = scratch<float, 1>(kRows * steps * N + 16);
+  for (int64_t batch = begin; batch < end; batch += kRows) {
+    const int64_t count = std::min<int64_t>(kRows, end - batch);
+    scales_of(w, batch, count, s);
+    for (int64_t r = 0; r < count; r++) {
+      scales_of_units<HALVES>(w, s.scale + r * w.runs, x, scales, scale + r * steps * N);
+      std::fill(scale + r * steps * N + scales, scale + (r + 1) * steps * N, 0.f);
+    }
+    for (int64_t n = 0; n < count; n += R) {
+      const uint8_t* at[R];
+      const float* scale_at[R];
+      F sums[R];
+      QL_UNROLL for (int r = 0; r < R; r++) {  // behind the last row, that one again
+        const int64_t row = std::min(n + r, count - 1);
+        at[r] = w.codes + (batch + row) * w.row_bytes, scale_at[r] = scale + row * steps * N, sums[r] = F{};
+      }
+      const int64_t ahead = distance(R * w.row_bytes);
+      const auto add = [&](int64_t i, bool whole, bool looked_up) QL_BYTES_LAMBDA {
+        const int8_t* digits = &x.of[i * D * V * kBytes];
+        const int32_t* bias = &x.bias[i * (FINE ? D : 1) * kLanes];
+        QL_UNROLL for (int r = 0; r < R; r++) {
+          const uint8_t* from = at[r] + i * (step(B) * B / 8);
+          __builtin_prefetch(from + ahead, 0, 2);
+          Bytes code[V];
+          unpack<B>(from, whole, code);
+          if (FINE) {  // h * a, and h * b + l * a
+            I sum = load<I>(bias), rest = load<I>(bias + kLanes);
+            QL_UNROLL for (int v = 0; v < V; v++) {
+              const Bytes high = look_up(bytes, code[v]), a = read(digits + v * kBytes);
+              sum = dot(sum, high, a);
+              rest = dot(rest, high, read(digits + (V + v) * kBytes));
+              rest = dot(rest, look_up(low, code[v]), a);
+            }
+            const F both = __builtin_convertvector(sum, F) * float(1 << kShift) + __builtin_convertvector(rest, F);
+            sums[r] += both * spread<N>(scale_at[r] + i * N);
+            continue;
+          }
+          QL_UNROLL for (int v = 0; v < V; v++) {
+            if (B <= 4 && looked_up) code[v] = look_up(bytes, code[v]);
+            if (B == 8) code[v] ^= flip;
+          }
+          const I sum = products<V, D>(code, digits, B <= 4 && !looked_up) + load<I>(bias);
+          sums[r] += __builtin_convertvector(sum, F) * spread<N>(scale_at[r] + i * N);
+        }
+      };
+      const auto each = [&](bool looked_up) QL_BYTES_LAMBDA {
+        for (int64_t i = 0; i < steps - cut; i++) add(i, true, looked_up);
+        if (B == 4 && cut) add(steps - 1, false, looked_up);
+      };
+      if (B <= 4 && codes.looked_up) each(true);
+      else each(false);
+      QL_UNROLL for (int r = 0; r < R; r++) {
+        if (n + r >= count) break;
+        for (int64_t i = 0; offset && i < w.runs; i += kLanes) {  // those behind the last are of other rows
+          const F of_runs = load<F>(s.offset + (n + r) * w.runs + i);
+          sums[r] += (lane < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
+        }
+        put(y, 0, batch + n + r, total(sums[r]));
+      }
+    }
+  }
+}
+static Product of(const Weight& w, const Codes& codes, const Digits& x) {
+#define QL_BOTH(B, D) {product<B, D, false>, product<B, D, true>}
+#define QL_ALL(B) {QL_BOTH(B, 2), QL_BOTH(B, 3)}
+  constexpr Product each[][2][2] = {QL_ALL(2), QL_ALL(3), QL_ALL(4), QL_ALL(5), QL_ALL(6), {}, QL_ALL(8)};
+#define QL_FINE(B) {product<B, 2, false, true>, product<B, 2, true, true>}
+  constexpr Product fine[][2] = {QL_FINE(2), QL_FINE(3), QL_FINE(4)};
+  return codes.fine ? fine[w.format.bits - 2][w.run == 16] : each[w.format.bits - 2][x.count - 2][w.run == 16];
+}
+constexpr Functions functions = {kShift, write, of};
+}  // namespace integers
+}  // namespace QL_NAME
+#undef QL_NAME
+#undef QL_SET
+#undef QL_BYTES
+#endif
