@@ -113,10 +113,10 @@ void compare(Format f, int64_t columns, int64_t m, bool outer) {
         check(std::abs(value(decoded, i) - dense[i]) <= error * (std::abs(dense[i]) + 256), "decoded", f, columns, set->name);
     }
 #if defined(__x86_64__)
-  for (const integers::Functions* functions : {&avx2::integers::functions, bytes()}) {  // one twice, or both
+  for (const integers::Functions* functions : {&avx2::integers::functions, by_bytes()}) {  // one twice, or both
     integers::Digits digits;
     for (const int count : {2, 3}) {
-      if (m != 1 || !bytes()) continue;
+      if (m != 1 || !by_bytes()) continue;
       const integers::Codes whole = integers::codes_of(w, count == 2, functions->shift);
       if (!whole.known || !functions->write(x.data(), nullptr, w, whole, count, digits)) continue;
       std::vector<float> y(f.rows);

@@ -164,7 +164,7 @@ const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 namespace {
 #if defined(__x86_64__)
 // The products of bytes that this processor has; null if none.
-const integers::Functions* bytes() {
+const integers::Functions* by_bytes() {
 #if QL_MORE
   if (QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set) return &avx512::integers::functions;
 #endif
@@ -228,7 +228,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   }
 #endif
 #if defined(__x86_64__)
-  static const integers::Functions* const of_bytes = bytes();
+  static const integers::Functions* const of_bytes = by_bytes();
   static thread_local integers::Digits of_thread;
   integers::Digits& digits = of_thread;  // which other threads read, too
   if (of_bytes && m == 1) {
