@@ -62,8 +62,8 @@ Codes codes_of(const Weight& w, bool may_round, int shift) {
   return out;
 }
 using Product = void (*)(const Weight&, const Codes&, const Digits&, Result, int64_t, int64_t);
-struct Functions {
-  int shift;
+struct Functions {  // of an instruction set
+  int shift;  // its `kShift`
   bool (*write)(const float* x, const uint16_t* narrow, const Weight&, const Codes&, int count, Digits&);
   Product (*of)(const Weight&, const Codes&, const Digits&);
 };
@@ -93,7 +93,7 @@ constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
 constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
-template <int N> QL_BYTES_INLINE I repeated() {  // the lanes, N to each number
+template <int N> QL_BYTES_INLINE I repeated() {  // 0 to N - 1, each in as many lanes
   I out = {};
   for (int i = 0; i < kLanes; i++) out[i] = i * N / kLanes;
   return out;
@@ -290,7 +290,7 @@ QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const D
     for (int64_t i = 0; i < count; i++) out[i] = runs[i / per_run] * x.scale[i];
     return;
   }
-  const I lane = repeated<kLanes>(), of_run = lane >> shift, of_unit = lane >> HALVES;
+  const I lane = repeated<kLanes>(), of_run = lane >> shift, of_unit = lane >> int(HALVES);
   for (int64_t i = 0; i < count; i += kLanes) {  // vectors, of which the last may reach beyond
     F scales = load<F>(runs + (i >> shift)), of_x = load<F>(&x.scale[HALVES ? i / 2 : i]);
     if (shift) scales = chosen(scales, of_run);

@@ -311,6 +311,11 @@ typedef float F __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+// As the one above, for vectors: Clang passes them between functions for the same instructions alone.
+template <class To, class From> QL_INLINE To bits_as(From from) {
+  To to;
+  return memcpy(&to, &from, sizeof to), to;
+}
 QL_INLINE F all(float x) { return x - F{}; }
 template <class V> QL_INLINE V load(const void* at) {
   V v;
