@@ -93,9 +93,9 @@ constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
 constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
-template <int N> QL_BYTES_INLINE I repeated() {  // 0 to N - 1, each in as many lanes
+QL_BYTES_INLINE I lanes() {
   I out = {};
-  for (int i = 0; i < kLanes; i++) out[i] = i * N / kLanes;
+  for (int i = 0; i < kLanes; i++) out[i] = i;
   return out;
 }
 #if QL_SET == AVX512
@@ -140,14 +140,8 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Byte
     codes[0] = _mm512_multishift_epi64_epi8(read(places<B>.bits), words) & low;
   }
 }
-template <int N> QL_BYTES_INLINE F spread(const float* scale) {  // N of a step, each to as many lanes
-  double two;
-  memcpy(&two, scale, sizeof two);
-  const __m512 all = N == 8   ? _mm512_broadcast_f32x8(_mm256_loadu_ps(scale))
-                     : N == 4 ? _mm512_broadcast_f32x4(_mm_loadu_ps(scale))
-                              : _mm512_castpd_ps(_mm512_set1_pd(two));
-  return chosen(all, repeated<N>());
-}
+// The scales of a step, at most eight, in the lanes that they are for.
+QL_BYTES_INLINE F spread(const float* scale, I of) { return chosen(_mm512_broadcast_f32x8(_mm256_loadu_ps(scale)), of); }
 #else
 typedef __m256i Bytes;
 QL_BYTES_INLINE Bytes read(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
@@ -218,12 +212,8 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool, Bytes* cod
     codes[0] = _mm256_packus_epi16(eight(0), eight(1));
   }
 }
-template <int N> QL_BYTES_INLINE F spread(const float* scale) {
-  double two;
-  memcpy(&two, scale, sizeof two);
-  if constexpr (N == 1) return F{} + *scale;
-  const __m256 all = N == 4 ? _mm256_broadcast_ps((const __m128*)scale) : _mm256_castpd_ps(_mm256_set1_pd(two));
-  return _mm256_permutevar_ps(all, (__m256i)repeated<N>());
+QL_BYTES_INLINE F spread(const float* scale, I of) {  // at most four
+  return _mm256_permutevar_ps(_mm256_broadcast_ps((const __m128*)scale), (__m256i)of);
 }
 #endif
 
@@ -282,40 +272,41 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
 }
 
 // The scales of units, or of their halves, for a row of the weight: those of its runs times those of x.
-template <bool HALVES>
 QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const Digits& x, int64_t count, float* out) {
-  const int64_t per_run = HALVES ? 1 : w.run / kUnit;
+  const bool halves = w.run == 16;
+  const int64_t per_run = halves ? 1 : w.run / kUnit;
   const int shift = w.runs == 1 ? 31 : __builtin_ctzll(per_run);
   if (w.runs > 1 && per_run != int64_t(1) << shift) {
     for (int64_t i = 0; i < count; i++) out[i] = runs[i / per_run] * x.scale[i];
     return;
   }
-  const I lane = repeated<kLanes>(), of_run = lane >> shift, of_unit = lane >> int(HALVES);
+  const I of_run = lanes() >> shift, of_unit = lanes() >> 1;
   for (int64_t i = 0; i < count; i += kLanes) {  // vectors, of which the last may reach beyond
-    F scales = load<F>(runs + (i >> shift)), of_x = load<F>(&x.scale[HALVES ? i / 2 : i]);
+    F scales = load<F>(runs + (i >> shift)), of_x = load<F>(&x.scale[halves ? i / 2 : i]);
     if (shift) scales = chosen(scales, of_run);
-    if (HALVES) of_x = chosen(of_x, of_unit);
+    if (halves) of_x = chosen(of_x, of_unit);
     scales *= of_x;
     memcpy(out + i, &scales, sizeof scales);
   }
 }
 
-template <int B, int D, bool HALVES, bool FINE = false>
+template <int B, int D, bool FINE = false>
 QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
   constexpr int R = 4, kRows = 16;  // rows at once, and rows whose scales are read at once
-  constexpr int V = vectors(B), N = step(B) / kUnit * (HALVES ? 2 : 1);
-  const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * (HALVES ? 2 : 1);
+  constexpr int V = vectors(B);
+  const int per_unit = w.run == 16 ? 2 : 1, per_step = step(B) / kUnit * per_unit;  // scales
+  const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * per_unit;
   const bool offset = w.format.zeros != kNone || w.outer_zero.count, cut = w.columns % step(B);
   const Bytes flip = everywhere(codes.flip), bytes = read(codes.bytes), low = read(codes.low);
-  const I lane = repeated<kLanes>();
+  const I of_lane = lanes() * per_step / kLanes;
   Scratch s(w, kRows);
-  float* scale = scratch<float, 1>(kRows * steps * N + 16);
+  float* scale = scratch<float, 1>(kRows * steps * per_step + 16);
   for (int64_t batch = begin; batch < end; batch += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - batch);
     scales_of(w, batch, count, s);
     for (int64_t r = 0; r < count; r++) {
-      scales_of_units<HALVES>(w, s.scale + r * w.runs, x, scales, scale + r * steps * N);
-      std::fill(scale + r * steps * N + scales, scale + (r + 1) * steps * N, 0.f);
+      scales_of_units(w, s.scale + r * w.runs, x, scales, scale + r * steps * per_step);
+      std::fill(scale + r * steps * per_step + scales, scale + (r + 1) * steps * per_step, 0.f);
     }
     for (int64_t n = 0; n < count; n += R) {
       const uint8_t* at[R];
@@ -323,7 +314,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
       F sums[R];
       QL_UNROLL for (int r = 0; r < R; r++) {  // behind the last row, that one again
         const int64_t row = std::min(n + r, count - 1);
-        at[r] = w.codes + (batch + row) * w.row_bytes, scale_at[r] = scale + row * steps * N, sums[r] = F{};
+        at[r] = w.codes + (batch + row) * w.row_bytes, scale_at[r] = scale + row * steps * per_step, sums[r] = F{};
       }
       const int64_t ahead = distance(R * w.row_bytes);
       const auto add = [&](int64_t i, bool whole, bool looked_up) QL_BYTES_LAMBDA {
@@ -343,7 +334,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
               rest = dot(rest, look_up(low, code[v]), a);
             }
             const F both = __builtin_convertvector(sum, F) * float(1 << kShift) + __builtin_convertvector(rest, F);
-            sums[r] += both * spread<N>(scale_at[r] + i * N);
+            sums[r] += both * spread(scale_at[r] + i * per_step, of_lane);
             continue;
           }
           QL_UNROLL for (int v = 0; v < V; v++) {
@@ -351,7 +342,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
             if (B == 8) code[v] ^= flip;
           }
           const I sum = products<V, D>(code, digits, B <= 4 && !looked_up) + load<I>(bias);
-          sums[r] += __builtin_convertvector(sum, F) * spread<N>(scale_at[r] + i * N);
+          sums[r] += __builtin_convertvector(sum, F) * spread(scale_at[r] + i * per_step, of_lane);
         }
       };
       const auto each = [&](bool looked_up) QL_BYTES_LAMBDA {
@@ -364,7 +355,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
         if (n + r >= count) break;
         for (int64_t i = 0; offset && i < w.runs; i += kLanes) {  // those behind the last are of other rows
           const F of_runs = load<F>(s.offset + (n + r) * w.runs + i);
-          sums[r] += (lane < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
+          sums[r] += (lanes() < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
         }
         put(y, 0, batch + n + r, total(sums[r]));
       }
@@ -372,12 +363,10 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
   }
 }
 static Product of(const Weight& w, const Codes& codes, const Digits& x) {
-#define QL_BOTH(B, D) {product<B, D, false>, product<B, D, true>}
-#define QL_ALL(B) {QL_BOTH(B, 2), QL_BOTH(B, 3)}
-  constexpr Product each[][2][2] = {QL_ALL(2), QL_ALL(3), QL_ALL(4), QL_ALL(5), QL_ALL(6), {}, QL_ALL(8)};
-#define QL_FINE(B) {product<B, 2, false, true>, product<B, 2, true, true>}
-  constexpr Product fine[][2] = {QL_FINE(2), QL_FINE(3), QL_FINE(4)};
-  return codes.fine ? fine[w.format.bits - 2][w.run == 16] : each[w.format.bits - 2][x.count - 2][w.run == 16];
+#define QL_BOTH(B) {product<B, 2>, product<B, 3>}
+  constexpr Product each[][2] = {QL_BOTH(2), QL_BOTH(3), QL_BOTH(4), QL_BOTH(5), QL_BOTH(6), {}, QL_BOTH(8)};
+  constexpr Product fine[] = {product<2, 2, true>, product<3, 2, true>, product<4, 2, true>};
+  return codes.fine ? fine[w.format.bits - 2] : each[w.format.bits - 2][x.count - 2];
 }
 constexpr Functions functions = {kShift, write, of};
 }  // namespace integers
