@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
 import quaxlike as ql
 from quaxlike.testing.compare import disagreement
@@ -24,7 +25,12 @@ def test_nans_are_asked_for_of_one_array(name):
     with under(True), ql.on_materialise("allow"):
         isnan = jax.make_jaxpr(lambda x: ql.materialise(ql.quaxify(jnp.isnan)(x)))(TYPES[name]())
     compared = [eqn.invars for eqn in equations(isnan.jaxpr) if eqn.primitive.name == "ne"]
-    of_floats = [(x, y) for x, y in compared if jnp.issubdtype(x.aval.dtype, jnp.inexact)]
+    # Not with a number, as `triu_indices` of older JAX compares what it has made.
+    of_floats = [
+        (x, y)
+        for x, y in compared
+        if jnp.issubdtype(x.aval.dtype, jnp.inexact) and not isinstance(y, Literal)
+    ]
     assert all(x is y for x, y in of_floats)
 
 
