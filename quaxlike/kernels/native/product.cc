@@ -192,7 +192,8 @@ ffi::Error refused() { return ffi::Error::InvalidArgument("operands do not fit t
 
 // Rows of x as float32, in memory of this thread, with the column k at `place(k)`.
 template <class Place> Rows rows_of(const ffi::AnyBuffer& x, Place place) {
-  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1], stride = up(columns, 32) * 32;
+  const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
+  const int64_t stride = up(columns, 32) * 32 + 16;  // a line more, for rows not to take each other's place in the cache
   const float* floats = static_cast<const float*>(x.untyped_data());
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   float* copy = scratch<float, 2>(m * stride);
@@ -661,7 +662,8 @@ QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m,
   }
 }
 template <class T> QL_TARGET static void dense(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end) {
-  constexpr int kMost = QL_SET == PLAIN ? 1 : 8, kRows = 16;  // rows of the weight, which the first cache keeps for more rows of x
+  constexpr int kMost = QL_SET == PLAIN ? 1 : QL_SET == AVX512 ? 8 : 4;
+  constexpr int kRows = 16;  // of the weight, which the first cache keeps for more rows of x
   for (int64_t n = begin; n < end; n += kRows)
     for (int64_t m = 0; m < x.count; m += kMost)
       (x.count - m == 1 ? dense_tile<T, 1> : x.count - m <= 4 ? dense_tile<T, std::min(4, kMost)> : dense_tile<T, kMost>)(
