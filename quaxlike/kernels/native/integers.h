@@ -74,7 +74,7 @@ struct Functions {  // of an instruction set
 #define QL_SET AVX2
 #define QL_BYTES __attribute__((target("avx2,fma,f16c")))
 #include "integers.h"
-#if QL_MORE
+#ifdef QL_MORE
 #define QL_NAME avx512
 #define QL_SET AVX512
 #define QL_BYTES __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx2,fma,f16c")))

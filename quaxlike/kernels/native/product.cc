@@ -155,9 +155,11 @@ std::vector<const Set*> sets() {
 const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 }  // namespace
 #if defined(__x86_64__)
-#define QL_MORE __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
+#if __has_include(<avx512bf16intrin.h>)  // compilers and assemblers that know all of AVX-512
+#define QL_MORE
+#endif
 #include "integers.h"
-#if QL_MORE
+#ifdef QL_MORE
 #include "avx512.h"
 #endif
 #endif
@@ -165,7 +167,7 @@ namespace {
 #if defined(__x86_64__)
 // The products of bytes that this processor has; null if none.
 const integers::Functions* by_bytes() {
-#if QL_MORE
+#ifdef QL_MORE
   if (QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set) return &avx512::integers::functions;
 #endif
   return &set() == &plain::set ? nullptr : &avx2::integers::functions;
@@ -217,7 +219,7 @@ ffi::Error multiply(ffi::ThreadPool pool, Format format, ffi::AnyBuffer x, ffi::
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   const bool mixed = set().mixes_nibbles && format.bits == 4, narrow = is_bfloat16(x);
   const auto place = [&](int64_t k) { return mixed ? k / 16 * 16 + k % 8 * 2 + k % 16 / 8 : k; };  // as codes are unpacked
-#if QL_MORE
+#ifdef QL_MORE
   if (pairs::here() && narrow && m > 1 && columns % 32 == 0) {
     std::vector<uint16_t> copy(m * columns);
     for (int64_t i = 0; i < m; i++)
