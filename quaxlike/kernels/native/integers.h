@@ -170,7 +170,7 @@ QL_BYTES_INLINE __m256i narrowed(const I* unit) {
 template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool small) {
   I sum = {};
   QL_UNROLL for (int d = 0; d < D; d++) {
-    const __m256i unit = _mm256_set1_epi16(1 << 7 * (D - 1 - d));
+    const __m256i unit = _mm256_set1_epi16(1 << shift(D) * (D - 1 - d));
     __m256i first = _mm256_maddubs_epi16(codes[0], read(digits + d * V * kBytes));
     if constexpr (V == 2) {
       const __m256i second = _mm256_maddubs_epi16(codes[1], read(digits + (d * V + 1) * kBytes));

@@ -160,7 +160,7 @@ const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 #endif
 #include "integers.h"
 #ifdef QL_MORE
-#include "avx512.h"
+#include "pairs.h"
 #endif
 #endif
 namespace {

@@ -1,6 +1,5 @@
-// Products by instructions that not every processor with AVX-512 has; product.cc includes it.
-//
-// Some rows in bfloat16: values are rounded to it, and multiplied in pairs.
+// Products of some rows of x in bfloat16, whose values are rounded to it and multiplied in pairs, by AVX-512 BF16, which
+// not every processor with AVX-512 has; product.cc includes it.
 #pragma once
 namespace {
 // By name, since compilers do not inline functions for fewer instructions around those for more.
