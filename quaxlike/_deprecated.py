@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 
@@ -33,9 +32,3 @@ def deprecated(
         return found
 
     return __getattr__, lambda: sorted(names)
-
-
-def names_of(module: ModuleType) -> dict[str, tuple[str, Any]]:
-    """The public names of a module, as `deprecated` takes those that moved there as they were."""
-    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-    return {name: (f"{module.__name__}.{name}", getattr(module, name)) for name in names}

@@ -25,9 +25,9 @@ data, one JSON object per line:
 """
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=prog,
+        prog="python -m quaxlike.finetune",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -44,10 +44,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None, *, prog: str = "python -m quaxlike.finetune") -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
     # Arguments first: importing JAX takes seconds.
-    parser = _parser(prog)
+    parser = _parser()
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))

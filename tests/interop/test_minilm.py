@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.demo.models import load_model, mean_pooled
+from quaxlike import models
 from quaxlike.interop import bitsandbytes, peft, safetensors
 from tests.fixtures import fixture
 
@@ -24,13 +24,13 @@ _ENCODER = r"encoder\..*"
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(minilm.get_model_path())[0]
+    return models.load(minilm.get_model_path())[0]
 
 
 @eqx.filter_jit
 def _embed(model, ids, seen):
     def embed(model, ids, seen):
-        return jax.vmap(lambda ids, seen: mean_pooled(model(ids, seen), seen))(ids, seen)
+        return jax.vmap(lambda ids, seen: models.mean_pooled(model(ids, seen), seen))(ids, seen)
 
     with ql.on_materialise("error"):
         return ql.quaxify(embed)(model, ids, seen)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.demo.models import load_model
+from quaxlike import models
 from quaxlike.interop import CheckpointError, peft
 from quaxlike.interop.files.tensors import open_tensors, write_tensors
 
@@ -30,7 +30,7 @@ ADAPTERS = [
 
 @pytest.fixture(scope="module")
 def bases():
-    return {kind: load_model(fixture(f"peft_{kind}") / "base")[0] for kind in ("llama", "bert", "gpt2")}
+    return {kind: models.load(fixture(f"peft_{kind}") / "base")[0] for kind in ("llama", "bert", "gpt2")}
 
 
 def logits(model, io):
@@ -73,7 +73,7 @@ def test_computes_what_peft_computes(kind, name, bases, tmp_path):
 @pytest.mark.parametrize("scales", ["single", "double"])
 def test_on_a_base_in_4_bits(scales):
     folder = fixture(f"qlora_llama_{scales}")
-    io, (model, _) = np.load(folder / "io.npz"), load_model(folder / "base4bit")
+    io, (model, _) = np.load(folder / "io.npz"), models.load(folder / "base4bit")
     np.testing.assert_allclose(logits(model, io), io["logits_base4bit"], rtol=0, atol=2e-5)
     model = peft.load_adapter(fixture("peft_llama") / "adapters" / "qv", model)
     np.testing.assert_allclose(logits(model, io), io["qv/logits"], rtol=0, atol=2e-5)

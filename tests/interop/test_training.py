@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import quaxlike as ql
-from quaxlike.demo.models import load_model
+from quaxlike import models
 from quaxlike.interop import bitsandbytes, peft
 from quaxlike.interop.files.tensors import open_tensors
 
@@ -57,7 +57,7 @@ def problem(name):
         base = MLP(bitsandbytes.load(fixture(name) / "base.safetensors"))
         return base, mse, [(data["x"][i], data["y"][i]) for i in range(5)]
     base = "qlora_llama_double/base4bit" if "qlora" in name else "peft_llama/base"
-    return load_model(fixture(base))[0], next_token, [(data["input_ids"][i],) for i in range(5)]
+    return models.load(fixture(base))[0], next_token, [(data["input_ids"][i],) for i in range(5)]
 
 
 def optimiser(meta):

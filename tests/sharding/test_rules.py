@@ -10,21 +10,21 @@ import optax
 import pytest
 
 import quaxlike as ql
-from quaxlike.demo.models.gpt2 import GPT2, GPT2Config
-from quaxlike.demo.models.llama import Llama, LlamaConfig
+from quaxlike.models import Decoder, DecoderConfig
 from quaxlike.sharding import abstract, fsdp, shard, specs_for, tensor_parallel
 
 KEY = jax.random.key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-LLAMA = LlamaConfig.from_json(
-    {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+LLAMA = DecoderConfig.from_json(
+    {"architectures": ["LlamaForCausalLM"],
+     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
      "vocab_size": 48, "rms_norm_eps": 1e-6}
 )  # fmt: skip
 
 
 @functools.cache
-def _llama(*, double_quant: bool = False) -> Llama:
-    model = ql.quantize(Llama(LLAMA, key=KEY), "nf4", block_size=32, double_quant=double_quant)
+def _llama(*, double_quant: bool = False) -> Decoder:
+    model = ql.quantize(Decoder(LLAMA, key=KEY), "nf4", block_size=32, double_quant=double_quant)
     return ql.loraify(model, rank=4, key=KEY)
 
 
@@ -67,10 +67,11 @@ def test_layers_that_cannot_be_told_are_divided_where_that_is_possible():
 
 
 def test_weights_that_are_stored_the_other_way_round():
-    config = GPT2Config.from_json(
-        {"n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 8, "vocab_size": 47}
-    )
-    model = eqx.filter_eval_shape(GPT2, config, key=KEY)
+    config = DecoderConfig.from_json(
+        {"architectures": ["GPT2LMHeadModel"],
+         "n_embd": 64, "n_head": 4, "n_layer": 1, "n_positions": 8, "vocab_size": 47}
+    )  # fmt: skip
+    model = eqx.filter_eval_shape(Decoder, config, key=KEY)
     specs = specs_for(model, tensor_parallel(model, MESH, axis="data"))
     (layer,) = specs.transformer.h
     assert layer.attn.c_attn.weight == layer.mlp.c_fc.weight == jax.P(None, "data")

@@ -1,1 +1,0 @@
-"""An older name of `quaxlike.finetune`."""
