@@ -104,7 +104,6 @@ QL_BYTES_INLINE Bytes read(const void* at) { return _mm512_loadu_si512(at); }
 QL_BYTES_INLINE Bytes everywhere(uint8_t byte) { return _mm512_set1_epi8(byte); }
 QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm512_permutexvar_epi8(codes, table); }
 QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm512_permutexvar_ps((__m512i)lanes, from); }
-QL_BYTES_INLINE float total(F v) { return _mm512_reduce_add_ps(v); }
 QL_BYTES_INLINE float most_of(F v) { return _mm512_reduce_max_ps(v); }
 QL_BYTES_INLINE I dot(I sum, Bytes codes, Bytes digits) { return (I)_mm512_dpbusd_epi32((__m512i)sum, codes, digits); }
 QL_BYTES_INLINE __m256i narrowed(const I* unit) {
@@ -148,11 +147,6 @@ QL_BYTES_INLINE Bytes read(const void* at) { return _mm256_loadu_si256(static_ca
 QL_BYTES_INLINE Bytes everywhere(uint8_t byte) { return _mm256_set1_epi8(byte); }
 QL_BYTES_INLINE Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }  // of 16 bytes
 QL_BYTES_INLINE F chosen(F from, I lanes) { return _mm256_permutevar8x32_ps(from, (__m256i)lanes); }
-QL_BYTES_INLINE float total(F v) {
-  __m128 sums = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
-  sums += _mm_movehl_ps(sums, sums);
-  return sums[0] + sums[1];
-}
 QL_BYTES_INLINE float most_of(F v) {
   __m128 most = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   most = _mm_max_ps(most, _mm_movehl_ps(most, most));
@@ -236,13 +230,13 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
       sizes = size > sizes ? size : sizes, rest += parts[i] - parts[i];
     }
     const float most = most_of(sizes);
-    if (total(rest) != 0 || (most != 0 && most < 1e-25f)) return false;
+    if (sum_of(rest) != 0 || (most != 0 && most < 1e-25f)) return false;
     out.scale[u] = most / largest(count) * codes.factor;
     I whole[kParts], last[kParts];
     QL_UNROLL for (int i = 0; i < kParts; i++) {
       // To the nearest whole number: added to 1.5 * 2^23, it is in the low bits.
       whole[i] = bits_as<I>(parts[i] * all(most ? largest(count) / most : 0) + 0x1.8p23f) - 0x4B400000;
-      out.sum[(u * kUnit + i * kLanes) / w.run] += total(__builtin_convertvector(whole[i], F)) * (most / largest(count));
+      out.sum[(u * kUnit + i * kLanes) / w.run] += sum_of(__builtin_convertvector(whole[i], F)) * (most / largest(count));
     }
     int8_t* to = &out.of[u * kUnit / in_step * in_step * count + u * kUnit % in_step / many];
     for (int digit = count - 1; digit >= 0; digit--) {
@@ -357,7 +351,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
           const F of_runs = load<F>(s.offset + (n + r) * w.runs + i);
           sums[r] += (lanes() < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
         }
-        put(y, 0, batch + n + r, total(sums[r]));
+        put(y, 0, batch + n + r, sum_of(sums[r]));
       }
     }
   }

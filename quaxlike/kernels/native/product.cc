@@ -9,7 +9,6 @@
 // GCC and Clang, so that only unpacking and looking up differ between instruction sets.
 #ifndef QL_NAME
 #include <cstring>
-#include <numeric>
 #include <vector>
 #include "share.h"
 #if defined(__aarch64__)
@@ -310,7 +309,10 @@ extern "C" const char* quaxlike_set() { return set().name; }
 #else  // one instruction set
 namespace QL_NAME {
 constexpr int kLanes = QL_SET == AVX512 ? 16 : 8;
-typedef float F __attribute__((vector_size(4 * kLanes)));
+template <int L> struct Floats {
+  typedef float Vector __attribute__((vector_size(4 * L)));
+};
+typedef Floats<kLanes>::Vector F;
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
@@ -324,10 +326,13 @@ template <class V> QL_INLINE V load(const void* at) {
   V v;
   return memcpy(&v, at, sizeof v), v;
 }
-QL_INLINE float sum_of(F v) {
-  float lanes[kLanes];
-  memcpy(lanes, &v, sizeof v);
-  return std::accumulate(lanes, lanes + kLanes, 0.f);
+template <int L = kLanes> QL_INLINE float sum_of(typename Floats<L>::Vector v) {
+  if constexpr (L == 2) return v[0] + v[1];
+  else {
+    typename Floats<L / 2>::Vector halves[2];
+    memcpy(halves, &v, sizeof v);
+    return sum_of<L / 2>(halves[0] + halves[1]);
+  }
 }
 QL_INLINE void store(float* out, F v) { memcpy(out, &v, sizeof v); }
 QL_INLINE void store(uint16_t* out, F v) {  // as `to_bfloat16`
