@@ -669,11 +669,13 @@ QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m,
   }
 }
 template <class T> QL_TARGET static void dense(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end) {
-  constexpr int kMost = QL_SET == PLAIN ? 1 : QL_SET == AVX512 ? 8 : 4;
+  constexpr int kFew = QL_SET == PLAIN ? 1 : 4, kMany = QL_SET == AVX512 || QL_SET == AVX2 ? 8 : kFew;
   constexpr int kRows = 16;  // of the weight, which the first cache keeps for more rows of x
+  // With AVX2, one row of the weight meets many of x, which have to stay in the first cache.
+  const int most = QL_SET == AVX2 && columns * kMany * sizeof(float) > 32 << 10 ? kFew : kMany;
   for (int64_t n = begin; n < end; n += kRows)
-    for (int64_t m = 0; m < x.count; m += kMost)
-      (x.count - m == 1 ? dense_tile<T, 1> : x.count - m <= 4 ? dense_tile<T, std::min(4, kMost)> : dense_tile<T, kMost>)(
+    for (int64_t m = 0; m < x.count; m += most)
+      (x.count - m == 1 ? dense_tile<T, 1> : std::min<int64_t>(x.count - m, most) <= kFew ? dense_tile<T, kFew> : dense_tile<T, kMany>)(
           static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
 }
 // V vectors of the results of a row of x, whose numbers are multiplied by rows of a matrix as these are read.
