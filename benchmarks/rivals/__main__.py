@@ -3,14 +3,15 @@
 Both sides load the same weights, random ones of a Llama, and read the same tokens, on a CPU. Each is a
 process of its own; the two are kept alive and take turns, so that they see the machine in the same state. A
 ratio is ours ÷ theirs of neighbouring runs: below 1, quaxlike takes less time. `--record` writes
-`benchmarks/rivals.json`, and the page and the picture of the documentation. `--quick` takes a small model: it
-shows that the rows run, not how long they take.
+`benchmarks/rivals.json`, and the page and the picture of the documentation, which keep what other processors
+took. `--quick` takes a small model: it shows that the rows run, not how long they take.
 
 Needs `pip install 'quaxlike[rivals]'`; rows whose rival is missing are told.
 """
 
 import argparse
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
@@ -22,8 +23,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypedDict
 
 from . import files
 from .rows import ROWS, Row
@@ -32,6 +33,15 @@ RECORD = pathlib.Path(__file__).parent.with_name("rivals.json")
 DOCS = RECORD.parent.parent / "docs"
 PAGE, PICTURE = DOCS / "rivals.md", DOCS / "assets" / "rivals.png"
 _PACKAGES = ("jax", "torch", "transformers", "bitsandbytes", "peft", "llama-cpp-python", "scipy")
+
+
+class Record(TypedDict):
+    """What was measured on a processor."""
+
+    date: str
+    """Of the newest row."""
+    versions: str
+    rows: list[dict[str, Any]]
 
 
 class Missing(Exception):
@@ -128,8 +138,8 @@ def _runs(job: dict[str, Any], starts: bool) -> Iterator[float]:
         side.close()
 
 
-def machine() -> str:
-    """The processor, its cores, and the versions of all sides."""
+def processor() -> str:
+    """The processor of this machine, and how many cores it has."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     name = next(
@@ -137,12 +147,16 @@ def machine() -> str:
     )
     flags = next((x for x in lines if x.startswith("flags")), "")
     has = [label for flag, label in (("avx2", "AVX2"), ("avx512f", "AVX-512")) if f" {flag}" in flags]
-    versions = []
+    return f"{name} ({', '.join(has) or platform.machine()}), {os.cpu_count()} cores"
+
+
+def versions() -> str:
+    """Of all sides."""
+    found = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    processor = f"{name} ({', '.join(has) or platform.machine()}), {os.cpu_count()} cores"
-    return f"{processor}; Python {platform.python_version()}, {', '.join(versions)}"
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)
 
 
 HEADERS = ("work", "beside", "cores", "ours ÷ theirs", "range", "at most", "ms, ours and theirs", "load")
@@ -160,20 +174,27 @@ def cells(found: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def page(found: Sequence[dict[str, Any]], on: str) -> str:
-    """The page of the documentation."""
+def page(records: Mapping[str, Record]) -> str:
+    """The page of the documentation, with what was measured on each processor."""
     size = files.FULL
+    picture = "![Ratios of the tables, with their ranges](assets/rivals.png)"
+    parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), picture]
+    for on, record in records.items():
+        parts += [f"## {on}", *_section(record)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(record: Record) -> Iterator[str]:
+    found = record["rows"]
     rows = [HEADERS, ["---"] * len(HEADERS), *map(cells, found)]
+    yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    yield f"Measured until {record['date']} with {record['versions']}."
     why = {row.name: row.why for row in ROWS}
     above = dict.fromkeys(x["row"] for x in found if x.get("ratio", 0) > x["at most"])
-    reasons = [f"- {name}: {why[name]}" for name in above if why[name]]
-    picture = "![Ratios of the table, with their ranges](assets/rivals.png)"
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), picture, table]
-    parts += [_NOTES.format(on=on), *(["\n".join(["Above it:", "", *reasons])] if reasons else [])]
+    if reasons := [f"- {name}: {why[name]}" for name in above if why[name]]:
+        yield "\n".join(["Above what is aimed at:", "", *reasons])
     if others := [row.name for row in ROWS if row.name not in {x["row"] for x in found}]:
-        parts.append(textwrap.fill(f"Not measured for this page: {'; '.join(others)}.", 118))
-    return "\n\n".join(parts) + "\n"
+        yield textwrap.fill(f"Not measured: {'; '.join(others)}.", 118)
 
 
 _INTRODUCTION = """\
@@ -183,32 +204,35 @@ _INTRODUCTION = """\
 would pick instead. Both sides read the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of
 {size.width}), and the same tokens. Each is a process of its own; the two are kept alive and take turns. A number is the
 median of ours ÷ theirs: below 1, quaxlike takes less time. The load is how many programs wanted a core before and
-after a row, ours among them: if it is far above the number of cores, only large differences mean something.\
-"""  # noqa: E501
-_NOTES = """\
-Measured on {on}.
+after a row, ours among them: if it is far above the number of cores, only large differences mean something.
 
 “Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the programs that
-the first one compiled are in the cache that commands keep. “At most” is what the project aims at.\
+the first one compiled are in the cache that commands keep. “At most” is what the project aims at.
+
+Without the instructions of AVX-512, PyTorch's products in bfloat16 and those of bitsandbytes are many times slower: on
+such processors, ratios to them show that, and little of quaxlike.\
 """  # noqa: E501
 
 
-def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-    """The picture: a point for each row, its range, and what it should be at most."""
+def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
+    """The picture: points for each row, their ranges, and what they should be at most."""
     import matplotlib.pyplot as plt
 
-    shown = [x for x in found if "ratio" in x][::-1]
-    names = list(dict.fromkeys(f"{x['row']} ÷ {x['rival']}" for x in shown))
+    shown = [x for record in records.values() for x in record["rows"] if "ratio" in x]
+    of_shown = set(map(_name, shown))
+    names = [name for row in ROWS if (name := f"{row.name} ÷ {row.rival}") in of_shown][::-1]
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names)))
-    for cores, marker, colour in ((1, "o", "C0"), (2, "s", "C1")):
-        if not (of_cores := [x for x in shown if x["cores"] == cores]):
-            continue
-        at = [names.index(f"{x['row']} ÷ {x['rival']}") + 0.15 * (1.5 - cores) for x in of_cores]
-        ratios = [x["ratio"] for x in of_cores]
-        sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
-        label = f"{cores} core{'s' * (cores > 1)}"
-        axes.errorbar(ratios, at, xerr=sides, fmt=marker, color=colour, label=label, capsize=2)
-    limits = [next(x["at most"] for x in shown if f"{x['row']} ÷ {x['rival']}" == name) for name in names]
+    for colour, (on, record) in enumerate(records.items()):
+        for cores, marker in ((1, "o"), (2, "s")):
+            of_cores = [x for x in record["rows"] if "ratio" in x and x["cores"] == cores]
+            if not of_cores:
+                continue
+            at = [names.index(_name(x)) + 0.15 * (1.5 - cores) for x in of_cores]
+            ratios = [x["ratio"] for x in of_cores]
+            sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
+            label = f"{on}:\n{cores} core{'s' * (cores > 1)}"
+            axes.errorbar(ratios, at, xerr=sides, fmt=marker, color=f"C{colour}", label=label, capsize=2)
+    limits = [next(x["at most"] for x in shown if _name(x) == name) for name in names]
     axes.scatter(limits, range(len(names)), marker="|", s=150, color="black", label="at most")
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
@@ -220,6 +244,10 @@ def draw(found: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _name(found: Mapping[str, Any]) -> str:
+    return f"{found['row']} ÷ {found['rival']}"
 
 
 def main() -> None:
@@ -238,11 +266,13 @@ def main() -> None:
 
     console = Console(width=150)
     size, repeats = (files.QUICK, 2) if arguments.quick else (files.FULL, arguments.repeats)
-    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {"machine": machine(), "rows": []}
-    if arguments.record and recorded["machine"] != machine():
-        console.print(f"Rows of other versions are dropped: {recorded['machine']}", markup=False)
-        recorded["rows"] = []
-    measured = {(x["row"], x["cores"]): x for x in recorded["rows"]}
+    records: dict[str, Record] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kept = records.get(processor())
+    if kept is not None and kept["versions"] != versions():
+        if arguments.record:
+            console.print(f"Rows of other versions are dropped: {kept['versions']}", markup=False)
+        kept = None
+    measured = {(x["row"], x["cores"]): x for x in (kept["rows"] if kept else ())}
     table = Table(*HEADERS)
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work) / "model"
@@ -255,19 +285,22 @@ def main() -> None:
                     print(*cells(found), sep="  ", flush=True)
                     table.add_row(*cells(found))
                     if arguments.record:
-                        record(measured)
+                        record(records, measured)
     console.print(table)
 
 
-def record(measured: Mapping[tuple[str, int], dict[str, Any]]) -> None:
-    """Writes what was measured of each row and number of cores, and the page and the picture, all of it with
-    the versions of this environment."""
-    order, on = [row.name for row in ROWS], machine()
+def record(records: dict[str, Record], measured: Mapping[tuple[str, int], dict[str, Any]]) -> None:
+    """Writes what was measured of each row and number of cores on this processor, and the page and the
+    picture, all of it with the versions of this environment."""
+    order = [row.name for row in ROWS]
     rows = [found for (name, _), found in measured.items() if name in order]
     rows.sort(key=lambda found: (order.index(found["row"]), found["cores"]))
-    RECORD.write_text(json.dumps({"machine": on, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
-    PAGE.write_text(page(rows, on))
-    draw(rows, PICTURE)
+    records[processor()] = {
+        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows
+    }  # fmt: skip
+    RECORD.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(page(records))
+    draw(records, PICTURE)
 
 
 # In a process of its own: the driver keeps no arrays.
