@@ -230,7 +230,7 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
             at = [names.index(_name(x)) + 0.15 * (1.5 - cores) for x in of_cores]
             ratios = [x["ratio"] for x in of_cores]
             sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
-            label = f"{on}:\n{cores} core{'s' * (cores > 1)}"
+            label = f"{on}: on {cores}"
             axes.errorbar(ratios, at, xerr=sides, fmt=marker, color=f"C{colour}", label=label, capsize=2)
     limits = [next(x["at most"] for x in shown if _name(x) == name) for name in names]
     axes.scatter(limits, range(len(names)), marker="|", s=150, color="black", label="at most")
@@ -240,7 +240,7 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("time of quaxlike ÷ time of the other")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
