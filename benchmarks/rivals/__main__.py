@@ -221,7 +221,7 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     shown = [x for record in records.values() for x in record["rows"] if "ratio" in x]
     of_shown = set(map(_name, shown))
     names = [name for row in ROWS if (name := f"{row.name} ÷ {row.rival}") in of_shown][::-1]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names)))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names) + 0.5 * len(records)))
     for colour, (on, record) in enumerate(records.items()):
         for cores, marker in ((1, "o"), (2, "s")):
             of_cores = [x for x in record["rows"] if "ratio" in x and x["cores"] == cores]
