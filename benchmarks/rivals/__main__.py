@@ -188,7 +188,7 @@ def _section(record: Record) -> Iterator[str]:
     found = record["rows"]
     rows = [HEADERS, ["---"] * len(HEADERS), *map(cells, found)]
     yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    yield f"Measured until {record['date']} with {record['versions']}."
+    yield f"The newest row is of {record['date']}. Versions: {record['versions']}."
     why = {row.name: row.why for row in ROWS}
     above = dict.fromkeys(x["row"] for x in found if x.get("ratio", 0) > x["at most"])
     if reasons := [f"- {name}: {why[name]}" for name in above if why[name]]:
@@ -209,8 +209,8 @@ after a row, ours among them: if it is far above the number of cores, only large
 “Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the programs that
 the first one compiled are in the cache that commands keep. “At most” is what the project aims at.
 
-Without the instructions of AVX-512, PyTorch's products in bfloat16 and those of bitsandbytes are many times slower: on
-such processors, ratios to them show that, and little of quaxlike.\
+With AVX2 alone, PyTorch's products of many rows in bfloat16, and those of bitsandbytes, take many times as long as with
+AVX-512: there, ratios to them show that, and little of quaxlike.\
 """  # noqa: E501
 
 
@@ -219,8 +219,9 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [x for record in records.values() for x in record["rows"] if "ratio" in x]
-    of_shown = set(map(_name, shown))
-    names = [name for row in ROWS if (name := f"{row.name} ÷ {row.rival}") in of_shown][::-1]
+    order = [row.name for row in ROWS]
+    shown.sort(key=lambda found: order.index(found["row"]), reverse=True)
+    names = list(dict.fromkeys(map(_name, shown)))
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names) + 0.5 * len(records)))
     for colour, (on, record) in enumerate(records.items()):
         for cores, marker in ((1, "o"), (2, "s")):
