@@ -11,10 +11,20 @@ from pathlib import Path
 import jax
 
 
-def cache_folder(name: str) -> Path:
-    """A folder of this name in the user's cache, whether or not it is there."""
-    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "quaxlike" / name
+def _folder() -> Path | None:
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "quaxlike"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user that the machine does not know
+        return None
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "quaxlike"
+
+
+FOLDER = _folder()
+"""The folder, whether or not it is there, as the environment has it when quaxlike is imported."""
+
+NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that only you may write to"
 
 
 def why_not_own(*paths: Path) -> str | None:
@@ -54,8 +64,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
         jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache
     ):
         return
-    folder = cache_folder("programs") / _processor() if where is None else Path(where)
     try:
+        if where is not None:
+            folder = Path(where)
+        elif FOLDER is not None:
+            folder = FOLDER / "programs" / _processor()
+        else:
+            raise OSError(NO_FOLDER)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if reason := why_not_own(folder):
             raise PermissionError(reason)

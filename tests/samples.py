@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
+#: Whether jaxtyping's wrappers stand around the package's functions, as in `.ci/run` (conftest).
+checks_annotations = os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1"
+
 wrong_types = pytest.mark.skipif(
-    os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1",
+    checks_annotations,
     reason="Checked annotations stand between the callers and the functions, and refuse other types first.",
 )
 

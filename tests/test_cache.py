@@ -14,7 +14,8 @@ from quaxlike._cache import keep_programs
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """JAX as a user starts it, and a home of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of other processes
+    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     names = [
         "jax_compilation_cache_dir",
@@ -54,7 +55,7 @@ def test_what_the_user_has_set_is_kept(fresh):
 
 def test_folders_that_others_may_write_to(fresh):
     told = []
-    folder = _cache.cache_folder("programs") / _cache._processor()
+    folder = fresh / "quaxlike" / "programs" / _cache._processor()
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     keep_programs(None, told.append)
@@ -63,6 +64,21 @@ def test_folders_that_others_may_write_to(fresh):
     )
     with pytest.raises(PermissionError, match="others may write to it"):
         keep_programs(str(folder), pytest.fail)
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_a_user_without_a_home(fresh, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(_cache.Path, "home", no_home)
+    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+    told = []
+    keep_programs(None, told.append)
+    assert told[0].startswith(
+        "Compiled programs are not kept: this user has no home folder; set XDG_CACHE_HOME"
+    )
     assert jax.config.jax_compilation_cache_dir is None
 
 

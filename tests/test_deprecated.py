@@ -6,6 +6,7 @@ import types
 import pytest
 
 from quaxlike._deprecated import deprecated
+from tests.samples import checks_annotations
 
 
 @pytest.fixture
@@ -24,7 +25,8 @@ _MOVED = r"^old\.load_model is quaxlike\.models\.load now; quaxlike 9\.0 will no
 def test_a_name_that_moved(old):
     with pytest.warns(DeprecationWarning, match=_MOVED) as record:
         assert old.load_model == 3
-    assert record[0].filename == __file__
+    if not checks_annotations:  # whose wrapper is the caller
+        assert record[0].filename == __file__
     assert dir(old) == ["load_model"]
 
 

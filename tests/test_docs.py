@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from quaxlike import _cache
 from quaxlike.core.rules.registry import GLOBAL
 from quaxlike.kernels.native.library import library
 
@@ -117,6 +118,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Readers have not compiled native products yet.
     monkeypatch.delenv("QUAXLIKE_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
     library.cache_clear()
     text = page.read_text(encoding="utf-8")
     for package in re.findall(r"<!-- needs: ([\w.]+) -->", text):

@@ -14,7 +14,6 @@ from ..core.rules import register_on_either_side
 from ..core.values import is_value
 from ..kernels.block_matmul import to_ranks
 from . import precedence
-from .adapted import frozen
 from .dot_axes import dot_axes, placed, product_dtype
 from .lora.array import LoraArray, drops, tell_of_dropout
 from .quantized.base import AbstractQuantizedArray
@@ -38,7 +37,7 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
     of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
     if of_lora.batch or not _fused(lora, of_lora.contracting, x):
         return NotImplemented
-    w = lora.base if lora.w.has_gradients else frozen(lora.w)
+    w = lora.base if lora.w.has_gradients else lora.w
     w = (w.joined() if w.num_lead else w).with_axes(range(2))
     x = jnp.moveaxis(x, of_x.contracting[0], -1)
     y = w.matmul(

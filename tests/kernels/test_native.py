@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from quaxlike import kernels
+from quaxlike import _cache, kernels
 from quaxlike.arrays.quantized import CODECS
 from quaxlike.kernels import native, nf4_matmul
 from quaxlike.kernels.dense_matmul import dense_matmul, stacked_matmul
@@ -41,7 +41,8 @@ def unloaded(monkeypatch, tmp_path):
     """No library in this process, and an empty cache."""
     monkeypatch.delenv("QUAXLIKE_NATIVE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of other processes
+    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
     library.library.cache_clear()
     yield tmp_path / "quaxlike" / "native"
     library.library.cache_clear()
@@ -310,6 +311,13 @@ def test_it_is_turned_off(monkeypatch, unloaded):
     monkeypatch.setenv("QUAXLIKE_NATIVE", "0")
     assert library.library() == "native products are turned off by QUAXLIKE_NATIVE=0"
     native.prepare(pytest.fail)
+
+
+def test_a_user_without_a_home_folder(monkeypatch, unloaded):
+    monkeypatch.setattr(_cache, "FOLDER", None)
+    assert "could not be loaded: this user has no home folder; set XDG_CACHE_HOME" in library.library()
+    with pytest.raises(native.NativeError, match="this user has no home folder; set XDG_CACHE_HOME"):
+        native.build()
 
 
 def test_a_library_call_compiles_nothing(unloaded):

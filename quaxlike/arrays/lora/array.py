@@ -294,6 +294,8 @@ def has_all_axes(x: LoraArray) -> bool:
 
 
 def _shape(lora: LoraArray) -> tuple[int, ...]:
+    if lora.a.ndim == 1 + len(lora.in_axes) and lora.b.ndim == 1 + len(lora.out_axes):
+        return lora.w.shape  # a single adapter
     parts = zip(("w", "a", "b"), labels(lora), strict=True)
     sizes = {i: size for name, own in parts for i, size in zip(own, getattr(lora, name).shape, strict=True)}
     return tuple(sizes[i] for i in sorted(sizes) if i >= 0)

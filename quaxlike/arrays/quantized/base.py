@@ -292,8 +292,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
 
     @property
     def parts(self) -> Any:
-        """The leaves that `matmul` takes, as a pytree."""
-        return self.codes, self.scale, self.order
+        """The leaves that `matmul` takes, as a pytree; without gradients unless these flow there."""
+        leaves = self.codes, self.scale, self.order
+        return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
         """The scales as the codec reads them; without gradients unless they flow there."""

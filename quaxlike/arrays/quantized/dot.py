@@ -73,8 +73,7 @@ def contract(
     lead = plan.lead_order(w.num_lead)
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
-    frozen = w if w.has_gradients else jax.tree.map(lax.stop_gradient, w)
-    parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), frozen.parts)
+    parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), w.parts)
     sizes = w.stored_shape
     rows, columns = (plan.contracted, plan.free) if plan.transpose else (plan.free, plan.contracted)
     shape = (math.prod(sizes[name] for name in rows), math.prod(sizes[name] for name in columns))

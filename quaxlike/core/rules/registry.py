@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import AbstractArray, ArrayLike
 
 from .. import compat, high_level
-from ..plain_operands import NUMBERS, as_arrays, named_as_arrays
 from ..values import ArrayValue, Value
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
+_NUMBERS = (bool, int, float, complex)
+_NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -92,7 +95,7 @@ class Rule:
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
         if self.arrays:
-            operands = as_arrays(operands, self.arrays)
+            operands = _as_arrays(operands, self.arrays)
         if self.takes_primitive:
             return self.function(primitive, *operands, **params)
         return self.function(*operands, **params)
@@ -354,7 +357,7 @@ def _inspect(
             keywords.add(p.name)
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     named = None if keywords is None else frozenset(keywords)
-    return signature, takes_primitive, named, frozenset(operands), named_as_arrays(signature)
+    return signature, takes_primitive, named, frozenset(operands), _named_as_arrays(signature)
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -440,7 +443,29 @@ def _plain_hint(hint: Any) -> Any:
     hint = plum.resolve_type_hint(hint)
     members = {*(typing.get_args(hint) or (hint,))}
     # Python numbers are plain operands, and may be arrays by the time that a primitive gets them.
-    return hint if members.isdisjoint(NUMBERS) or jax.Array in members else hint | jax.Array
+    return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
+
+
+def _named_as_arrays(signature: "plum.Signature") -> tuple[bool, ...]:
+    """For each operand of a rule, and for those that follow: whether its hint names `jax.Array`, and neither
+    numbers nor NumPy arrays. Empty if there is none."""
+    flags = tuple(map(_is_array, (*signature.types, signature.varargs)))
+    return flags if any(flags) else ()
+
+
+def _is_array(hint: Any) -> bool:
+    members = {*(typing.get_args(hint) or (hint,))}
+    return jax.Array in members and members.isdisjoint(_NO_ARRAYS)
+
+
+def _as_arrays(operands: Sequence[Any], flags: tuple[bool, ...]) -> list[Any]:
+    """The operands, with a `jax.Array` in place of a number or a NumPy array where the flag is True: JAX
+    hands these to primitives as they are."""
+    all_flags = itertools.chain(flags, itertools.repeat(flags[-1]))
+    return [
+        jnp.asarray(x) if flag and isinstance(x, _NO_ARRAYS) else x
+        for x, flag in zip(operands, all_flags, strict=False)
+    ]
 
 
 _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))

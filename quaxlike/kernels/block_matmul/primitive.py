@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from ...primitives import DefinedPrimitive, Partitioning
 from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for, sum_tangents
-from ..native import product as native
-from . import gpu, tpu
+from ..native.library import library_on
+from . import cpu, gpu, tpu
 from .product import Decode, NestedScales, Nibbles, Product
 from .reference import tiled, times_adapters, whole
 
@@ -79,7 +79,10 @@ def _choose(
         return Choice(name, f"decoded in the expression of the library's product: {choice}", run(whole))
 
     def native_kernel(platform: str, x: Any, **params: Any) -> Choice | str:
-        choice = native.choose(platform, x, decode=decode, product=product, partitioned=partitioned)
+        library = library_on(platform)
+        if isinstance(library, str):
+            return library
+        choice = cpu.choose(library, x, decode=decode, product=product, partitioned=partitioned)
         return choice if isinstance(choice, str) else choice._replace(run=run(choice.run))
 
     kernels: dict[str, Any] = {name: functools.partial(kernel, name) for name in ("gpu", "tpu")}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 
-from ..._cache import cache_folder, why_not_own
+from ... import _cache
 from ..._checked import checked
 
 _SOURCES = sorted(source for ending in ("*.cc", "*.h") for source in Path(__file__).parent.glob(ending))
@@ -60,8 +60,8 @@ def library() -> Library | str:
     """The library, or the reason why there is none in this process. Compiles nothing."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
-    path = built_path()
     try:
+        path = built_path()
         if path.is_file():
             _check_own(path.parent, path)
         elif (path := installed_path()) is None:
@@ -76,10 +76,20 @@ def library() -> Library | str:
     return Library(path, loaded.quaxlike_set().decode())
 
 
+def library_on(platform: str) -> Library | str:
+    """The library, or the reason why products cannot use it on a platform."""
+    return library() if platform == "cpu" else f"native products run on CPUs, not on platform {platform!r}"
+
+
 def built_path() -> Path:
-    """The file of the library for this source, jaxlib and processor; whether or not it is there."""
+    """The file of the library for this source, jaxlib and processor; whether or not it is there.
+
+    **Raises:** `NativeError` if the user has no folder for it.
+    """
+    if _cache.FOLDER is None:
+        raise NativeError(_cache.NO_FOLDER)
     version: Any = jaxlib.__version__
-    return cache_folder("native") / _name(version, sys.platform, platform.machine())
+    return _cache.FOLDER / "native" / _name(version, sys.platform, platform.machine())
 
 
 def installed_path() -> Path | None:
@@ -192,5 +202,5 @@ def _compiler() -> list[str]:
 
 def _check_own(*paths: Path) -> None:
     """Raises `NativeError` unless only the user may write to a folder and a file of code."""
-    if reason := why_not_own(*paths):
+    if reason := _cache.why_not_own(*paths):
         raise NativeError(reason)

@@ -1,4 +1,4 @@
-"""The native product as a backend: which products it supports, and the calls of its functions."""
+"""The product on CPUs by the native library: which products it supports, and the calls of its functions."""
 
 import math
 from typing import Any
@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..backends import PARTITIONED, Choice
-from ..block_matmul.product import Decode, Leaves, NestedScales, Nibbles, Product
-from ..block_matmul.reference import contract_columns, contract_rows, with_low_rank
-from .library import library
+from ..native.library import Library
+from .product import Decode, Leaves, NestedScales, Nibbles, Product
+from .reference import contract_columns, contract_rows, with_low_rank
 
 # Up to this many rows of `x`, codes are multiplied as they are unpacked. More rows are worth a dense tile.
 _MOST_ROWS = 16
@@ -25,10 +25,8 @@ _ZEROS = {None: 0, "points": 1, "plus": 2, "minus": 3}
 _LANES = 16
 
 
-def choose(platform: str, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
+def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
     """The native product, or the reason why it does not support an operation."""
-    if platform != "cpu":
-        return f"native products run on CPUs, not on platform {platform!r}"
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -36,13 +34,10 @@ def choose(platform: str, x: Any, *, decode: Decode, product: Product, partition
             return f"native products take {what} in float32 or bfloat16, not {dtype}"
     if reason := _why_not(decode, product):
         return reason
-    loaded = library()
-    if isinstance(loaded, str):
-        return loaded
     few = not product.transpose and math.prod(x.shape[:-1]) <= _MOST_ROWS
     how = "multiplied as they are unpacked" if few else "decoded in tiles for the library's product"
     run = _multiply if few else _decode_and_multiply
-    return Choice("native", f"codes are {how}, by {loaded.instructions}", run)
+    return Choice("native", f"codes are {how}, by {library.instructions}", run)
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
