@@ -70,7 +70,7 @@ class Rule:
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
     operands: frozenset[str] = frozenset()  # the names of its operands
-    arrays: tuple[bool, ...] = ()  # which of them it names as `jax.Array`, if any
+    arrays: tuple[bool, ...] = ()  # whether it names each of them, and any more, as `jax.Array`
 
     @property
     def written(self) -> Callable[..., Any]:
@@ -94,8 +94,13 @@ class Rule:
                     f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
-        if self.arrays:
-            operands = _as_arrays(operands, self.arrays)
+        if any(self.arrays):
+            # JAX hands numbers and NumPy arrays to primitives as they are.
+            named = itertools.chain(self.arrays, itertools.repeat(self.arrays[-1]))
+            operands = [
+                jnp.asarray(x) if as_array and isinstance(x, _NO_ARRAYS) else x
+                for x, as_array in zip(operands, named, strict=False)
+            ]
         if self.takes_primitive:
             return self.function(primitive, *operands, **params)
         return self.function(*operands, **params)
@@ -357,7 +362,7 @@ def _inspect(
             keywords.add(p.name)
     signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
     named = None if keywords is None else frozenset(keywords)
-    return signature, takes_primitive, named, frozenset(operands), _named_as_arrays(signature)
+    return signature, takes_primitive, named, frozenset(operands), tuple(map(_is_array, (*types, varargs)))
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -446,26 +451,10 @@ def _plain_hint(hint: Any) -> Any:
     return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
 
 
-def _named_as_arrays(signature: "plum.Signature") -> tuple[bool, ...]:
-    """For each operand of a rule, and for those that follow: whether its hint names `jax.Array`, and neither
-    numbers nor NumPy arrays. Empty if there is none."""
-    flags = tuple(map(_is_array, (*signature.types, signature.varargs)))
-    return flags if any(flags) else ()
-
-
 def _is_array(hint: Any) -> bool:
+    """Whether a hint names `jax.Array`, and neither numbers nor NumPy arrays."""
     members = {*(typing.get_args(hint) or (hint,))}
     return jax.Array in members and members.isdisjoint(_NO_ARRAYS)
-
-
-def _as_arrays(operands: Sequence[Any], flags: tuple[bool, ...]) -> list[Any]:
-    """The operands, with a `jax.Array` in place of a number or a NumPy array where the flag is True: JAX
-    hands these to primitives as they are."""
-    all_flags = itertools.chain(flags, itertools.repeat(flags[-1]))
-    return [
-        jnp.asarray(x) if flag and isinstance(x, _NO_ARRAYS) else x
-        for x, flag in zip(operands, all_flags, strict=False)
-    ]
 
 
 _ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
