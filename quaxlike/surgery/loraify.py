@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.adapters import ALoRAArray
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
@@ -141,6 +140,8 @@ def loraify(
     extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
     if not invocation_tokens:
         return extras
+    from ..arrays.adapters import ALoRAArray  # with all methods of adaptation, which few programs need
+
     activated = map_arrays(lambda _, lora: ALoRAArray.of(lora, invocation_tokens), adapters)
     return replace(extras, activated)
 
