@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     console = Console(width=150)
     if dispatch.quax is None:
-        console.print("quax is not installed (pip install '.[benchmark]'): its column is left out.")
+        console.print(r"quax is not installed (pip install '.\[benchmark]'): its column is left out.")
     measured = [
         measure(case, repeats=7 if args.quick else 25)
         for case in _cases(args.quick)
