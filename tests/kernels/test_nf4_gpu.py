@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
-from quaxlike.kernels.block_matmul import NIBBLES, decoding, gpu, mosaic, tilings
+from quaxlike.kernels.block_matmul import NIBBLES, decode_rows, gpu, mosaic, tilings
 from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
 
@@ -135,7 +135,7 @@ def test_every_byte_is_decoded_bit_for_bit(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", [*FORMATS, "nested"])
 def test_rows_are_decoded(name, dtype, monkeypatch):
-    monkeypatch.setattr(decoding, "BLOCKS", 2)
+    monkeypatch.setattr(decode_rows, "BLOCKS", 2)
     form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4}
     form |= FORMATS.get(name, {"block_size": 64, "scales": "nested"})
     scales, kind = form.pop("scales"), form.pop("kind")
@@ -143,12 +143,12 @@ def test_rows_are_decoded(name, dtype, monkeypatch):
     first, rows = 16, 56  # more than the threads decode at once, and no multiple of it
     operands, dense = stored(p)
     y, _ = simt.run(
-        functools.partial(decoding.emit, p=p, first=first, rows=rows),
+        functools.partial(decode_rows.emit, p=p, first=first, rows=rows),
         operands,
         ((rows, 640), DTYPES[dtype]),
-        [((decoding.shared_words(p),), np.uint32)],
+        [((decode_rows.shared_words(p),), np.uint32)],
         blocks=2,
-        threads=decoding.THREADS,
+        threads=decode_rows.THREADS,
     )
     np.testing.assert_array_equal(y, dense[first : first + rows].astype(np.float32).astype(DTYPES[dtype]))
 

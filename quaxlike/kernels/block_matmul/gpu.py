@@ -169,16 +169,16 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """The kernel that decodes rows: a function of the arrays in `decoding.emit`'s order."""
-    from . import decoding
+    """The kernel that decodes rows: a function of the arrays in `decode_rows.emit`'s order."""
+    from . import decode_rows
 
     return _kernel_of(
-        functools.partial(decoding.emit, p=problem, first=start, rows=stop - start),
+        functools.partial(decode_rows.emit, p=problem, first=start, rows=stop - start),
         name="decoded_rows",
         out=jax.ShapeDtypeStruct((stop - start, problem.product.shape[1]), problem.dtype),
-        shared_words=decoding.shared_words(problem),
-        blocks=decoding.BLOCKS,
-        threads=decoding.THREADS,
+        shared_words=decode_rows.shared_words(problem),
+        blocks=decode_rows.BLOCKS,
+        threads=decode_rows.THREADS,
     )
 
 
@@ -255,7 +255,7 @@ def chunked(
 
     Each weight is rounded once, from its exact float32 value. `low_rank` is nothing, or `t` and `b` as in
     `times_adapters`: more columns of `x` and of `W`. Where scales stay outside of the product, parts of `x`
-    are scaled instead, if that would be a large copy. `kernel`: whether that of `decoding` decodes rows.
+    are scaled instead, if that would be a large copy. `kernel`: whether that of `decode_rows` is used.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
     if (parts := scaled_outside(x, leaves, decode, product)) is not None:

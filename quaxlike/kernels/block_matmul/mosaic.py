@@ -7,7 +7,7 @@ what is contracted; `mma.sync` contracts 16 numbers at a time.
   within a block of 64 columns, thread `quad` of a group of four takes columns 16·quad … 16·quad + 15 of `W`
   and the same of `x`, wherever the instruction believes them to be. For `x @ W` it takes four neighbouring
   rows of `W`, and eight neighbouring columns as features.
-- *A byte is decoded by one lookup*, in a table that has an entry for each of the 256 (`decode`).
+- *A byte is decoded by one lookup*, in a table that has an entry for each of the 256 (`lookup`).
 - *Scales meet the accumulator* where 64 columns share one and there are no zero points: the product with
   these codes is summed apart and scaled as it is added: one multiplication for 64 weights, and exact
   float32 scales. What is rounded is the codebook alone, which costs less than rounding every weight.
@@ -26,7 +26,7 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
+from .lookup import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
 from .staging import Layout, Tiles
 from .tilings import BLOCK, Problem, Tiling
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import STREAMS, Numbers
+from .lookup import STREAMS, Numbers
 from .tilings import BLOCK, Problem, Tiling
 
 _CHUNK = 16  # bytes of codes that a thread copies at a time

@@ -2,7 +2,7 @@
 
 What XLA makes of the same takes twice as long as the bytes do: it looks up each value, and computes where its
 code and its scale are, by itself. Here a thread decodes eight neighbouring codes at a time, by the table of
-`decode`, and stores them together.
+`lookup`, and stores them together.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import lanes
 from ..lanes import Memory, Reg
-from .decode import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
+from .lookup import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
 from .tilings import Problem
 
 THREADS = 512
