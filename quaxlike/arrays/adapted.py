@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -111,6 +112,11 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         """Whether the base is left as it is if all parts are zero. Weights without an adapter can then meet
         those that have one: in branches, and in [`quaxlike.stack_adapters`][]. Default: False."""
         return False
+
+    def times(self, factor: jax.Array) -> Any:
+        """This array times a finite factor that is no adapter, whose shape broadcasts with its own. Default:
+        `NotImplemented`."""
+        return NotImplemented
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """Several adapters of one weight in a common form, so that their parts can be stacked. Default: as
@@ -236,6 +242,11 @@ def with_trainable_base(x: _Self, *, train: bool = False) -> _Self:
     reach a base that was frozen."""
     train = train or x.train_base
     return x.replace(w=x.base, train_base=train, open_base=not train)
+
+
+def reached_by(x: _Self, operand: Any) -> _Self:
+    """The same array; gradients pass its base if they may have to reach an operand that changes it."""
+    return with_trainable_base(x) if isinstance(operand, jax.core.Tracer) else x
 
 
 def is_reached(like: AdaptedArray, *others: AdaptedArray) -> bool:

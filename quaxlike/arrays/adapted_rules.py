@@ -1,4 +1,4 @@
-"""Rules for adapters of any type: conversion, and batch axes that are added, moved, cut, joined or looked up.
+"""Rules for adapters of any type: conversion, factors, axes of batches and what is done to them.
 
 Each matrix of a batch keeps its own adapter. What happens to the axes of a matrix is for each type to say.
 """
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..core.quaxify import quaxify
-from ..core.rules import register
+from ..core.rules import register, register_on_either_side
 from ..core.values import is_value
+from . import precedence
 from .adapted import (
     AdaptedArray,
     alike_in_training,
@@ -29,6 +31,7 @@ from .adapted import (
 from .batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
 from .bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, fills
 from .dot_axes import Labels, arrange, common_dtype
+from .factors import is_infinite, multiplies_nothing, reciprocal
 
 
 @register("convert_element_type")
@@ -44,6 +47,29 @@ def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
     fields = {name: getattr(x, name) for name in array_fields(x)}
     out = x.replace(**jtu.tree_map(converted, fields, is_leaf=is_value))
     return out if out.dtype == new_dtype else NotImplemented
+
+
+@register_on_either_side("mul", AdaptedArray, other=ArrayLike, precedence=precedence.ADAPTED)
+def _mul(primitive: Primitive, x: Any, y: Any, **params: Any):
+    return _times(x, y) if isinstance(x, AdaptedArray) else _times(y, x)
+
+
+@register("div", precedence=precedence.ADAPTED)
+def _div(x: AdaptedArray, y: ArrayLike, **params: Any):
+    return _times(x, reciprocal(y))
+
+
+@register("neg")
+def _neg(x: AdaptedArray, **params: Any):
+    return _times(x, jnp.asarray(-1, x.dtype))
+
+
+def _times(x: AdaptedArray, y: Any) -> Any:
+    if multiplies_nothing(x, y):
+        return x
+    if isinstance(y, AdaptedArray) or is_infinite(y):
+        return NotImplemented
+    return x.times(jnp.asarray(y))
 
 
 def _are_batch_axes(x: AdaptedArray, axes: Sequence[int]) -> bool:

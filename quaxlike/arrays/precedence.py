@@ -4,6 +4,7 @@ A type with a larger number comes first: it is the outer one of a nest, and pass
 the others. Types that are not listed have 0.
 """
 
+ADAPTED = -1  # of any kind: what a type of adapters says of itself comes first
 SPARSE_BESIDE_VALUES = -1
 LORA = 1
 LORA_OF_CODES = LORA + 1

@@ -1,9 +1,9 @@
-"""An adapter of the user's own, with three rules: whatever works with LoRA works with it."""
+"""An adapter of the user's own, with one rule: whatever works with LoRA works with it."""
 
 import ast
 import dataclasses
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -41,6 +41,9 @@ class Scaled(ql.AdaptedArray):
     def adds_nothing(self):
         return True
 
+    def times(self, factor):
+        return NotImplemented if factor.ndim else self.with_base(ql.quaxify(jnp.multiply)(self.base, factor))
+
 
 @ql.register_on_either_side("dot_general", Scaled, other=ArrayLike)
 def _product(primitive: Primitive, x, y, *, dimension_numbers, **params):
@@ -53,16 +56,6 @@ def _product(primitive: Primitive, x, y, *, dimension_numbers, **params):
     operands = (w.base, other) if on_left else (other, w.base)
     out_of = ql.quaxify(primitive.bind)(*operands, dimension_numbers=dimension_numbers, **params)
     return out_of * jnp.expand_dims(1 + w.scale, [i for i in range(out_of.ndim) if i != of_w.in_result[out]])
-
-
-@ql.register("mul")
-def _times(w: Scaled, y: ArrayLike, **params):
-    return w.with_base(ql.quaxify(jnp.multiply)(w.base, y)) if jnp.ndim(y) == 0 else NotImplemented
-
-
-@ql.register("neg")
-def _neg(w: Scaled, **params):
-    return w.with_base(ql.quaxify(jnp.negative)(w.base))
 
 
 def _make(w, *, key, layout):
@@ -485,3 +478,26 @@ def test_nothing_above_the_arrays_asks_for_the_class_of_an_adapter():
     asking = {name for name, file in names.items() if _asks(ast.parse(file.read_text("utf-8")), classes)}
     assert {name for name in asking if not name.startswith(("arrays/", "interop/peft/"))} == set()
     assert "arrays/lora/low_rank.py" in asking
+
+
+def test_factors_are_for_the_type_to_take():
+    scaled = Scaled(normal(6, 4), normal(6, seed=1))
+    for fn in (lambda w: w * 3, lambda w: 3 * w, lambda w: w / 4, lambda w: -w):
+        out = ql.quaxify(fn)(scaled)
+        assert isinstance(out, Scaled)
+        np.testing.assert_allclose(out.materialise(), fn(scaled.materialise()), rtol=1e-6)
+    rows = normal(6, 1)
+    out = ql.quaxify(jnp.multiply)(scaled, rows)  # which it declines
+    np.testing.assert_allclose(out, scaled.materialise() * rows, rtol=1e-6)
+
+
+def test_a_rule_of_its_own_comes_first():
+    class Own(Scaled):
+        pass
+
+    @ql.register("mul")
+    def _mul(w: Own, y: Any, **params):  # neither more nor less specific than that of all adapters
+        return w.with_base(w.w + y)
+
+    w = Own(jnp.ones((2, 2)), jnp.zeros(2))
+    assert (ql.quaxify(jnp.multiply)(w, 3.0).w == 4).all()

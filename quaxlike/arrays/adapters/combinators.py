@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ...core.quaxify import quaxify
 from ...core.values import is_value, materialise
-from ..adapted import AdaptedArray, labels_of
+from ..adapted import AdaptedArray, labels_of, reached_by
 from ..dot_axes import Labels, arrange, cast, common_dtype, in_float32
 from ..lora.dot import multiply
 
@@ -31,6 +31,12 @@ class Combinator(AdaptedArray):
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
+
+    def times(self, factor: jax.Array) -> Any:
+        """Multiplies by a scalar, which the base absorbs."""
+        if factor.ndim:
+            return NotImplemented
+        return reached_by(self, factor).replace(w=quaxify(multiply)(self.base, factor))
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
@@ -85,6 +91,12 @@ class SumArray(Combinator):
         delta = like_weight(self, materialise(self.delta))
         dtype = common_dtype(w, delta)
         return cast(spread(self, cast(w, dtype)) + sign * cast(delta, dtype), w.dtype)
+
+    def times(self, factor: jax.Array) -> Any:
+        """Multiplies both terms by a scalar."""
+        if factor.ndim:
+            return NotImplemented
+        return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
 
     def adds_nothing(self) -> bool:
         """Whether a change whose arrays are zero is."""

@@ -1,4 +1,4 @@
-"""Rules of the combinators: products, convolutions, axes, rows that are looked up, factors."""
+"""Rules of the combinators: products, convolutions, axes, rows that are looked up, dtypes."""
 
 import functools
 import math
@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
@@ -17,11 +16,10 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...kernels import dense_matmul
 from .. import precedence
-from ..adapted import labels_of, matrix_labels, with_trainable_base
+from ..adapted import labels_of, matrix_labels
 from ..adapted_rules import Lookup, gather_matrices
 from ..bounds import fill_value_of, filled, fills, in_bounds
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
-from ..factors import is_infinite, multiplies_nothing, reciprocal
 from ..lora.dot import add, multiply, widened
 from .activated import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
@@ -316,7 +314,7 @@ def _changed_rows(
     return quaxify(turned)(rows, x.rotation)
 
 
-# Factors and dtypes -------------------------------------------------------------------------------
+# Dtypes -------------------------------------------------------------------------------------------
 
 
 @register("convert_element_type")
@@ -325,29 +323,3 @@ def _convert_element_type(x: Combinator, *, new_dtype: Any, **params: Any):
         return NotImplemented
     convert = quaxify(lambda part: cast(part, new_dtype))
     return x.replace(**{name: convert(getattr(x, name)) for name in labels_of(x)})
-
-
-@register_on_either_side("mul", Combinator, other=ArrayLike)
-def _mul(primitive: Primitive, x: Any, y: Any, **params: Any):
-    return _times(x, y) if isinstance(x, Combinator) else _times(y, x)
-
-
-@register("div")
-def _div(x: Combinator, y: ArrayLike, **params: Any):
-    return _times(x, reciprocal(y))
-
-
-@register("neg")
-def _neg(x: Combinator, **params: Any):
-    return _times(x, jnp.asarray(-1, x.dtype))
-
-
-def _times(x: Combinator, y: Any) -> Any:
-    """Multiplies by a scalar, which the base absorbs, and each term of a sum."""
-    if multiplies_nothing(x, y):
-        return x
-    if isinstance(y, Combinator) or jnp.ndim(y) or is_infinite(y):
-        return NotImplemented
-    terms = {"w": x.base, "delta": x.delta} if isinstance(x, SumArray) else {"w": x.base}
-    scaled = {name: quaxify(multiply)(part, jnp.asarray(y)) for name, part in terms.items()}
-    return (with_trainable_base(x) if isinstance(y, jax.core.Tracer) else x).replace(**scaled)

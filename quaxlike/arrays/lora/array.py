@@ -20,7 +20,15 @@ from ...core.jaxprs.unify import dense_when_incompatible, widened_part
 from ...core.quaxify import quaxify
 from ...core.values import ArrayValue, Value, materialise
 from ...kernels.multilinear import spread_like
-from ..adapted import AdaptedArray, frozen, is_reached, labels_of, matrix_labels, with_trainable_base
+from ..adapted import (
+    AdaptedArray,
+    frozen,
+    is_reached,
+    labels_of,
+    matrix_labels,
+    reached_by,
+    with_trainable_base,
+)
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 from .matrices import factored
@@ -159,6 +167,24 @@ class LoraArray(AdaptedArray):
     def adds_nothing(self) -> bool:
         """Whether this is neither a DoRA nor drops inputs, which need more than zeros."""
         return self.magnitude is None and self.key is None
+
+    def times(self, factor: jax.Array) -> Any:
+        """Multiplies by a scalar, or by a number for each row or each column, which one part absorbs."""
+        if self.magnitude is not None:
+            if factor.ndim:
+                return NotImplemented
+            return self.replace(magnitude=self.magnitude * cast(factor, self.magnitude.dtype))
+        _, a_labels, b_labels = labels(self)
+        varying = [i for i, size in enumerate(factor.shape) if size != 1]
+        name, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
+        fits = set(varying) <= set(own) and all(factor.shape[i] == self.shape[i] for i in varying)
+        if factor.ndim and not (fits and factor.ndim == self.ndim and has_all_axes(self)):
+            return NotImplemented
+        part = getattr(self, name)
+        numbers = jax.lax.squeeze(factor, [i for i in range(factor.ndim) if i not in varying])
+        part = part * cast(arrange(numbers, varying, own), part.dtype)
+        w = quaxify(jnp.multiply)(self.base, factor)
+        return reached_by(self, factor).replace(w=w, **{name: part})
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """With one rank and one scaling."""
