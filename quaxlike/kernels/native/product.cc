@@ -17,7 +17,7 @@
 namespace {
 // How numbers are stored. Of bytes that hold two, the scale is in the low half.
 enum Kind { kFloat32, kBfloat16, kFloat16, kUint8, kInt8, kE4m3, kE8m0, kE8m0Half, kLow, kHigh, kMapped };
-enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as product.py numbers them
+enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as block_matmul/cpu.py numbers them
 enum Zeros { kNone, kPoints, kPlus, kMinus };
 
 struct Format {  // the attributes of a call; see `Codec` and `Product` in Python
