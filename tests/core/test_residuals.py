@@ -8,18 +8,18 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.testing.compare import disagreement
+from tests.samples import Lazy, normal
 
-W = 0.2 * jax.random.normal(jax.random.key(0), (3, 64, 64))
-A = 0.2 * jax.random.normal(jax.random.key(1), (3, 2, 64))
-B = 0.2 * jax.random.normal(jax.random.key(2), (3, 64, 2))
-X = jax.random.normal(jax.random.key(3), (5, 64))
-BASES = {
-    "dense": W,
-    "bfloat16": W.astype(jnp.bfloat16),
-    "nf4": ql.NF4Array.quantize(W),
-    "int8": ql.Int8Array.quantize(W),
-    "of another LoRA": ql.LoraArray(W, jnp.concatenate([A, A], 1), jnp.concatenate([B, B], 2)),
-}
+W = normal(3, 64, 64, scale=0.2)
+A, B = normal(3, 2, 64, scale=0.2), normal(3, 64, 2, scale=0.2)
+X = normal(5, 64)
+BASES = Lazy({
+    "dense": lambda: W,
+    "bfloat16": lambda: W.astype(jnp.bfloat16),
+    "nf4": lambda: ql.NF4Array.quantize(W),
+    "int8": lambda: ql.Int8Array.quantize(W),
+    "of another LoRA": lambda: ql.LoraArray(W, jnp.concatenate([A, A], 1), jnp.concatenate([B, B], 2)),
+})  # fmt: skip
 
 
 def layers(x, w):

@@ -6,20 +6,19 @@ import jax.numpy as jnp
 import pytest
 
 import quaxlike as ql
+from tests.samples import Lazy, normal
 
-W = jax.random.normal(jax.random.key(0), (64, 64))
-X = jax.random.normal(jax.random.key(1), (5, 64))
-NF4 = ql.NF4Array.quantize(W)
-WEIGHTS = {
-    "dense": W,
-    "NF4": NF4,
-    "int8": ql.Int8Array.quantize(W),
-    "Q8_0": ql.BlockArray.quantize(W, codec="q8_0"),
-    "LoRA over NF4": ql.LoraArray(NF4, W[:2], W[:, :2]),
-    "LoRA": ql.LoraArray(W, W[:2], W[:, :2]),
-    "sparse": ql.SparseArray.from_dense(jnp.where(W > 1, W, 0)),
-    "block-sparse": ql.BlockSparseArray.from_dense(W.at[:32].set(0), block_size=32),
-}
+W, X = normal(64, 64), normal(5, 64)
+WEIGHTS = Lazy({
+    "dense": lambda: W,
+    "NF4": lambda: ql.NF4Array.quantize(W),
+    "int8": lambda: ql.Int8Array.quantize(W),
+    "Q8_0": lambda: ql.BlockArray.quantize(W, codec="q8_0"),
+    "LoRA over NF4": lambda: ql.LoraArray(ql.NF4Array.quantize(W), W[:2], W[:, :2]),
+    "LoRA": lambda: ql.LoraArray(W, W[:2], W[:, :2]),
+    "sparse": lambda: ql.SparseArray.from_dense(jnp.where(W > 1, W, 0)),
+    "block-sparse": lambda: ql.BlockSparseArray.from_dense(W.at[:32].set(0), block_size=32),
+})  # fmt: skip
 
 
 def products(jaxpr):
@@ -33,10 +32,10 @@ def products(jaxpr):
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_are_kept(name):
-    layer = ql.quaxify(lambda w, x: jnp.tanh(jnp.einsum("bk,nk->bn", x, w)))
+    w, layer = WEIGHTS[name], ql.quaxify(lambda w, x: jnp.tanh(jnp.einsum("bk,nk->bn", x, w)))
 
     def count(run):
-        found = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(WEIGHTS[name], x))))(X)
+        found = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(w, x))))(X)
         return len(list(products(found.jaxpr)))
 
     kept = jax.checkpoint(layer, policy=ql.kernels.dots_with_no_batch_dims_saveable)

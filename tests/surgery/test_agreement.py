@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import normal
+from tests.samples import drawn, normal
 
 
 def _mlp(**options):
-    return eqx.nn.MLP(4, 3, 8, depth=1, key=jax.random.key(0), **options)
+    return drawn(eqx.nn.MLP, 4, 3, 8, depth=1, key=jax.random.key(0), **options)
 
 
 BASE = _mlp()
