@@ -190,8 +190,11 @@ def _section(record: Record) -> Iterator[str]:
     yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
     yield f"The newest row is of {record['date']}. Versions: {record['versions']}."
     why = {row.name: row.why for row in ROWS}
-    above = dict.fromkeys(x["row"] for x in found if x.get("ratio", 0) > x["at most"])
-    if reasons := [f"- {name}: {why[name]}" for name in above if why[name]]:
+    above: dict[str, list[str]] = {}
+    for x in found:
+        if x.get("ratio", 0) > x["at most"] and why[x["row"]]:
+            above.setdefault(x["row"], []).append(str(x["cores"]))
+    if reasons := [f"- {name} (cores: {' and '.join(on)}): {why[name]}" for name, on in above.items()]:
         yield "\n".join(["Above what is aimed at:", "", *reasons])
     if others := [row.name for row in ROWS if row.name not in {x["row"] for x in found}]:
         yield textwrap.fill(f"Not measured: {'; '.join(others)}.", 118)

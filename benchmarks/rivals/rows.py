@@ -50,7 +50,7 @@ def _token(
 
 _PRODUCT = (
     "llama.cpp rounds the inputs of a product to 8 bits; here they are three bytes, or two in bfloat16, each "
-    "of which is multiplied"
+    "of which is multiplied; on several cores its threads spin from one product to the next, and ours sleep"
 )
 _STEP = "products of many rows in bfloat16 are left to XLA's library"
 

@@ -24,6 +24,8 @@ def test_the_page_and_the_picture(tmp_path):
     measured = {"ratio": 0.5, "range": [0.4, 0.8], "seconds": [0.01, 0.02], "repeats": 3, "load": [1.0, 2.0]}
     rows = [found(ROWS[0], cores, **measured) for cores in (1, 2)]
     rows.append(found(ROWS[-1], 1, missing="torch is not installed"))
+    (slow,) = (row for row in ROWS if row.name == "GGUF Q8_0, a token")
+    rows.append(found(slow, 2, **measured | {"ratio": 1.5}))
     of_each = {"date": "2026-11-28", "versions": "torch 2", "rows": rows}
     records = {"a processor": of_each, "another": of_each}
     page = rivals.page(records)
@@ -31,6 +33,7 @@ def test_the_page_and_the_picture(tmp_path):
     assert first < second
     assert f"| {ROWS[0].name} | transformers | 1 | 0.50 | 0.40–0.80 | 0.95 | 10, 20 | 1–2 |" in page
     assert "not run: torch is not installed" in page
+    assert "\n- GGUF Q8_0, a token (cores: 2): llama.cpp rounds the inputs" in page
     assert "134 million (12 layers of\n768)" in page
     rivals.draw(records, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size
