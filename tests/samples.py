@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.typing import DTypeLike
+
+from quaxlike import _cache
 
 #: Whether jaxtyping's wrappers stand around the package's functions, as in `.ci/run` (conftest).
 checks_annotations = os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1"
@@ -34,6 +37,12 @@ def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, filled)
+
+
+def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Makes a folder the user's cache, for this process, which read it at import, and for those it starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
 
 
 class Lazy(Mapping[str, Any]):

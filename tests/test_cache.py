@@ -9,13 +9,13 @@ import pytest
 
 from quaxlike import _cache
 from quaxlike._cache import keep_programs
+from tests.samples import use_cache
 
 
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
     """JAX as a user starts it, and a home of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of other processes
-    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+    use_cache(monkeypatch, tmp_path)
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
     names = [
         "jax_compilation_cache_dir",

@@ -16,9 +16,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from quaxlike import _cache
 from quaxlike.core.rules.registry import GLOBAL
 from quaxlike.kernels.native.library import library
+from tests.samples import use_cache
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
@@ -117,8 +117,7 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", str(_WIDTH))
     # Readers have not compiled native products yet.
     monkeypatch.delenv("QUAXLIKE_NATIVE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+    use_cache(monkeypatch, tmp_path / "cache")
     library.cache_clear()
     text = page.read_text(encoding="utf-8")
     for package in re.findall(r"<!-- needs: ([\w.]+) -->", text):

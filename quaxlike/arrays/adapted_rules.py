@@ -1,4 +1,4 @@
-"""Rules for adapters of any type: conversion, factors, axes of batches and what is done to them.
+"""Rules for adapters of any type: conversion, factors, and what is done to batch axes.
 
 Each matrix of a batch keeps its own adapter. What happens to the axes of a matrix is for each type to say.
 """

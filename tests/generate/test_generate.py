@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import quaxlike as ql
-from quaxlike import _cache
 from quaxlike.generate.__main__ import main
 from quaxlike.generate.run import Stream
 from quaxlike.interop import peft
 from quaxlike.models import generate, load
 from tests.fixtures import fixture
 from tests.models.fixtures import folder
+from tests.samples import use_cache
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_with_adapter_in_4_bits_for_several_prompts(checkpoint, tmp_path, capsys
     # Native products are compiled by the command, which says so in a line.
     monkeypatch.delenv("QUAXLIKE_NATIVE")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(_cache, "FOLDER", tmp_path / "cache")
+    use_cache(monkeypatch, tmp_path / "cache")
     model, _ = load(checkpoint)
     model = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0))
     peft.save_adapter(tmp_path / "adapter", model)

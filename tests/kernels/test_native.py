@@ -19,7 +19,7 @@ from quaxlike.kernels import native, nf4_matmul
 from quaxlike.kernels.dense_matmul import dense_matmul, stacked_matmul
 from quaxlike.kernels.native import __main__ as command
 from quaxlike.kernels.native import library
-from tests.samples import normal
+from tests.samples import normal, use_cache
 
 from .weights import quantised, relative_error
 
@@ -41,8 +41,7 @@ def unloaded(monkeypatch, tmp_path):
     """No library in this process, and an empty cache."""
     monkeypatch.delenv("QUAXLIKE_NATIVE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of other processes
-    monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+    use_cache(monkeypatch, tmp_path)
     library.library.cache_clear()
     yield tmp_path / "quaxlike" / "native"
     library.library.cache_clear()
