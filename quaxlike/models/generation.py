@@ -56,7 +56,8 @@ def generate(
     - `top_k`: samples from only this many of the likeliest tokens. Default: from all.
     - `top_p`: samples from the likeliest tokens that together have this probability. Default: from all.
     - `key`: a PRNG key, needed if tokens are sampled.
-    - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step.
+    - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step, while the next
+        one runs.
     - `cache`: how keys and values are stored: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][], such as
         `"int8"` with a scale for each token and head, `"q8_0"`, `"q4_0"` or `"nf4"`. In 4 bits or fewer, keys
         are rotated first, so that a few large elements do not take the precision of the others. Default: in
@@ -191,13 +192,16 @@ def _tokens(
                 leaves, ids, kept, memory, number, number, since, sampling, number, cache
             )
             _compile_both(model, program, rows, one, None)
+        # Each step is started before the token of the one before it is read, which a device does meanwhile.
         while len(made) < until:
             count = len(made)
             at, length, step = map(np.int32, (start, longest + count, count))
             token, memory = _next(leaves, rows, kept, memory, at, length, since, sampling, step, cache)
+            if start:
+                yield made[-1]
             made.append(token)
-            yield token
             start, rows = max(width, start + 1), token
+        yield made[-1]
 
 
 class _Structure:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -40,7 +41,8 @@ class Rope(NamedTuple):
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         angles = jnp.concatenate([angles, angles], axis=-1)
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
-        return cos.astype(dtype), sin.astype(dtype)
+        # Once, and not again for each head of each layer, as XLA would fuse them.
+        return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
         """The factor of each token's queries, `(tokens,)`; None if there is none."""

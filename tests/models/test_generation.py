@@ -1,6 +1,7 @@
 """Generation with a cache against transformers' greedy tokens, and the ways to draw tokens."""
 
 import functools
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -128,11 +129,15 @@ def test_the_cache_is_written_in_place(form, qwen2):
     assert needed.temp_size_in_bytes < most * size / model.config.num_hidden_layers
 
 
-def test_tokens_are_told_as_they_come(qwen2):
+def test_tokens_are_told_as_they_come(qwen2, monkeypatch):
+    """Each while the step behind it runs."""
     model, ids = qwen2
-    told = []
-    tokens = generate(model, ids, max_new_tokens=5, on_token=told.append)
+    monkeypatch.setattr(generation, "_next", step := mock.Mock(wraps=generation._next))
+    told, started = [], []
+    watch = lambda token: (told.append(token), started.append(step.call_count))
+    tokens = generate(model, ids, max_new_tokens=5, on_token=watch)
     np.testing.assert_array_equal(np.stack(told, axis=1), tokens)
+    assert started == [2, 3, 4, 5, 5]
 
 
 @pytest.mark.slow

@@ -486,6 +486,7 @@ struct Scratch {  // scales and offsets of the runs of some rows, one row after 
   Scratch(const Weight& w, int64_t rows) {
     const int64_t count = rows * w.runs + 16;  // read in whole vectors; two blocks may be cut by rows
     scale = scratch<float, 0>(3 * count), offset = scale + count, outer = offset + count;
+    if (w.format.zeros == kNone) std::fill(offset, outer, 0.f);
   }
 };
 QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scratch& s, int64_t at = 0) {
@@ -507,17 +508,21 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     if (w.runs == w.groups * f.group) return times_outer(inner, outer, 0, count, f.group, over);
     for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
   };
-  const int64_t size = w.scale.kind == kFloat32 ? 4 : w.scale.kind <= kFloat16 ? 2 : 1, ahead = distance(0) / std::max<int64_t>(w.row_bytes, 1) * w.runs;
-  fetch(static_cast<const char*>(w.scale.data) + (first + ahead) * size, count * size);
-  read(w.scale, first, count, scale, map);
+  // Reads numbers, and fetches those of the rows that come next.
+  const int64_t ahead = up(distance(0), rows * std::max<int64_t>(w.row_bytes, 1));
+  const auto take = [&](const Numbers& from, int64_t first, int64_t count, float* out) QL_LAMBDA {
+    const int64_t size = from.kind == kFloat32 ? 4 : from.kind <= kFloat16 ? 2 : 1;
+    fetch(static_cast<const char*>(from.data) + (first + ahead * count) * size, count * size);
+    read(from, first, count, out, map);
+  };
+  take(w.scale, first, count, scale);
   if (w.outer.count) {
-    read(w.outer, group, groups, outer, map);
+    take(w.outer, group, groups, outer);
     times_groups(scale, f.over);
   }
-  if (f.zeros != kNone) read(w.zero, first, count, offset, map);
-  else std::fill(offset, offset + rows * w.runs, 0.f);
+  if (f.zeros != kNone) take(w.zero, first, count, offset);
   if (w.outer_zero.count) {
-    read(w.outer_zero, group, groups, outer, map);
+    take(w.outer_zero, group, groups, outer);
     times_groups(offset, false);
   }
   if (f.zeros == kPoints || f.zeros == kMinus) negate(offset, f.zeros == kPoints ? scale : nullptr, count);

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include "xla/ffi/api/ffi.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -23,21 +24,25 @@ struct KeepsSubnormals {
 };
 
 // Runs `work(begin, end)` for parts of the rows, on this thread and on those of the pool that are free. This thread
-// takes every part that no other has begun, so that it never waits for one that is not running.
+// takes every part that no other has begun, so that it never waits for one that is not running. It waits awake first, and
+// lets others have its core: parts mostly end sooner than a thread is woken.
+constexpr int kAwake = 200;  // how often it looks, before it sleeps
 template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
   const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
-  struct State { std::atomic<int64_t> next{0}; std::mutex mutex; std::condition_variable all; int64_t done = 0; };
+  struct State { std::atomic<int64_t> next{0}, done{0}; std::mutex mutex; std::condition_variable all; };
   auto state = std::make_shared<State>();
   std::function<void()> run = [=] {
     KeepsSubnormals kept;
     int64_t done = 0;
     for (int64_t i; (i = state->next++) < parts; done++) work(i * part, std::min(rows, (i + 1) * part));
+    if (state->done.fetch_add(done) + done < parts) return;
     const std::lock_guard<std::mutex> lock(state->mutex);
-    if ((state->done += done) == parts) state->all.notify_one();
+    state->all.notify_one();
   };
   for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
   run();
+  for (int i = 0; i < kAwake && state->done < parts; i++) std::this_thread::yield();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all.wait(lock, [&] { return state->done == parts; });
 }
