@@ -1,4 +1,4 @@
-"""`python -m benchmarks.native [--json FILE]`: native products on a CPU beside XLA's.
+"""`python -m benchmarks.native [--json FILE] [--only TEXT]`: native products on a CPU beside XLA's.
 
 Products with weights of 4096² in several formats, dense ones among them, by the native library and by the
 reference, and XLA's of dense weights of the same dtype, alternately in one run, on weights that are rotated
@@ -55,12 +55,15 @@ def _case(name: str, weights: list[Any], dense: list[Any], m: int, dtype: Any) -
     return Case(f"{name}, M = {m}, {jnp.dtype(dtype).name}", ways)
 
 
-def _cases() -> list[Case]:
+def _cases(only: str) -> list[Case]:
     cases = []
     for dtype in (jnp.float32, jnp.bfloat16):
         dense = [jax.random.normal(jax.random.key(0), (_SIZE, _SIZE), dtype) + i for i in range(_COPIES)]
-        cases += [_case("dense", dense, dense, m, dtype) for m in (1, 2, 4, 8, 16)]
+        if only in "dense":
+            cases += [_case("dense", dense, dense, m, dtype) for m in (1, 2, 4, 8, 16, 64)]
         for name, quantize in _FORMATS.items():
+            if only not in name:
+                continue
             weights = [quantize(w) for w in dense]
             cases += [_case(name, weights, dense, m, dtype) for m in (1, 8, 128, 512)]
     return cases
@@ -68,10 +71,10 @@ def _cases() -> list[Case]:
 
 def _table(measured: list[Measured]) -> Table:
     table = Table(title=f"native products, medians; JAX {jax.__version__}")
-    for column in ("case", "ms", *(f"÷ {way}" for way in _OTHERS)):
+    for column in ("case", "ms", *(f"÷ {way}" for way in _OTHERS), "reference ÷ dense"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for m in measured:
-        ratios = [m.ratio("quaxlike", way) for way in _OTHERS]
+        ratios = [*(m.ratio("quaxlike", way) for way in _OTHERS), m.ratio("reference", "dense")]
         table.add_row(m.case.name, f"{1e3 * m.median['quaxlike']:.2f}", *(f"{r:.2f}" for r in ratios if r))
     return table
 
@@ -79,9 +82,10 @@ def _table(measured: list[Measured]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.native", description=__doc__)
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
+    parser.add_argument("--only", default="", help="formats whose names contain this")
     args = parser.parse_args()
     native.build()
-    measured = [measure(case, repeats=9) for case in _cases()]
+    measured = [measure(case, repeats=9) for case in _cases(args.only)]
     Console(width=100).print(_table(measured))
     if args.json is not None:
         args.json.write_text(json.dumps([m.as_json() for m in measured], indent=2))

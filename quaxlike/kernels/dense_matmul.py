@@ -17,8 +17,10 @@ from .backends import is_partitioned, requested
 from .multilinear import is_spread, map_rows, sum_tangents, vary_alike
 from .native.library import Library, library
 
-# Up to this many rows, the native product is faster than XLA's.
+# Up to this many rows, the native product, which all cores share, is faster than XLA's.
 _MOST_ROWS = {"float32": 16, "bfloat16": 8}
+# Up to this many rows, XLA's CPU compiler is faster with the transposed product, `w @ x.T`.
+_MOST_TRANSPOSED = 64
 
 
 def dense_matmul(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Array, "... n"]:
@@ -68,10 +70,15 @@ def _plain(x: Array, w: Array) -> Array:
 
 def _on_cpu(x: Array, w: Array) -> Array:
     rows = math.prod(x.shape[:-1])
-    if x.dtype != jnp.bfloat16 or not isinstance(rows, int) or rows != 1:
+    if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return _plain(x, w)
-    y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1)
-    return y.astype(x.dtype).reshape(*x.shape[:-1], len(w))
+    if rows > 1:  # a barrier, since XLA would write it as `x @ w.T` again
+        y = lax.optimization_barrier(_plain(w, x.reshape(rows, -1))).T
+    elif x.dtype == jnp.bfloat16:
+        y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
+    else:
+        return _plain(x, w)
+    return y.reshape(*x.shape[:-1], len(w))
 
 
 def _native(x: Array, w: Array) -> Array:

@@ -1,5 +1,7 @@
 """Products of a few rows with dense weights: the forms of each platform, derivatives, who uses them."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,17 @@ def test_one_row_is_multiplied_as_it_is_read():
         assert "dot_general" not in text
         assert "dot_general" in jax.jit(dense_matmul).lower(jnp.stack([x, x]), w).as_text()
     assert "dot_general" in lowered(dense_matmul, x, w)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "form"), [(2, (N, 2)), (64, (N, 64)), (65, (65, N))])
+def test_some_rows_come_second(rows, form, dtype):
+    """XLA's CPU compiler keeps `w @ x.T`, since it would transpose the weight for `x @ w.T`."""
+    x, w = _operands(rows, dtype=dtype)
+    with kernels.backend("reference"):
+        text = jax.jit(dense_matmul).lower(x, w).compile().as_text()
+    shape = ",".join(map(str, form))
+    assert re.search(rf"\[{shape}\]\S* dot\(", text)
 
 
 def test_a_batch_of_rows_is_one_product():
