@@ -486,7 +486,6 @@ struct Scratch {  // scales and offsets of the runs of some rows, one row after 
   Scratch(const Weight& w, int64_t rows) {
     const int64_t count = rows * w.runs + 16;  // read in whole vectors; two blocks may be cut by rows
     scale = scratch<float, 0>(3 * count), offset = scale + count, outer = offset + count;
-    if (w.format.zeros == kNone) std::fill(offset, outer, 0.f);
   }
 };
 QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scratch& s, int64_t at = 0) {
@@ -521,6 +520,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     times_groups(scale, f.over);
   }
   if (f.zeros != kNone) take(w.zero, first, count, offset);
+  else std::fill(offset, offset + rows * w.runs, 0.f);
   if (w.outer_zero.count) {
     take(w.outer_zero, group, groups, outer);
     times_groups(offset, false);
