@@ -155,8 +155,9 @@ _COMPILE = """
 import json, sys
 import equinox as eqx, jax, jax.numpy as jnp
 import quaxlike as ql
-from quaxlike.models import Decoder, DecoderConfig
-from quaxlike.sharding import abstract, constrain, fsdp, tensor_parallel
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.lm import tensor_parallel
+from quaxlike.sharding import abstract, constrain, fsdp
 
 layers, kind = int(sys.argv[1]), sys.argv[2]
 mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -67,19 +67,19 @@ def minilm() -> Task:
 
     def embed(model: Any, ids: Any) -> Any:
         seen = jnp.ones(_TOKENS, bool)
-        return jax.vmap(lambda ids: ql.models.mean_pooled(model(ids, seen), seen))(ids)
+        return jax.vmap(lambda ids: ql.lm.models.mean_pooled(model(ids, seen), seen))(ids)
 
     cosine = lambda found, wanted: jnp.mean(1 - jnp.sum(found * wanted, axis=-1))
-    model, _ = ql.models.load(path)
+    model, _ = ql.lm.load(path)
     return Task(model, r"encoder\..*", embed, *_parts(ids), cosine)
 
 
 def decoder(directory: pathlib.Path) -> Task:
     """A decoder, on texts that it writes itself."""
-    model, config = ql.models.load(directory)
+    model, config = ql.lm.load(directory)
     prompts = jax.random.randint(_KEY, (2 * _TEXTS + _TRAINED_BY, 1), 0, config["vocab_size"])
     key = jax.random.key(1)
-    texts = ql.models.generate(model, prompts, max_new_tokens=_TOKENS, temperature=1.0, key=key)
+    texts = ql.lm.generate(model, prompts, max_new_tokens=_TOKENS, temperature=1.0, key=key)
 
     def logits(model: Any, texts: Any) -> Any:
         return jax.vmap(lambda ids: model(ids, jnp.ones(ids.shape, bool)))(texts)

@@ -39,7 +39,7 @@ def loading(directory: pathlib.Path) -> dict[str, float]:
     import quaxlike as ql
 
     start = time.perf_counter()
-    model, _ = ql.models.load(directory, quantize={"scheme": "nf4", "double_quant": True})
+    model, _ = ql.lm.load(directory, quantize={"scheme": "nf4", "double_quant": True})
     model = ql.loraify(model, rank=8, key=jax.random.key(0))
     jax.block_until_ready(jax.tree.leaves(model))
     seconds, peak = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -71,23 +71,23 @@ def compiling(directory: pathlib.Path) -> dict[str, float]:
 
 
 def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ...]]:
-    """A program of `quaxlike.finetune` for a model of this depth, and what it takes, as shapes."""
+    """A program of `quaxlike.lm.finetune` for a model of this depth, and what it takes, as shapes."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
 
     import quaxlike as ql
-    from quaxlike.finetune.data import Example, collate
-    from quaxlike.finetune.devices import Devices
-    from quaxlike.finetune.settings import Settings
-    from quaxlike.finetune.tasks import task_for
-    from quaxlike.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.finetune.data import Example, collate
+    from quaxlike.lm.finetune.devices import Devices
+    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.tasks import task_for
+    from quaxlike.lm.finetune.train import Program, State, optimiser_for
 
     settings = Settings(directory, directory, directory, batch_size=1, remat="nothing", scan_layers=True)
     config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": depth}
 
     def make() -> Any:
-        model = ql.models.Decoder(ql.models.DecoderConfig.from_json(config), key=jax.random.key(0))
+        model = ql.lm.models.Decoder(ql.lm.models.DecoderConfig.from_json(config), key=jax.random.key(0))
         model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
         model = eqx.tree_at(lambda model: model.layers, model, model.layers[:1])
         return ql.loraify(ql.quantize(model, "nf4"), rank=8, key=jax.random.key(1)).stacked()
@@ -109,13 +109,13 @@ def decoding(directory: pathlib.Path, new: int = 16, repeats: int = 5) -> dict[s
 
     import quaxlike as ql
 
-    models = {"NF4": ql.models.load(directory, quantize="nf4")[0], "bfloat16": ql.models.load(directory)[0]}
+    models = {"NF4": ql.lm.load(directory, quantize="nf4")[0], "bfloat16": ql.lm.load(directory)[0]}
     speeds: dict[str, list[float]] = {name: [] for name in models}
     for repeat in range(repeats + 1):
         for name, model in models.items():
             times: list[float] = []
             note = lambda token, times=times: times.append(time.perf_counter())
-            ql.models.generate(model, np.arange(1, 9)[None], max_new_tokens=new, on_token=note)
+            ql.lm.generate(model, np.arange(1, 9)[None], max_new_tokens=new, on_token=note)
             if repeat:  # the first one compiles
                 speeds[name].append((new - 1) / (times[-1] - times[0]))
     ratios = [a / b for a, b in zip(speeds["NF4"], speeds["bfloat16"], strict=True)]

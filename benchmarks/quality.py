@@ -34,8 +34,9 @@ from benchmarks import merging
 from quaxlike.arrays.quantized import AbstractQuantizedArray
 from quaxlike.demo import experiment
 from quaxlike.demo.model import VisionTransformer
-from quaxlike.models import Decoder, load
-from quaxlike.models.pooling import mean_pooled
+from quaxlike.lm import load
+from quaxlike.lm.models import Decoder
+from quaxlike.lm.models.pooling import mean_pooled
 from quaxlike.surgery.trees import named_arrays
 
 RECORD = pathlib.Path(__file__).with_name("quality.json")
@@ -132,7 +133,7 @@ def gemma() -> tuple[Decoder, Any]:
 
 
 def _tokens(path: Any, text: str) -> list[int]:
-    from quaxlike.interop.text import TextTokenizer
+    from quaxlike.lm.text import TextTokenizer
 
     return TextTokenizer(path).encode(text).ids
 

@@ -41,12 +41,12 @@ def compiled(tokens: int, devices: int) -> Measured:
 
     import quaxlike as ql
     from quaxlike.core.inspect.exchange import exchanges
-    from quaxlike.finetune.data import Batch
-    from quaxlike.finetune.devices import Devices
-    from quaxlike.finetune.settings import Settings
-    from quaxlike.finetune.tasks import NextToken
-    from quaxlike.finetune.train import Program, State, optimiser_for
-    from quaxlike.models import Decoder, DecoderConfig
+    from quaxlike.lm.finetune.data import Batch
+    from quaxlike.lm.finetune.devices import Devices
+    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.tasks import NextToken
+    from quaxlike.lm.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
     mesh = f"seq={devices}" if devices > 1 else None

@@ -2,18 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from ._deprecated import find_moved_modules
 from ._lazy import lazily
 from ._version import __version__
-from .arrays.adapted import AdaptedArray
-from .arrays.annotated import AnnotatedArray
-from .arrays.dot_axes import DotAxes, dot_axes
-from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
-from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
-from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
-from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
-from .core.inspect.exchange import Exchange
-from .core.inspect.explain import Report, Row, explain
 from .core.jaxprs.unify import OperandMismatch, StructureError
 from .core.operators import ArrayOperators
 from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
@@ -21,35 +13,20 @@ from .core.quaxify import quaxify, value_of
 from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
-from .primitives import custom_dce
-from .surgery.adapt import adapt
-from .surgery.adapters import activate, choose_adapter, combine_adapters, stack_adapters, with_dropout_key
-from .surgery.balance import balance
-from .surgery.eva import eva, eva_ranks, input_maxima, input_moments
-from .surgery.inits import loftq
-from .surgery.loraify import loraify
-from .surgery.merge import merge, unmerge
-from .surgery.quantize import fake_quantize, quantize
-from .surgery.records import layouts, traced_layouts
-from .surgery.select import select
-from .surgery.stacking import stack_layers, unstack_layers
-from .surgery.summary import summary
-from .surgery.to_lora import to_lora
-from .surgery.trainable import train_scales, trainable
-from .surgery.trees import path_of
-from .surgery.weight_axes import Layout
 
 # American spellings of the same objects.
 materialize, on_materialize = materialise, on_materialise
 MaterializationError, MaterializationWarning = MaterialisationError, MaterialisationWarning
 
+
 if TYPE_CHECKING:
+    from . import adapters as adapters
     from . import arrays as arrays
+    from . import files as files
     from . import hijax as hijax
     from . import implicit as implicit
-    from . import interop as interop
     from . import kernels as kernels
-    from . import models as models
+    from . import lm as lm
     from . import numpy as numpy
     from . import online_learning as online_learning
     from . import optim as optim
@@ -58,6 +35,32 @@ if TYPE_CHECKING:
     from . import surgery as surgery
     from . import testing as testing
     from . import utils as utils
+    from .arrays.adapted import AdaptedArray
+    from .arrays.annotated import AnnotatedArray
+    from .arrays.dot_axes import DotAxes, dot_axes
+    from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
+    from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
+    from .arrays.sparse import BlockSparseArray, SparseArray
+    from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
+    from .core.inspect.exchange import Exchange
+    from .core.inspect.explain import Report, Row, explain
+    from .primitives import custom_dce
+    from .surgery.adapt import adapt
+    from .surgery.adapters import activate, choose_adapter, combine_adapters, stack_adapters, with_dropout_key
+    from .surgery.balance import balance
+    from .surgery.eva import eva, eva_ranks, input_maxima, input_moments
+    from .surgery.inits import loftq
+    from .surgery.loraify import loraify
+    from .surgery.merge import merge, unmerge
+    from .surgery.quantize import fake_quantize, quantize
+    from .surgery.records import layouts, traced_layouts
+    from .surgery.select import select
+    from .surgery.stacking import stack_layers, unstack_layers
+    from .surgery.summary import summary
+    from .surgery.to_lora import to_lora
+    from .surgery.trainable import train_scales, trainable
+    from .surgery.trees import path_of
+    from .surgery.weight_axes import Layout
 
 __all__ = [  # noqa: RUF022 (grouped by purpose)
     "__version__",
@@ -144,11 +147,96 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "custom_dce",
 ]
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    (
-        *("arrays", "hijax", "implicit", "interop", "kernels", "models", "numpy"),
-        *("online_learning", "optim", "primitives", "sharding", "surgery", "testing", "utils"),
+# Types, and operations on whole models. They are imported when they are named: a program with a type of its
+# own loads the framework alone.
+_NAMES = {
+    "arrays.adapted": ("AdaptedArray",),
+    "arrays.annotated": ("AnnotatedArray",),
+    "arrays.dot_axes": (
+        "DotAxes",
+        "dot_axes",
     ),
-    globals(),
+    "arrays.lora": (
+        "LoraArray",
+        "LoraBias",
+        "TrainableArray",
+        "TrainableRows",
+    ),
+    "arrays.quantized": (
+        "BlockArray",
+        "FP4Array",
+        "Int4Array",
+        "Int8Array",
+        "NF4Array",
+    ),
+    "arrays.sparse": (
+        "BlockSparseArray",
+        "SparseArray",
+    ),
+    "core.inspect.coverage": ("RulesDiff", "check_ambiguities", "compare_rules", "rules_for"),
+    "core.inspect.exchange": ("Exchange",),
+    "core.inspect.explain": ("Report", "Row", "explain"),
+    "primitives": ("custom_dce",),
+    "surgery.adapt": ("adapt",),
+    "surgery.adapters": (
+        "activate",
+        "choose_adapter",
+        "combine_adapters",
+        "stack_adapters",
+        "with_dropout_key",
+    ),
+    "surgery.balance": ("balance",),
+    "surgery.eva": (
+        "eva",
+        "eva_ranks",
+        "input_maxima",
+        "input_moments",
+    ),
+    "surgery.inits": ("loftq",),
+    "surgery.loraify": ("loraify",),
+    "surgery.merge": (
+        "merge",
+        "unmerge",
+    ),
+    "surgery.quantize": (
+        "fake_quantize",
+        "quantize",
+    ),
+    "surgery.records": (
+        "layouts",
+        "traced_layouts",
+    ),
+    "surgery.select": ("select",),
+    "surgery.stacking": (
+        "stack_layers",
+        "unstack_layers",
+    ),
+    "surgery.summary": ("summary",),
+    "surgery.to_lora": ("to_lora",),
+    "surgery.trainable": (
+        "train_scales",
+        "trainable",
+    ),
+    "surgery.trees": ("path_of",),
+    "surgery.weight_axes": ("Layout",),
+}
+_MODULES = (
+    *(
+        "adapters",
+        "arrays",
+        "files",
+        "hijax",
+        "implicit",
+        "kernels",
+        "lm",
+        "numpy",
+        "online_learning",
+        "optim",
+    ),
+    *("primitives", "sharding", "surgery", "testing", "utils"),
+    *("interop", "models"),  # where names were until 0.1
 )
+
+__getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
+
+find_moved_modules()

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: The packages that the `demo` extra installs.
-_EXTRA = ("matplotlib", "optax", "rich", "sklearn", "tokenizers")
+#: The packages that the extras `lm` and `demo` install.
+_EXTRA = ("jinja2", "matplotlib", "optax", "rich", "sklearn", "tokenizers")
 
 #: Of an option that several commands have.
 COMPILATION_CACHE = (
@@ -35,12 +35,12 @@ def number(
 
 
 @contextlib.contextmanager
-def importing_extra(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the command with advice if a package of the `demo` extra is not installed."""
+def importing_extra(parser: argparse.ArgumentParser, extra: str) -> Iterator[None]:
+    """Ends the command with advice if a package of this extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
-        parser.error(f"{package} is not installed: pip install 'quaxlike[demo]'")
+        parser.error(f"{package} is not installed: pip install 'quaxlike[{extra}]'")

@@ -1,8 +1,53 @@
-"""Names that have moved: they work for one more release, with a warning that names the new ones."""
+"""Names and modules that have moved: they work for one more release, with a warning that names the new."""
 
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+_REMOVED_IN = "0.3"
+
+#: Old modules of the package and where each is now. What is below a module moved with it.
+_MODULES = {
+    "arrays.adapters": "adapters",
+    "finetune": "lm.finetune",
+    "generate": "lm.generate",
+    "interop.bitsandbytes": "lm.bitsandbytes",
+    "interop.chat": "lm.chat",
+    "interop.checkpoint": "lm.checkpoints.checkpoint",
+    "interop.files": "files",
+    "interop.formats": "lm.formats",
+    "interop.gguf": "lm.gguf",
+    "interop.peft": "lm.peft",
+    "interop.safetensors": "files.safetensors",
+    "interop.saving": "lm.checkpoints.saving",
+    "interop.text": "lm.text",
+    "interop.tokenizer": "lm.tokenizer",
+    "models.generation": "lm.generate.generation",
+    "models.loading": "lm.loading",
+    "models.to_gguf": "lm.to_gguf",
+}
+#: Old packages whose names are in several modules now. A name that is not listed is in the module under "".
+_PACKAGES = {
+    "interop": {
+        "": "lm",
+        "CheckpointError": "files",
+        "load": "lm.read",
+        "safetensors": "files",
+        "save": "lm.write",
+    },
+    "models": {
+        "": "lm.models",
+        **dict.fromkeys(("Conversation", "FAMILIES", "UnsupportedConfigError", "generate", "load"), "lm"),
+        **dict.fromkeys(("resize_vocabulary", "save"), "lm"),
+    },
+}
 
 
 def deprecated(
@@ -27,8 +72,111 @@ def deprecated(
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new, found = names[name]
-        message = f"{module}.{name} is {new} now; quaxlike {removed_in} will not have the old name."
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        _warn(f"{module}.{name}", new, removed_in)
         return found
 
     return __getattr__, lambda: sorted(names)
+
+
+def find_moved_modules() -> None:
+    """Lets `import` find modules under their old paths."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # Before Python's own, which would load a second copy of a module below a package that moved.
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        package, _, name = fullname.partition(".")
+        if package != _PACKAGE or (new := _moved(name)) is None:
+            return None
+        if name in _PACKAGES:
+            return importlib.machinery.ModuleSpec(fullname, _OldPackage(name), is_package=True)
+        is_package = not name.endswith("__main__")
+        return importlib.machinery.ModuleSpec(fullname, _Moved(f"{package}.{new}"), is_package=is_package)
+
+
+def _moved(name: str) -> str | None:
+    """The new path of a module of the package; None if it has not moved."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        old = ".".join(parts[:n])
+        new = _MODULES.get(old) or _PACKAGES.get(old, {}).get("")
+        if new is not None:
+            return ".".join([new, *parts[n:]])
+    return None
+
+
+class _Moved(importlib.abc.InspectLoader):
+    """Loads the module that is elsewhere now: the same object under its old name."""
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.new)
+        _warn(module.__name__, self.new, _REMOVED_IN)
+
+    def get_source(self, fullname: str) -> str:
+        """For `python -m` with the old path."""
+        old, new = (name.removesuffix(".__main__") for name in (fullname, self.new))
+        command = new.rpartition(".")[2]
+        said = f"`python -m {old}` is `{_PACKAGE} {command}` now, or `python -m {new}`."
+        return (
+            "import runpy, sys\n"
+            f"print({said!r}, file=sys.stderr)\n"
+            f"runpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
+        )
+
+
+class _OldPackage(importlib.abc.Loader):
+    """Makes a package whose names are in several modules now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = functools.partial(_name_of_package, self.name)
+
+
+def _name_of_package(package: str, name: str) -> Any:
+    names = _PACKAGES[package]
+    if name.startswith("__"):
+        raise AttributeError(f"module '{_PACKAGE}.{package}' has no attribute {name!r}")
+    where = names.get(name, names[""])
+    return moved_name(f"{package}.{name}", where if where.endswith(("read", "write")) else f"{where}.{name}")
+
+
+def moved_name(old: str, new: str) -> Any:
+    """The object that is at `new` now, with a warning. Both are paths below the package."""
+    module, _, name = new.rpartition(".")
+    found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
+    _warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}", _REMOVED_IN)
+    return found
+
+
+def _warn(old: str, new: str, removed_in: str) -> None:
+    """Warns at the line that asks for the old name: the innermost outside this package and the import
+    system."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and _is_ours(frame):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        f"{old} is {new} now; quaxlike {removed_in} will not have the old name.",
+        DeprecationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__", "<unknown>"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    name = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] in (_PACKAGE, "importlib")

@@ -1,22 +1,38 @@
-"""Modules of a package that are imported on first use."""
+"""Names of a package that are imported on first use."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from typing import Any
 
 
 def lazily(
-    package: str, names: Iterable[str], namespace: Mapping[str, object]
-) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a package that imports the named modules on demand."""
-    modules = frozenset(names)
+    package: str,
+    modules: Iterable[str],
+    namespace: dict[str, Any],
+    names: Mapping[str, Iterable[str]] | None = None,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Makes the `__getattr__` and `__dir__` of a package that imports modules, and names of them, on demand.
 
-    def __getattr__(name: str) -> ModuleType:
-        if name in modules:
+    **Arguments:**
+
+    - `package`: its `__name__`.
+    - `modules`: modules of the package.
+    - `namespace`: its `globals()`, which keep a name once it was asked for.
+    - `names`: by the module of the package that has them, the names that are taken from there.
+    """
+    known = frozenset(modules)
+    sources = {name: module for module, each in (names or {}).items() for name in each}
+
+    def __getattr__(name: str) -> Any:
+        if name in sources:
+            found = getattr(importlib.import_module(f".{sources[name]}", package), name)
+            namespace[name] = found
+            return found
+        if name in known:
             return importlib.import_module(f".{name}", package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*namespace, *modules})
+        return sorted({*namespace, *known, *sources})
 
     return __getattr__, __dir__

@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array, lax
 
 import quaxlike as ql
-from quaxlike.arrays import adapters, named, quantized, sparse, structured, unitful, zero
+from quaxlike import adapters
+from quaxlike.arrays import named, quantized, sparse, structured, unitful, zero
 from quaxlike.arrays.lora import LoraBias
 from tests import users
 from tests.samples import normal

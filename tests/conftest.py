@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter):
     passed = terminalreporter.stats.get("passed", ())
     rows = [row for test in passed for name, row in test.user_properties if name == "compared"]
     if rows:
-        from tests.clients.suite import report
+        from tests.lm.clients.suite import report
 
         terminalreporter.section("programs, files and families")
         for line in report(rows, os.environ.get("QUAXLIKE_WRITE_OUTPUTS") == "1"):

@@ -144,7 +144,7 @@ BESIDE = {
     "lora": ["tests/surgery/test_adapters.py"],
     "quantized": [
         *(f"tests/kernels/test_{name}.py" for name in ("block_matmul", "reached")),
-        "tests/interop/test_safetensors.py",
+        "tests/files/test_safetensors.py",
     ],
 }
 

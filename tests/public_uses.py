@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 import quaxlike as ql
-from quaxlike import interop
-from quaxlike.interop import peft, safetensors
+from quaxlike import lm
+from quaxlike.files import safetensors
+from quaxlike.lm import peft
 from quaxlike.primitives import DefinedPrimitive, define_primitive
 from quaxlike.sharding import shard, specs_for
 
@@ -78,9 +79,9 @@ def models(folder: Path) -> None:
 
 def files(folder: Path) -> None:
     weights: dict[str, Any] = {"w": ql.BlockArray.quantize(jnp.ones((32, 64)), codec="q8_0")}
-    interop.save(folder / "w.gguf", weights, format="gguf")
-    assert_type(interop.load(folder / "w.gguf"), dict[str, Any])
-    assert interop.open_checkpoint(folder / "w.gguf").format == "gguf"
+    lm.write(folder / "w.gguf", weights, format="gguf")
+    assert_type(lm.read(folder / "w.gguf"), dict[str, Any])
+    assert lm.open_checkpoint(folder / "w.gguf").format == "gguf"
 
 
 def arrays() -> None:

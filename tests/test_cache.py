@@ -85,7 +85,7 @@ def test_a_user_without_a_home(fresh, monkeypatch):
 @pytest.mark.slow
 def test_only_commands_keep_programs():
     """Importing and calling the library does not."""
-    code = "import jax, quaxlike, quaxlike.models; print(jax.config.jax_compilation_cache_dir)"
+    code = "import jax, quaxlike, quaxlike.lm.models; print(jax.config.jax_compilation_cache_dir)"
     env = {name: x for name, x in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "None"

@@ -1,5 +1,6 @@
 """Names that move work for a release, and say what the new ones are."""
 
+import subprocess
 import sys
 import types
 
@@ -13,13 +14,13 @@ from tests.samples import checks_annotations
 def old(monkeypatch):
     """A module whose only name has moved."""
     module = types.ModuleType("old")
-    names = {"load_model": ("quaxlike.models.load", 3)}
+    names = {"load_model": ("quaxlike.lm.load", 3)}
     module.__getattr__, module.__dir__ = deprecated("old", names, removed_in="9.0")  # pyright: ignore
     monkeypatch.setitem(sys.modules, "old", module)
     return module
 
 
-_MOVED = r"^old\.load_model is quaxlike\.models\.load now; quaxlike 9\.0 will not have the old name\.$"
+_MOVED = r"^old\.load_model is quaxlike\.lm\.load now; quaxlike 9\.0 will not have the old name\.$"
 
 
 def test_a_name_that_moved(old):
@@ -40,3 +41,42 @@ def test_importing_everything(old):
 def test_a_name_that_never_was(old):
     with pytest.raises(AttributeError, match="module 'old' has no attribute 'Mamba'"):
         _ = old.Mamba
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which has imported nothing under the new names."""
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True
+    )
+
+
+def test_modules_that_moved_are_the_new_ones():
+    run = _run(
+        "from quaxlike.interop.peft import load_adapter\n"
+        "import quaxlike.finetune.settings, quaxlike as ql\n"
+        "from quaxlike.models import Decoder, load\n"
+        "from quaxlike.interop import safetensors, save\n"
+        "assert load_adapter is ql.lm.peft.load_adapter and ql.interop.load is ql.lm.read\n"
+        "import quaxlike.lm.finetune.settings as settings\n"
+        "assert quaxlike.finetune.settings is settings and save is ql.lm.write\n"
+        "assert ql.arrays.adapters is ql.adapters and Decoder is ql.lm.models.Decoder\n"
+        "assert safetensors.save is ql.files.save and ql.models.generate is ql.lm.generate\n"
+        "from quaxlike.sharding import tensor_parallel\n"
+        "assert tensor_parallel is ql.lm.tensor_parallel\n"
+    )
+    for line, new in {
+        1: "quaxlike.interop.peft is quaxlike.lm.peft",
+        2: "quaxlike.finetune.settings is quaxlike.lm.finetune.settings",
+        3: "quaxlike.models.load is quaxlike.lm.load",
+        4: "quaxlike.interop.save is quaxlike.lm.write",
+        10: "quaxlike.sharding.tensor_parallel is quaxlike.lm.tensor_parallel",
+    }.items():
+        assert f"<string>:{line}: DeprecationWarning: {new} now; quaxlike 0.3" in run.stderr
+
+
+@pytest.mark.parametrize(("old", "new"), [("finetune", "lm.finetune"), ("generate", "lm.generate")])
+def test_commands_under_their_old_names(old, new):
+    command = [sys.executable, "-m", f"quaxlike.{old}", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"`python -m quaxlike.{old}` is `quaxlike {old}` now, or `python -m quaxlike.{new}`." in run.stderr
+    assert "usage: " in run.stdout

@@ -1,5 +1,6 @@
 """The public face: what `import quaxlike as ql` gives."""
 
+import ast
 import importlib
 import importlib.util
 import pkgutil
@@ -17,12 +18,11 @@ _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _HAS_HIJAX = importlib.util.find_spec("jax.experimental.hijax") and hasattr(
     importlib.import_module("jax.experimental.hijax"), "HiPrim"
 )
-_PROGRAMS = ("demo", "finetune", "generate")  # command lines, which are no part of the face
-_NO_ROOMS = ("core", *_PROGRAMS, *([] if _HAS_HIJAX else ["hijax"]))
+_NO_ROOMS = ("core", "demo", "__main__", *([] if _HAS_HIJAX else ["hijax"]))
 _ROOMS = sorted(m.name for m in pkgutil.iter_modules(ql.__path__) if m.name not in _NO_ROOMS)
 _PUBLIC = ["", *(f".{room}" for room in _ROOMS if not room.startswith("_"))]
 _PUBLIC += [f".arrays.{m.name}" for m in pkgutil.iter_modules(ql.arrays.__path__) if m.ispkg]
-_PUBLIC += [f".interop.{name}" for name in ("bitsandbytes", "peft", "safetensors")]
+_PUBLIC += [f".lm.{name}" for name in ("bitsandbytes", "chat", "models", "peft")]
 _PUBLIC = [name for name in _PUBLIC if name not in (".numpy", ".surgery")]  # dynamic; modules alone
 
 
@@ -30,7 +30,7 @@ _PUBLIC = [name for name in _PUBLIC if name not in (".numpy", ".surgery")]  # dy
 def test_rooms_come_with_the_package():
     """In a process of its own, where nothing else has imported them."""
     rooms = [room for room in _ROOMS if not room.startswith("_")]
-    nested = ["arrays.unitful.Unitful", "interop.peft.save_adapter", "numpy.sin", "sharding.shard"]
+    nested = ["arrays.unitful.Unitful", "lm.peft.save_adapter", "files.save", "numpy.sin", "sharding.shard"]
     code = "import quaxlike as ql\n" + "\n".join(f"ql.{name}" for name in [*rooms, *nested])
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert set(rooms) <= set(dir(ql))
@@ -47,6 +47,30 @@ def test_every_module_is_imported():
     for name in modules:
         if not name.endswith("__main__") and (_HAS_HIJAX or name != "quaxlike.hijax"):
             importlib.import_module(name)
+
+
+def test_names_that_are_imported_on_first_use_are_those_that_type_checkers_see():
+    tree = ast.parse(Path(ql.__file__).read_text(encoding="utf-8"))
+    (typed,) = [x for x in tree.body if isinstance(x, ast.If)]
+    seen = {
+        x.module: [y.name for y in x.names] for x in typed.body if isinstance(x, ast.ImportFrom) and x.module
+    }
+    assert {module: list(names) for module, names in ql._NAMES.items()} == seen  # pyright: ignore[reportPrivateUsage]
+
+
+_LOADED = """
+import sys, quaxlike
+loaded = [m.__file__ for m in sys.modules.values() if m.__name__.startswith("quaxlike") and m.__file__]
+print(sum(open(file, "rb").read().count(b"\\n") for file in loaded), *sorted(sys.modules))
+"""
+
+
+def test_importing_the_package_loads_the_framework_alone():
+    run = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True)
+    lines, *modules = run.stdout.split()
+    assert int(lines) <= 9_000
+    rooms = {name.split(".")[1] for name in modules if name.startswith("quaxlike.")}
+    assert {room for room in rooms if not room.startswith("_")} == {"core"}
 
 
 def test_unknown_names_are_attribute_errors():

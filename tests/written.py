@@ -16,9 +16,11 @@ import numpy as np
 import optax
 
 import quaxlike as ql
-from quaxlike.finetune.settings import Settings
-from quaxlike.finetune.state import RunDirectory
-from quaxlike.interop import peft, safetensors, save
+from quaxlike import lm
+from quaxlike.files import safetensors
+from quaxlike.lm import peft
+from quaxlike.lm.finetune.settings import Settings
+from quaxlike.lm.finetune.state import RunDirectory
 from tests.array_types import CORNERS, WEIGHTS, parts
 from tests.fixtures import DATA
 from tests.samples import normal
@@ -110,7 +112,7 @@ def write(folder: Path) -> None:
     for name, (file, format, quantised) in FORMATS.items():
         w = quantised(jnp.asarray(normal(4, 64)))
         (folder / name).mkdir()
-        save(folder / name / file, {"x.weight": w}, format=format)
+        lm.write(folder / name / file, {"x.weight": w}, format=format)
         np.save(folder / name / "x.npy", np.asarray(w.materialise()))
     model = linear()
     safetensors.save_adapters(folder / "adapters.safetensors", model)

@@ -57,7 +57,7 @@ def make(folder: pathlib.Path, size: Size) -> None:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     import quaxlike as ql
-    from quaxlike.interop.gguf.tokenizer import PATTERNS
+    from quaxlike.lm.gguf.tokenizer import PATTERNS
     from quaxlike.surgery.trees import named_arrays
 
     heads = size.width // 64
@@ -81,9 +81,9 @@ def make(folder: pathlib.Path, size: Size) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-    model = ql.models.Decoder(ql.models.DecoderConfig.from_json(config), key=jax.random.key(0))
+    model = ql.lm.models.Decoder(ql.lm.models.DecoderConfig.from_json(config), key=jax.random.key(0))
     arrays = {name: x.astype(jnp.bfloat16) for name, x in named_arrays(model).items()}
-    ql.interop.save(folder / "model.safetensors", arrays, format="safetensors")
+    ql.lm.write(folder / "model.safetensors", arrays, format="safetensors")
 
 
 def gguf(folder: pathlib.Path, kind: str) -> pathlib.Path:
@@ -97,7 +97,7 @@ def gguf(folder: pathlib.Path, kind: str) -> pathlib.Path:
 
     whole = folder.with_name("whole.gguf")
     if not whole.exists():
-        ql.models.save(whole, ql.models.load(folder)[0], folder, format="gguf")
+        ql.lm.save(whole, ql.lm.load(folder)[0], folder, format="gguf")
     options: Any = llama_cpp.llama_model_quantize_default_params()
     options.ftype = getattr(llama_cpp, GGUF[kind])
     if llama_cpp.llama_model_quantize(str(whole).encode(), str(path).encode(), options):

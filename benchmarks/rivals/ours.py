@@ -13,14 +13,14 @@ import numpy as np
 
 import quaxlike as ql
 from quaxlike import kernels
-from quaxlike._allocator import keep_memory
 from quaxlike._cache import keep_programs
-from quaxlike.finetune.data import Example, collate
-from quaxlike.finetune.devices import Devices
-from quaxlike.finetune.settings import Settings
-from quaxlike.finetune.tasks import task_for
-from quaxlike.finetune.train import Program, State, optimiser_for
-from quaxlike.models import generate
+from quaxlike.lm import generate
+from quaxlike.lm._allocator import keep_memory
+from quaxlike.lm.finetune.data import Example, collate
+from quaxlike.lm.finetune.devices import Devices
+from quaxlike.lm.finetune.settings import Settings
+from quaxlike.lm.finetune.tasks import task_for
+from quaxlike.lm.finetune.train import Program, State, optimiser_for
 
 from .. import transformer
 from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
@@ -30,7 +30,7 @@ Run = Callable[[], float]
 
 def _load(folder: pathlib.Path, quantize: str | None, head: bool = False, dtype: str | None = None) -> Any:
     kernels.native.prepare(print)
-    return ql.models.load(folder, quantize=quantize, head=head, dtype=dtype)[0]
+    return ql.lm.load(folder, quantize=quantize, head=head, dtype=dtype)[0]
 
 
 def token(
@@ -40,7 +40,7 @@ def token(
     """The median time of a token, after the first two, of a text of `length` tokens."""
     if file is not None:
         kernels.native.prepare(print)
-        model, _ = ql.models.load(gguf(folder, file), dtype=dtype)
+        model, _ = ql.lm.load(gguf(folder, file), dtype=dtype)
     else:
         model = _load(folder, quantize, head, dtype)
 
@@ -73,13 +73,13 @@ def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None 
 
 
 def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Program, list[Any]]:
-    """The program of a step as `quaxlike.finetune` makes it, and what it takes."""
+    """The program of a step as `quaxlike.lm.finetune` makes it, and what it takes."""
     keep_memory()
     settings = Settings(folder, folder, folder, batch_size=ROWS)
     options: Any = None if quantize is None else {"scheme": quantize, "double_quant": True}
     if quantize is not None:
         kernels.native.prepare(print)
-    model, _ = ql.models.load(folder, quantize=options)
+    model, _ = ql.lm.load(folder, quantize=options)
     model = ql.loraify(model, rank=RANK, alpha=2 * RANK, where="all-linear", key=jax.random.key(0)).stacked()
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 100)

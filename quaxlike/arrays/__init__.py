@@ -11,7 +11,7 @@ from .adapted import AdaptedArray
 from .annotated import AnnotatedArray
 
 if TYPE_CHECKING:
-    from . import adapters as adapters
+    from .. import adapters as adapters
     from . import lora as lora
     from . import named as named
     from . import prng as prng

@@ -18,9 +18,9 @@ def _make_writable(directory: Path) -> str | None:
         return error.strerror
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m quaxlike.demo",
+        prog=prog,
         description="Train a small vision transformer on upright digits, then adapt it to rotated "
         "ones in full, by LoRA and by QLoRA (LoRA over NF4 weights).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -39,16 +39,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.demo") -> int:
     """Runs the demonstration; the exit status is 2 if it cannot start."""
     # Arguments first: importing JAX and scikit-learn takes seconds.
-    parser = _parser()
+    parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if reason := _make_writable(arguments.output):
         parser.error(
             f"argument --output: cannot write to '{arguments.output}' ({reason}); choose a writable directory"
         )
-    with importing_extra(parser):
+    with importing_extra(parser, "demo"):
         from .show import show
     show(seed=arguments.seed, steps=arguments.steps, output=arguments.output)
     return 0

@@ -1,6 +1,18 @@
 """Models on meshes of devices, with arrays of any type."""
 
-from .placing import abstract, constrain, shard, specs_for
-from .rules import expert_parallel, fsdp, tensor_parallel
+from typing import Any
 
-__all__ = ["abstract", "constrain", "expert_parallel", "fsdp", "shard", "specs_for", "tensor_parallel"]
+from .._deprecated import moved_name
+from .fsdp import fsdp
+from .placing import abstract, constrain, shard, specs_for
+
+__all__ = ["abstract", "constrain", "fsdp", "shard", "specs_for"]
+
+
+_MOVED = ("expert_parallel", "tensor_parallel")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        return moved_name(f"sharding.{name}", f"lm.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,7 +36,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     - `rule`: either a dict from regular expressions to partition specs, in which the first that matches a
         whole name wins (the name of a layer stands for its `weight`); or a callable that takes the name and
         the array or Value, and returns a spec, or for a Value also the Value with a spec for each of its
-        arrays. [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.sharding.tensor_parallel]
+        arrays. [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]
         make such callables. Arrays without a spec, or with None, are replicated.
 
     The blocks of doubly quantised scales cross the rows of a weight. If a spec splits rows, the specs are for
@@ -144,7 +144,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     - `model`: any pytree.
     - `mesh`: the devices.
     - `specs`: a rule, as for [`specs_for`][quaxlike.sharding.specs_for], from
-        [`fsdp`][quaxlike.sharding.fsdp] or [`tensor_parallel`][quaxlike.sharding.tensor_parallel], or a dict
+        [`fsdp`][quaxlike.sharding.fsdp] or [`tensor_parallel`][quaxlike.lm.tensor_parallel], or a dict
         of regular expressions unless the model itself is a dict; or the result of `specs_for`; or a prefix
         tree of the model, in which a spec applies to all arrays below it, and at a Value to the logical
         array.
@@ -158,7 +158,8 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
         ```python
         import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
-        from quaxlike.sharding import shard, tensor_parallel
+        from quaxlike.lm import tensor_parallel
+        from quaxlike.sharding import shard
 
         mesh = jax.make_mesh((len(jax.devices()),), ("model",))
         mlp = ql.quantize(

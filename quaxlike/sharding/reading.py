@@ -9,12 +9,9 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ..core.values import is_value
-from ..surgery.trees import named_arrays
 from .placing import NamedRule, leaf_specs_of, spread, unnested
-from .rules import divides_layers, fsdp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +45,6 @@ class Rows:
         raw = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(longer(x), x.dtype), first)
         made = eqx.filter_eval_shape(self.then, raw)
         return made if goes_by_rows(made) else None
-
-
-def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
-    """The default rule: `tensor_parallel` along an axis called "model", "tensor" or "tp", `expert_parallel`
-    along one called "expert" or "ep", and with `fully`, `fsdp` along the others.
-
-    The classes of `model` identify layers. Without it, and for weights stored in a form other than the
-    model's, only the names of weights do.
-    """
-    by_layers: NamedRule | None = None
-    if rule_for := divides_layers(mesh):
-        like = {} if model is None else named_arrays(model)
-        whole: Any = None if model is None else rule_for(model, mesh)
-
-        def by_layer(name: str, leaf: Any) -> Any:
-            known = name in like and jtu.tree_structure(leaf) == jtu.tree_structure(like[name])
-            return (whole if known else rule_for({name: leaf}, mesh))(name, leaf)
-
-        by_layers = by_layer
-    return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
 
 
 def read_onto(name: str, rows: Rows, mesh: Any, rule: NamedRule) -> Any:

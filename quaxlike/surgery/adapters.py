@@ -303,8 +303,8 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     where their invocation tokens stand, or none if they do not.
 
     Call it for each text, outside of [`quaxlike.quaxify`][]. With `jax.vmap`, each text of a batch has its
-    own. [`quaxlike.models.generate`][], [`quaxlike.models.Conversation`][] and
-    `python -m quaxlike.finetune` call it themselves.
+    own. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    `python -m quaxlike.lm.finetune` call it themselves.
 
     **Arguments:**
 

@@ -55,7 +55,7 @@ def balance(
         their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
         later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
         multiplies by a `weight` of one axis. Default: what the model's method `folds` returns
-        ([`quaxlike.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
+        ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**

@@ -90,7 +90,7 @@ def loraify(
     **Returns:**
 
     The model, with a [`quaxlike.LoraArray`][] in place of each weight, or with `invocation_tokens` an
-    [`ALoRAArray`][quaxlike.arrays.adapters.ALoRAArray].
+    [`ALoRAArray`][quaxlike.adapters.ALoRAArray].
 
     **Raises:**
 
@@ -140,7 +140,7 @@ def loraify(
     extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
     if not invocation_tokens:
         return extras
-    from ..arrays.adapters import ALoRAArray  # with all methods of adaptation, which few programs need
+    from ..adapters import ALoRAArray  # with all methods of adaptation, which few programs need
 
     activated = map_arrays(lambda _, lora: ALoRAArray.of(lora, invocation_tokens), adapters)
     return replace(extras, activated)

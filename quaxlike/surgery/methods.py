@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays.adapters import (
+from ..adapters import (
     AdaLoRAArray,
     BOFTArray,
     C3AArray,

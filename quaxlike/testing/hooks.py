@@ -17,7 +17,6 @@ from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
 from ..core.placeholders import has_placeholders
 from ..core.values import Value, as_shapes, aval_of, is_value
-from ..sharding import shard
 from .compare import disagreement, is_inexact
 from .programs import mesh, plain
 from .refusing import found_by_name, reveal
@@ -63,9 +62,9 @@ class Subject:
         other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
-    def split(self, axis: int) -> tuple[jax.P, int] | None:
-        """A spec that spreads an axis (none, for -1), and the largest number of devices that can share it;
-        None if the type declines it, or does not say how its leaves are spread."""
+    def split(self, axis: int) -> tuple[jax.P, Any] | None:
+        """A spec that spreads an axis (none, for -1), and the value placed by it on as many devices as can
+        share it; None if the type declines it, or does not say how its leaves are spread."""
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
         try:
@@ -77,7 +76,9 @@ class Subject:
             if len(own) > jnp.ndim(x):
                 raise Wrong(f"shard_spec({spec}) gives {own} for a leaf of shape {jnp.shape(x)}")
             sizes += [x.shape[i] for i, entry in enumerate(own) if entry is not None]
-        return spec, next(n for n in range(len(jax.devices()), 0, -1) if all(k % n == 0 for k in sizes))
+        devices = next(n for n in range(len(jax.devices()), 0, -1) if all(k % n == 0 for k in sizes))
+        shardings = [jax.NamedSharding(mesh(devices), own) for own in specs]
+        return spec, treedef.unflatten(map(jax.device_put, leaves, shardings))
 
     def same(self, found: Any, what: str, expected: Any = None) -> None:
         expected = self.dense if expected is None else expected
@@ -286,8 +287,7 @@ def _shard_spec(s: Subject) -> bool:
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
-        spec, devices = split
-        placed = shard(s.value, mesh(devices), spec)
+        spec, placed = split
         s.same(reveal(placed), f"placing by shard_spec({spec}) changes the array")
     return s.overrides("shard_spec")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays.adapters import ALoRAArray
+from quaxlike.adapters import ALoRAArray
 from tests.samples import normal
 
 IDS = jnp.array([3, 5, 9, 1, 5, 9, 9, 2])  # 5, 9 stands last at 4

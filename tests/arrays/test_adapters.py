@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays import adapters as A
+from quaxlike import adapters as A
 from quaxlike.arrays.structured import BlockDiagonalMatrix, DiagonalMatrix, KroneckerMatrix
 from tests.samples import normal
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.interop import peft
-from quaxlike.interop.files.tensors import open_tensors
+from quaxlike.files.tensors import open_tensors
+from quaxlike.lm import peft
 from tests.array_types import TYPES
 from tests.samples import normal
 

@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from benchmarks import quality
-from tests.models.fixtures import in_float32
+from tests.lm.models.fixtures import in_float32
 
 pytest.importorskip("sklearn")
 

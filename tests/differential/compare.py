@@ -15,9 +15,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 import quaxlike as ql
+from quaxlike.adapters import MethodArray
+from quaxlike.adapters.combinators import Combinator
 from quaxlike.arrays import named, unitful
-from quaxlike.arrays.adapters import MethodArray
-from quaxlike.arrays.adapters.combinators import Combinator
 from quaxlike.arrays.lora import LoraArray, LoraBias
 from quaxlike.arrays.quantized import AbstractQuantizedArray
 from quaxlike.arrays.sparse import OneHotVector

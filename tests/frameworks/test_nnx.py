@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import quaxlike as ql
-from quaxlike.interop import safetensors
+from quaxlike.files import safetensors
 
 pytestmark = pytest.mark.frameworks
 

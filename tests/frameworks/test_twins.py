@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import quaxlike as ql
-from quaxlike.interop import peft
+from quaxlike.lm import peft
 
 from .test_nnx import Block
 

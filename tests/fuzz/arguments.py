@@ -18,8 +18,9 @@ import optax
 from jax.experimental.sparse import BCOO
 
 import quaxlike as ql
-from quaxlike import arrays, interop, models, sharding
-from quaxlike.interop import bitsandbytes, peft, safetensors
+from quaxlike import arrays, lm, sharding
+from quaxlike.files import safetensors
+from quaxlike.lm import bitsandbytes, peft
 from tests.fixtures import fixture
 from tests.fuzz.parts import parts
 
@@ -55,7 +56,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
     bitsandbytes.save(folder / "b.safetensors", model)
     peft.save_adapter(folder / "adapter", adapted)
     base = fixture("peft_llama/base")
-    decoder, _ = models.load(base)
+    decoder, _ = lm.load(base)
     surgery = {
         "select": (ql.select, {"model": model, "where": ["q_proj"], "exclude": [], "layout": None}),
         "layouts": (ql.layouts, {"model": model, "layout": None}),
@@ -141,10 +142,10 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "prng.key": (arrays.prng.key, {"seed": 0}),
     }
     files = {
-        "interop.load": (interop.load, {"path": file}),
-        "interop.open_checkpoint": (interop.open_checkpoint, {"path": file}),
-        "interop.save": (interop.save, {"path": folder / "new", "mapping": model, "format": "safetensors"}),
-        "interop.read_tokenizer": (interop.read_tokenizer, {"path": fixture("models/chat/gemma")}),
+        "lm.read": (lm.read, {"path": file}),
+        "lm.open_checkpoint": (lm.open_checkpoint, {"path": file}),
+        "lm.write": (lm.write, {"path": folder / "new", "mapping": model, "format": "safetensors"}),
+        "lm.read_tokenizer": (lm.read_tokenizer, {"path": fixture("models/chat/gemma")}),
         "safetensors.save": (safetensors.save, {"path": folder / "new", "model": model}),
         "safetensors.load": (safetensors.load, {"path": file, "like": model}),
         "safetensors.save_adapters": (safetensors.save_adapters, {"path": folder / "new", "model": adapted}),
@@ -153,16 +154,16 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         "bitsandbytes.save": (bitsandbytes.save, {"path": folder / "new", "mapping": model}),
         "peft.load_adapter": (peft.load_adapter, {"directory": folder / "adapter", "model": model}),
         "peft.save_adapter": (peft.save_adapter, {"directory": folder / "other", "model": adapted}),
-        "models.load": (models.load, {"directory": base}),
-        "models.save": (models.save, {"directory": folder / "saved", "model": decoder, "source": base}),
-        "models.generate": (
-            models.generate,
+        "lm.load": (lm.load, {"directory": base}),
+        "lm.save": (lm.save, {"directory": folder / "saved", "model": decoder, "source": base}),
+        "lm.generate": (
+            lm.generate,
             {"model": decoder, "ids": np.ones((1, 2), np.int32), "max_new_tokens": 1},
         ),
         "shard": (sharding.shard, {"model": model, "mesh": mesh, "specs": {"q_proj.weight": jax.P()}}),
         "specs_for": (sharding.specs_for, {"model": model, "rule": lambda name, leaf: jax.P()}),
         "fsdp": (sharding.fsdp, {"mesh": mesh}),
-        "tensor_parallel": (sharding.tensor_parallel, {"model": model, "mesh": mesh}),
+        "tensor_parallel": (lm.tensor_parallel, {"model": model, "mesh": mesh}),
     }
     return surgery | core | kinds | files | parts()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quaxlike.interop.gguf.metadata import MAGIC, Cursor, encode_text, encode_value, read_value
+from quaxlike.lm.gguf.metadata import MAGIC, Cursor, encode_text, encode_value, read_value
 from tests.fuzz import tensors
 
 # What stands for a value that was changed.

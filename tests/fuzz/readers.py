@@ -13,19 +13,20 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import quaxlike as ql
-from quaxlike import interop
-from quaxlike.finetune.data import Tokens
-from quaxlike.finetune.run import read_data
-from quaxlike.finetune.settings import FinetuneError, Settings
-from quaxlike.finetune.state import RunDirectory
-from quaxlike.finetune.tasks import NextToken
-from quaxlike.generate.run import GenerateError
-from quaxlike.interop import CheckpointError, bitsandbytes, peft, safetensors
-from quaxlike.interop.files.companions import ends_of
-from quaxlike.interop.files.json_text import read_json_file
-from quaxlike.interop.files.tensors import open_tensors
-from quaxlike.interop.text import TextTokenizer
-from quaxlike.models import Decoder, DecoderConfig, UnsupportedConfigError
+from quaxlike import lm
+from quaxlike.files import CheckpointError, safetensors
+from quaxlike.files.json_text import read_json_file
+from quaxlike.files.tensors import open_tensors
+from quaxlike.lm import UnsupportedConfigError, bitsandbytes, peft
+from quaxlike.lm.finetune.data import Tokens
+from quaxlike.lm.finetune.run import read_data
+from quaxlike.lm.finetune.settings import FinetuneError, Settings
+from quaxlike.lm.finetune.state import RunDirectory
+from quaxlike.lm.finetune.tasks import NextToken
+from quaxlike.lm.folders.companions import ends_of
+from quaxlike.lm.generate.run import GenerateError
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.lm.text import TextTokenizer
 from tests.fixtures import fixture
 from tests.fuzz.mutations import SUFFIXES
 
@@ -168,7 +169,7 @@ def _read_configuration(folder: Path) -> None:
 
 def _of_format(name: str) -> Reader:
     folders = sorted(path.name for path in fixture(f"formats/{name}").iterdir() if path.is_dir())
-    return Reader(interop.load, tuple(f"formats/{name}/{folder}" for folder in folders))
+    return Reader(lm.read, tuple(f"formats/{name}/{folder}" for folder in folders))
 
 
 def _configurations() -> list[Path]:
@@ -190,24 +191,24 @@ _CHAT = ("chatml", "gemma", "llama3", "mistral")
 
 READERS = {
     "safetensors": Reader(lambda path: list(open_tensors(path).values()), ("peft_llama/base",)),
-    "load": Reader(interop.load, ("peft_llama/base",)),
+    "load": Reader(lm.read, ("peft_llama/base",)),
     "values": Reader(lambda path: safetensors.load(path, _values()), (_write_values,)),
     "adapters": Reader(lambda path: safetensors.load_adapters(path, _bare()), (_write_adapters,)),
     "bitsandbytes": Reader(bitsandbytes.load, ("qlora_llama_double/base4bit",)),
-    "models": Reader(ql.models.load, ("peft_llama/base", "peft_gpt2/base", "models/qwen2_moe/base")),
+    "models": Reader(ql.lm.load, ("peft_llama/base", "peft_gpt2/base", "models/qwen2_moe/base")),
     "adapter": Reader(lambda path: peft.load_adapter(path, _base()), ("peft_llama/adapters/qv",)),
     "adapters of other methods": Reader(
         lambda path: peft.load_adapter(path, _tensors("peft_methods/llama/base")),
         tuple(f"peft_methods/llama/{name}" for name in _METHODS),
     ),
     **{name: _of_format(name) for name in _FORMATS},
-    "gguf": Reader(interop.load, tuple(f"formats/gguf_tensors/{name}.gguf" for name in _GGUF)),
-    "gguf models": Reader(ql.models.load, ("formats/gguf_whole/qwen2_q4_0.gguf",)),
+    "gguf": Reader(lm.read, tuple(f"formats/gguf_tensors/{name}.gguf" for name in _GGUF)),
+    "gguf models": Reader(ql.lm.load, ("formats/gguf_whole/qwen2_q4_0.gguf",)),
     "gguf tokenisers": Reader(
         _read_tokenizer,
         ("formats/gguf_whole/qwen2_q4_0.gguf", "formats/gguf_whole/llama31_ropefreqs_f16.gguf"),
     ),
-    "quantised models": Reader(ql.models.load, tuple(f"formats/whole/{name}" for name in _WHOLE)),
+    "quantised models": Reader(ql.lm.load, tuple(f"formats/whole/{name}" for name in _WHOLE)),
     "tokenisers": Reader(_read_tokenizer, tuple(f"models/chat/{name}" for name in _CHAT)),
     "configurations": Reader(
         _read_configuration,

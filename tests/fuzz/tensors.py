@@ -6,7 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quaxlike.interop.gguf.metadata import MAGIC, Cursor, encode_text, read_value
+from quaxlike.lm.gguf.metadata import MAGIC, Cursor, encode_text, read_value
 
 
 class Entry(NamedTuple):

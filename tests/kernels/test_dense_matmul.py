@@ -12,7 +12,7 @@ from jax import lax
 import quaxlike as ql
 from quaxlike import kernels
 from quaxlike.kernels.dense_matmul import dense_matmul, dense_matmul_p, dot_general
-from quaxlike.models.layers import each
+from quaxlike.lm.models.layers import each
 from tests.primitives.jaxprs import equations
 from tests.samples import normal
 

@@ -1,4 +1,4 @@
-"""Runs of `python -m quaxlike.finetune --merge=dense` that are stopped, and go on until they end."""
+"""Runs of `python -m quaxlike.lm.finetune --merge=dense` that are stopped, and go on until they end."""
 
 import multiprocessing
 import os
@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from quaxlike.finetune.__main__ import main
-from tests.finetune.test_finetune import LINES, checkpoint, write
+from quaxlike.lm.finetune.__main__ import main
+from tests.lm.finetune.test_finetune import LINES, checkpoint, write
 
 _TIMED = "metrics.jsonl"  # holds the time of each step
 _TOLD = "told"

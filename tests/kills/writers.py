@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import quaxlike as ql
-from quaxlike import interop
-from quaxlike.finetune.report import Metrics
-from quaxlike.finetune.settings import Settings
-from quaxlike.finetune.state import RunDirectory
-from quaxlike.interop import bitsandbytes, peft, safetensors
+from quaxlike import lm
+from quaxlike.files import safetensors
+from quaxlike.lm import bitsandbytes, peft
+from quaxlike.lm.finetune.report import Metrics
+from quaxlike.lm.finetune.settings import Settings
+from quaxlike.lm.finetune.state import RunDirectory
 from tests.fixtures import fixture
 
 
@@ -61,20 +62,20 @@ def _read_quantised(folder: Path) -> set[int]:
 
 
 def _write_gguf(folder: Path, n: int) -> None:
-    interop.save(folder / "model.gguf", _numbered(n), "gguf", metadata={"number": n})
+    lm.write(folder / "model.gguf", _numbered(n), "gguf", metadata={"number": n})
 
 
 def _read_gguf(folder: Path) -> set[int]:
-    found = interop.open_checkpoint(folder / "model.gguf")
+    found = lm.open_checkpoint(folder / "model.gguf")
     return _numbers(dict(found)) | {found.metadata["number"]}
 
 
 def _write_folder(folder: Path, n: int) -> None:
-    interop.save(folder, _numbered(n), "compressed-tensors", config={"number": n})
+    lm.write(folder, _numbered(n), "compressed-tensors", config={"number": n})
 
 
 def _read_folder(folder: Path) -> set[int]:
-    found = interop.open_checkpoint(folder)
+    found = lm.open_checkpoint(folder)
     return _numbers(dict(found)) | {found.config["number"]}
 
 
@@ -103,12 +104,12 @@ def _write_model(folder: Path, n: int) -> None:
             return np.full(x.shape, n, np.float32)
         return _quantised(kind, x.shape, n)
 
-    ql.models.save(folder, jax.tree.map(numbered, model), fixture(_BASE))
+    ql.lm.save(folder, jax.tree.map(numbered, model), fixture(_BASE))
 
 
 def _base_model() -> Any:
     if not _MODELS:
-        _MODELS.append(ql.models.load(fixture(_BASE)))
+        _MODELS.append(ql.lm.load(fixture(_BASE)))
     return _MODELS[0]
 
 
@@ -116,7 +117,7 @@ _MODELS: list[Any] = []
 
 
 def _read_model(folder: Path) -> set[int]:
-    model, config = ql.models.load(folder)
+    model, config = ql.lm.load(folder)
     kinds = {type(x).__name__ for x in jax.tree.leaves(model, is_leaf=ql.is_value) if ql.is_value(x)}
     method = config.get("quantization_config", {}).get("quant_method")
     expected = {None: set(), "bitsandbytes": {"NF4Array"}, "compressed-tensors": {"Int8Array", "BlockArray"}}

@@ -9,7 +9,7 @@ import pytest
 from optax import contrib
 
 import quaxlike as ql
-from quaxlike.interop import safetensors
+from quaxlike.files import safetensors
 from quaxlike.optim import QuantizedState, quantize_state
 from quaxlike.sharding import fsdp, shard
 from tests.samples import normal

@@ -11,7 +11,8 @@ import sys
 import equinox as eqx, jax, numpy as np
 import orbax.checkpoint as ocp
 import quaxlike as ql
-from quaxlike.sharding import abstract, fsdp, shard, tensor_parallel
+from quaxlike.lm import tensor_parallel
+from quaxlike.sharding import abstract, fsdp, shard
 
 path, mesh = sys.argv[2], jax.make_mesh(
     tuple(map(int, sys.argv[3].split(","))), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2

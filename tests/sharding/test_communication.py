@@ -11,7 +11,8 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.core.inspect.exchange import exchanges
-from quaxlike.sharding import constrain, fsdp, shard, tensor_parallel
+from quaxlike.lm import tensor_parallel
+from quaxlike.sharding import constrain, fsdp, shard
 from tests.samples import normal
 
 KEY = jax.random.key(0)

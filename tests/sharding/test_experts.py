@@ -11,10 +11,11 @@ import optax
 import pytest
 
 import quaxlike as ql
-from quaxlike.models import DecoderConfig
-from quaxlike.models.feed_forward import Experts
-from quaxlike.sharding import expert_parallel, fsdp, shard, specs_for, tensor_parallel
-from quaxlike.sharding.reading import usual_rule
+from quaxlike.lm import expert_parallel, tensor_parallel
+from quaxlike.lm.models import DecoderConfig
+from quaxlike.lm.models.feed_forward import Experts
+from quaxlike.lm.sharding import usual_rule
+from quaxlike.sharding import fsdp, shard, specs_for
 from tests.samples import normal
 
 KEY = jax.random.key(0)

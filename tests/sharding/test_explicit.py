@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.models import Decoder, DecoderConfig
-from quaxlike.sharding import constrain, fsdp, shard, tensor_parallel
+from quaxlike.lm import tensor_parallel
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.sharding import constrain, fsdp, shard
 from tests.samples import normal
 from tests.sharding.test_communication import exchanged
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.sharding import fsdp, shard, tensor_parallel
+from quaxlike.lm import tensor_parallel
+from quaxlike.sharding import fsdp, shard
 from tests.samples import normal
 
 KEY = jax.random.key(0)

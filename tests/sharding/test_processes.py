@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from tests.models.fixtures import folder
+from tests.lm.models.fixtures import folder
 from tests.sharding.processes import run
 
 # Each process tells how many bytes of whole tensors it read, and whether its devices store what they should.
 _LOAD = """
 import sys, json
 import equinox as eqx, jax, numpy as np
-from quaxlike.interop.files.tensors import Tensors
-from quaxlike.models import load
+from quaxlike.files.tensors import Tensors
+from quaxlike.lm import load
 from quaxlike.sharding import fsdp
 
 whole = 0

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import quaxlike as ql
-from quaxlike.models import Decoder, DecoderConfig
-from quaxlike.sharding import abstract, fsdp, shard, specs_for, tensor_parallel
+from quaxlike.lm import tensor_parallel
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.sharding import abstract, fsdp, shard, specs_for
 
 KEY = jax.random.key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -30,7 +30,7 @@ TOKENS = 256
 def program(name: str) -> None:
     """Trains the model on each mesh, with texts packed in rows; prints a line of JSON for each. Each device
     has several blocks of queries."""
-    from quaxlike.models import attention_blocks
+    from quaxlike.lm.models import attention_blocks
 
     attention_blocks._BLOCK = 16
     for mesh in (None, *MESHES):
@@ -45,12 +45,12 @@ def _trained(name: str, mesh: str | None) -> dict[str, Any]:
     import optax
 
     import quaxlike as ql
-    from quaxlike.finetune.data import Batch
-    from quaxlike.finetune.devices import Devices
-    from quaxlike.finetune.settings import Settings
-    from quaxlike.finetune.tasks import NextToken
-    from quaxlike.finetune.train import Program, State, optimiser_for
-    from quaxlike.models import Decoder, DecoderConfig
+    from quaxlike.lm.finetune.data import Batch
+    from quaxlike.lm.finetune.devices import Devices
+    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.tasks import NextToken
+    from quaxlike.lm.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
     settings = Settings(here, here, here, batch_size=2, mesh=mesh, learning_rate=1e-2)

@@ -48,8 +48,9 @@ def _trained(name: str, layout: str, sizes: dict[str, int], kind: str) -> dict[s
     import optax
 
     import quaxlike as ql
-    from quaxlike.models import Decoder, DecoderConfig
-    from quaxlike.sharding import constrain, expert_parallel, fsdp, shard, tensor_parallel
+    from quaxlike.lm import expert_parallel, tensor_parallel
+    from quaxlike.lm.models import Decoder, DecoderConfig
+    from quaxlike.sharding import constrain, fsdp, shard
     from tests.sharding.test_communication import exchanged
 
     model = Decoder(DecoderConfig.from_json(CONFIGS[name]), key=jax.random.key(0))

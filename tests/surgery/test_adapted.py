@@ -14,9 +14,10 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 import quaxlike as ql
-from quaxlike.interop import peft, safetensors
-from quaxlike.models import Decoder, DecoderConfig, generate
-from quaxlike.sharding import fsdp, shard, tensor_parallel
+from quaxlike.files import safetensors
+from quaxlike.lm import generate, peft, tensor_parallel
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.sharding import fsdp, shard
 from quaxlike.testing import check_type
 from tests.samples import drawn, normal
 from tests.sharding.processes import run as on_devices

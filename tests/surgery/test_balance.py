@@ -55,7 +55,7 @@ def test_a_balanced_model_computes_the_same_and_rounds_better():
 
 @pytest.mark.slow
 def test_a_decoder_is_known_by_its_names():
-    model, config = ql.models.load(fixture("models/llama_llama3/base"))
+    model, config = ql.lm.load(fixture("models/llama_llama3/base"))
     ids = jnp.arange(12) % config["vocab_size"]
     run = lambda model, ids: model(ids, jnp.ones(ids.shape, bool))
     where = r".*_proj"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.interop import peft
-from quaxlike.interop.files.tensors import open_tensors
+from quaxlike.files.tensors import open_tensors
+from quaxlike.lm import peft
 
 KEY = jax.random.key(0)
 z = lambda shape: jax.device_put(np.zeros(shape, np.float32))  # which compiles nothing

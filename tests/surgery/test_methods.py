@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays import adapters
-from quaxlike.arrays.adapters import MethodArray
-from quaxlike.interop import peft
-from quaxlike.interop.files.tensors import open_tensors
+from quaxlike import adapters
+from quaxlike.adapters import MethodArray
+from quaxlike.files.tensors import open_tensors
+from quaxlike.lm import peft
 from quaxlike.surgery import methods
 from quaxlike.surgery.methods import METHODS
 from tests.samples import normal, wrong_types

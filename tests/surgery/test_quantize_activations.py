@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.sharding import shard
-from tests.models.fixtures import in_float32
+from tests.lm.models.fixtures import in_float32
 from tests.samples import normal
 
 SCHEMES = ["int8", "fp8"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.arrays.adapters.scaled import ScaledBias
-from quaxlike.interop import peft
+from quaxlike.adapters.scaled import ScaledBias
+from quaxlike.lm import peft
 from quaxlike.surgery.methods import METHODS
 from tests.samples import drawn, normal
 

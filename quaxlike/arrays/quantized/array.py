@@ -115,7 +115,7 @@ class BlockArray(AbstractQuantizedArray):
     """An array in any of the block formats of published weights. A table of codecs describes how codes and
     scales are read.
 
-    Make one with `quantize`, or read a file with `quaxlike.interop.load`. It does what every quantised
+    Make one with `quantize`, or read a file with `quaxlike.lm.read`. It does what every quantised
     array does: products on either side, transposing, slicing and stacking leave codes unchanged.
 
     **Arguments:**

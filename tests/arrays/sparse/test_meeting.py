@@ -11,7 +11,7 @@ from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Full, Identity, Zero
-from quaxlike.interop import safetensors
+from quaxlike.files import safetensors
 from tests.primitives.jaxprs import names
 from tests.samples import normal
 

@@ -1,0 +1,48 @@
+"""`quaxlike COMMAND …`, which `python -m quaxlike COMMAND …` runs as well."""
+
+import difflib
+import importlib
+import sys
+from typing import NamedTuple
+
+
+class _Command(NamedTuple):
+    module: str  # its `main` takes arguments and the name of the program
+    about: str
+    first: tuple[str, ...] = ()  # arguments that come before those of the user
+
+
+#: Modules are imported when their command runs: importing JAX takes seconds.
+COMMANDS = {
+    "finetune": _Command("quaxlike.lm.finetune.__main__", "trains an adapter of a checkpoint"),
+    "generate": _Command("quaxlike.lm.generate.__main__", "continues texts with a checkpoint"),
+    "chat": _Command("quaxlike.lm.generate.__main__", "talks with a checkpoint", ("--chat",)),
+    "convert": _Command("quaxlike.lm.convert", "writes a checkpoint in another format"),
+    "native": _Command("quaxlike.kernels.native.__main__", "compiles products for this machine's processor"),
+    "demo": _Command("quaxlike.demo.__main__", "trains a small model on adapters over 4-bit weights"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; the exit status is its own, or 2 if there is no such command."""
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: quaxlike COMMAND …\n")
+        for command, (_, about, _) in COMMANDS.items():
+            print(f"  {command:10}{about}")
+        print("\n`quaxlike COMMAND --help` lists its options.")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        print(
+            f"quaxlike: error: there is no command {name!r}.{hint} `quaxlike --help` lists them.",
+            file=sys.stderr,
+        )
+        return 2
+    module, _, first = COMMANDS[name]
+    return importlib.import_module(module).main([*first, *arguments], prog=f"quaxlike {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""`ALoRAArray`: a low-rank adapter that acts on the tokens of a text from those on that invoke it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.core
+from jax.extend.core import Primitive
+
+from ..arrays import precedence
+from ..arrays.adapted import AdaptedArray
+from ..arrays.dot_axes import arrange, dot_axes
+from ..arrays.lora.array import LoraArray
+from ..arrays.lora.dot import add, multiply
+from ..arrays.zero import Zero
+from ..core.quaxify import quaxify
+from ..core.rules import register_on_either_side
+from .combinators import whole_shape
+
+# What the fields have in common with those of a `LoraArray`.
+_OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "train_base", "open_base")
+
+
+class ALoRAArray(AdaptedArray):
+    """Activated LoRA: a weight with a low-rank adapter for the tokens of a text from certain ones on, which
+    invoke it. For the tokens before, it is the weight alone, so that keys and values that the model without
+    adapters has cached stay valid.
+
+    The weight is another one for each token, and so there is no dense array that it stands for, and nothing
+    to merge. It can be multiplied with the inputs of a layer, one row for each token, once
+    [`quaxlike.activate`][] says which tokens it acts on.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value.
+    - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as for [`quaxlike.LoraArray`][].
+    - `invocation`: the tokens that invoke the adapter. It acts from the last place on where they stand in the
+        text, one after the other; these tokens are included.
+    - `active`: for each token, whether the adapter acts on it. Default: None, for not known.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.adapters import ALoRAArray
+
+        w, a, b = jnp.ones((4, 3)), jnp.ones((2, 3)), jnp.ones((4, 2))
+        alora = ALoRAArray(w, a, b, invocation=(7, 8))
+        alora = ql.activate(alora, jnp.array([5, 7, 8, 9]))
+        # the first row is that of `w` alone
+        ql.quaxify(lambda w, x: x @ w.T)(alora, jnp.ones((4, 3)))
+        ```
+
+    Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics (2025); conventions of PEFT.
+    """
+
+    a: Any
+    b: Any
+    key: Any = None
+    active: Any = None
+    invocation: tuple[int, ...] = eqx.field(static=True, kw_only=True)
+    alpha: float | None = eqx.field(static=True, default=None, kw_only=True)
+    rslora: bool = eqx.field(static=True, default=False, kw_only=True)
+    dropout: float = eqx.field(static=True, default=0.0, kw_only=True)
+    out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
+    in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
+
+    faster: ClassVar[Sequence[str]] = LoraArray.faster
+    part_axes: ClassVar[Mapping[str, str]] = {
+        "a": "rank in", "b": "out rank", "key": "", "active": "tokens"
+    }  # fmt: skip
+
+    def __check_init__(self) -> None:
+        if not self.invocation:
+            raise ValueError("ALoRAArray takes one or more tokens as `invocation`; found none.")
+        self.lora()  # raises for shapes that do not fit
+
+    @classmethod
+    def of(cls, lora: LoraArray, invocation: Sequence[int]) -> "ALoRAArray":
+        """The same adapter, for the tokens from these on alone."""
+        options = {name: getattr(lora, name) for name in _OPTIONS}
+        return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
+
+    def lora(self) -> LoraArray:
+        """The weight for tokens that the adapter acts on."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return LoraArray(self.w, self.a, self.b, **options)
+
+    def trained(self) -> Sequence[str]:
+        return ("a", "b", *(["w"] if self.train_base else []))
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
+
+    def materialise(self) -> jax.Array:
+        raise ValueError(
+            f"An activated LoRA of shape {self.shape} has no dense array: it is another weight for tokens "
+            f"from {list(self.invocation)} on than for those before. It can be multiplied with one row for "
+            "each token; `lora()` is the weight for those that it acts on."
+        )
+
+    def adds_nothing(self) -> bool:
+        return self.lora().adds_nothing()
+
+    def description(self) -> str:
+        return f"ALoRAArray[r={self.lora().rank}, from {' '.join(map(str, self.invocation))} on]"
+
+
+@register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
+    """The product with the weight for all tokens, and that with the adapter for the rows of active ones."""
+    on_left = isinstance(x, ALoRAArray)
+    w, x = (x, y) if on_left else (y, x)
+    _, of_x = dot_axes(w, x, params["dimension_numbers"], on_left=on_left)
+    rows = _rows(w, [x.shape[axis] for axis in of_x.free])
+
+    def product(w: Any, x: Any) -> Any:
+        return primitive.bind(*((w, x) if on_left else (x, w)), **params)
+
+    change = w.lora().with_base(Zero(w.w.shape, w.w.dtype))
+    chosen = quaxify(multiply)(x, arrange(rows, of_x.free, range(x.ndim)))
+    return quaxify(add)(quaxify(product)(w.base, x), quaxify(product)(change, chosen))
+
+
+def _rows(w: ALoRAArray, found: list[int]) -> Any:
+    """The factors of the rows that `w` is multiplied with, whose axes are of these sizes."""
+    if w.active is None:
+        raise ValueError(
+            f"An activated LoRA acts on the tokens from {list(w.invocation)} on, and it is not known where "
+            "they are. Call `quaxlike.activate(model, ids)` for each text, outside of `quaxlike.quaxify`."
+        )
+    if found != [*w.active.shape]:
+        raise ValueError(
+            f"An activated LoRA that knows {w.active.shape[-1]} tokens is multiplied with one row for each "
+            f"of them; found rows of shape {tuple(found)}. Run one text at a time, or `jax.vmap` outside of "
+            "`quaxlike.quaxify`; leave out an output layer that sees fewer tokens."
+        )
+    return w.active.astype(w.a.dtype)

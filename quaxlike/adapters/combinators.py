@@ -1,0 +1,258 @@
+"""What adapters are made of: `SumArray`, `ScaledArray`, `RotatedArray`, `HadamardArray`.
+
+Outputs and inputs of a weight may each have several axes, in any order, as for `LoraArray`. Matrices beside
+it, of shape `(*batch, outputs, inputs)`, have them in one axis each, in the order of `out_axes` and
+`in_axes`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from ..arrays.adapted import AdaptedArray, labels_of, reached_by
+from ..arrays.dot_axes import Labels, arrange, cast, common_dtype, in_float32
+from ..arrays.lora.dot import multiply
+from ..core.quaxify import quaxify
+from ..core.values import is_value, materialise
+
+
+class Combinator(AdaptedArray):
+    """The base of the combinators."""
+
+    out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
+    in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
+
+    on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
+
+    def times(self, factor: jax.Array) -> Any:
+        """Multiplies by a scalar, which the base absorbs."""
+        if factor.ndim:
+            return NotImplemented
+        return reached_by(self, factor).replace(w=quaxify(multiply)(self.base, factor))
+
+
+def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
+    """The shape of the weight, with the batch axes of all parts in front."""
+    own = labels_of(x)
+    sizes: dict[int, int] = {}
+    for name, labels in own.items():
+        for i, n in zip(labels, getattr(x, name).shape, strict=True):
+            sizes[i] = max(n, sizes.get(i, n)) if n else 0
+    return tuple(sizes[i] for i in sorted(sizes) if i >= 0)
+
+
+def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
+    """The labels of axes that are counted from the end."""
+    return [x.ndim + axis for axis in axes]
+
+
+class SumArray(Combinator):
+    """The array `w + delta`. A product with it is a product with `w` and one with `delta`, each computed by
+    the rules of its type.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value. Its dtype is that of the sum.
+    - `delta`: an array or a Value, such as a `KroneckerMatrix` or a `SparseArray`, of shape
+        `(..., outputs, inputs)`: several axes of either are flattened.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.adapters import SumArray
+        from quaxlike.arrays.structured import KroneckerMatrix
+
+        w = SumArray(jnp.ones((6, 6)), KroneckerMatrix(jnp.eye(2), jnp.ones((3, 3))))
+        ql.quaxify(jnp.matmul)(w, jnp.ones(6))
+        ```
+    """
+
+    delta: Any
+
+    part_axes: ClassVar[Mapping[str, str]] = {"delta": "rows columns"}
+
+    def materialise(self) -> jax.Array:
+        return self._with(materialise(self.base), 1)
+
+    def unmerged(self, weight: jax.Array) -> "SumArray":
+        return self.with_base(self._with(weight, -1))
+
+    def _with(self, w: jax.Array, sign: int) -> jax.Array:
+        delta = like_weight(self, materialise(self.delta))
+        dtype = common_dtype(w, delta)
+        return cast(spread(self, cast(w, dtype)) + sign * cast(delta, dtype), w.dtype)
+
+    def times(self, factor: jax.Array) -> Any:
+        """Multiplies both terms by a scalar."""
+        if factor.ndim:
+            return NotImplemented
+        return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
+
+    def adds_nothing(self) -> bool:
+        """Whether a change whose arrays are zero is."""
+        return not is_value(self.delta) or bool(self.delta.linear)
+
+
+class ScaledArray(Combinator):
+    """The array `w` with its outputs multiplied by `outputs`, and its inputs by `inputs`.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value. Its dtype is that of the product.
+    - `outputs`: a factor for each output, `(..., *outputs)`. Default: None, for no factors.
+    - `inputs`: a factor for each input, `(..., *inputs)`. Default: None.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.adapters import ScaledArray
+
+        w = ScaledArray(jnp.ones((4, 3)), inputs=jnp.arange(3.0))
+        ql.quaxify(jnp.matmul)(w, jnp.ones(3))
+        ```
+    """
+
+    outputs: Any = None
+    inputs: Any = None
+
+    part_axes: ClassVar[Mapping[str, str]] = {"outputs": "out", "inputs": "in"}
+
+    def materialise(self) -> jax.Array:
+        w = spread(self, materialise(self.base))
+        for factor in self.factors():
+            w = multiply(w, factor)
+        return w
+
+    def unmerged(self, weight: jax.Array) -> "ScaledArray":
+        for factor in self.factors():
+            weight = multiply(weight, 1 / factor)
+        return self.with_base(weight)
+
+    def factors(self) -> list[Any]:
+        """The factors that there are, each with all axes of the array."""
+        own = labels_of(self)
+        return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
+
+
+class RotatedArray(Combinator):
+    """The product of a weight and a square matrix: `x @ (w @ rotation).T` is computed as
+    `(x @ rotation.T) @ w.T`, each product by the rules of its type, and `w` itself is never multiplied.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value. Its dtype is that of the product.
+    - `rotation`: an array or a Value of shape `(..., n, n)`, where `n` counts the inputs; several axes of
+        inputs are flattened. It need not be orthogonal.
+    - `of_outputs`: whether it multiplies the outputs, of which there are then `n`, instead: the columns of an
+        embedding `(vocabulary, n)`. Default: False.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.adapters import RotatedArray
+        from quaxlike.arrays.structured import BlockDiagonalMatrix
+
+        turn = BlockDiagonalMatrix(jnp.array([[[0.0, -1.0], [1.0, 0.0]]] * 3))
+        w = RotatedArray(jnp.ones((4, 6)), turn)
+        ql.quaxify(jnp.matmul)(w, jnp.arange(6.0))
+        ```
+    """
+
+    rotation: Any
+    of_outputs: bool = eqx.field(static=True, default=False, kw_only=True)
+
+    part_axes: ClassVar[Mapping[str, str]] = {"rotation": "rows columns"}
+
+    def rotated(self) -> Labels:
+        """The labels of the axes that are multiplied."""
+        return axes_of(self, self.out_axes if self.of_outputs else self.in_axes)
+
+    def materialise(self) -> jax.Array:
+        return self._on_rows(materialise(self.base), lambda rows, r: jnp.matmul(rows, r))
+
+    def unmerged(self, weight: jax.Array) -> "RotatedArray":
+        def solved(rows: Any, r: Any) -> Any:
+            return jnp.swapaxes(jnp.linalg.solve(jnp.swapaxes(r, -1, -2), jnp.swapaxes(rows, -1, -2)), -1, -2)
+
+        return self.with_base(self._on_rows(weight, solved))
+
+    def _on_rows(self, w: jax.Array, multiplied: Any) -> jax.Array:
+        """Applies `multiplied(rows, rotation)` to the weight as matrices whose columns are rotated."""
+        rotated, batch = self.rotated(), labels_of(self)["rotation"][:-2]
+        order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
+        w, shape = spread(self, w), [self.shape[i] for i in order]
+        dtype = in_float32(common_dtype(w, self.rotation))
+        kept = self.ndim - len(rotated)
+        sizes = (*shape[: len(batch)], math.prod(shape[len(batch) : kept]), math.prod(shape[kept:]))
+        rows = jnp.reshape(arrange(cast(w, dtype), range(self.ndim), order), sizes)
+        with jax.default_matmul_precision("highest"):
+            out = multiplied(rows, cast(materialise(self.rotation), dtype))
+        return cast(arrange(jnp.reshape(out, shape), order, range(self.ndim)), w.dtype)
+
+
+class HadamardArray(Combinator):
+    """The array `w * factor`, element by element. A product with it forms that array; rows that are looked up
+    are multiplied alone.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value. Its dtype is that of the product.
+    - `factor`: an array or a Value, such as a [`quaxlike.LoraArray`][], of shape `(..., *outputs, *inputs)`.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+        from quaxlike.adapters import HadamardArray
+
+        w = HadamardArray(jnp.ones((4, 3)), 2 * jnp.ones((4, 3)))
+        ql.quaxify(jnp.matmul)(w, jnp.arange(3.0))
+        ```
+    """
+
+    factor: Any
+
+    part_axes: ClassVar[Mapping[str, str]] = {"factor": "out in"}
+
+    def materialise(self) -> jax.Array:
+        return multiply(spread(self, materialise(self.base)), materialise(self.arranged()))
+
+    def unmerged(self, weight: jax.Array) -> "HadamardArray":
+        return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
+
+    def arranged(self) -> Any:
+        """The factor with the axes of the whole."""
+        own = labels_of(self)["factor"]
+        return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
+
+
+# Dense arrays of the shape of the whole -----------------------------------------------------------
+
+
+def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
+    """A matrix `(*batch, outputs, inputs)` with the axes of `x`, of size one where it lacks a batch axis."""
+    out, into = axes_of(x, x.out_axes), axes_of(x, x.in_axes)
+    batch = [i for i in range(x.ndim) if i not in (*out, *into)]
+    sizes = [x.shape[i] for i in (*out, *into)]
+    split = jnp.reshape(matrix, (*matrix.shape[:-2], *sizes))
+    return arrange(split, [*batch[len(batch) - (matrix.ndim - 2) :], *out, *into], range(x.ndim))
+
+
+def spread(x: AdaptedArray, w: Any) -> Any:
+    """The base with all batch axes."""
+    return w if w.shape == x.shape else quaxify(jnp.broadcast_to)(w, x.shape)

@@ -1,0 +1,103 @@
+"""`MethodArray`: an adapter that is computed as an array made of combinators."""
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ..arrays import precedence
+from ..arrays.adapted import AdaptedArray
+from ..arrays.lora.array import LoraArray
+from ..core.jaxprs.evaluate import cached_trace
+from ..core.jaxprs.unify import widened
+from ..core.policy import map_values
+from ..core.quaxify import quaxify
+from ..core.rules import register_on_either_side
+from ..core.values import Value, materialise
+from .combinators import whole_shape
+
+
+class MethodArray(AdaptedArray):
+    """The base of the adapters of published methods: a subclass has their trained numbers, and says with
+    `composed` which array they make of the weight. All operations are those of that array."""
+
+    out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
+    in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
+
+    @abc.abstractmethod
+    def composed(self) -> Any:
+        """The same array: a `SumArray`, `ScaledArray`, `RotatedArray` or [`quaxlike.LoraArray`][]."""
+
+    def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
+        """The weight with parts of another adapter, `kind`, beside it."""
+        shared = ("train_base", "open_base", "out_axes", "in_axes")
+        return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs."""
+        return math.prod(self.w.shape[axis] for axis in self.out_axes)
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of inputs."""
+        return math.prod(self.w.shape[axis] for axis in self.in_axes)
+
+    def low_rank(self, a: Any, b: Any) -> LoraArray:
+        """`w + b @ a`, with all inputs in one axis of `a`, and all outputs in one of `b`."""
+        into, out = ([self.w.shape[axis] for axis in axes] for axes in (self.in_axes, self.out_axes))
+        a = a if len(into) == 1 else jnp.reshape(materialise(a), (*a.shape[:-1], *into))
+        b = b if len(out) == 1 else jnp.reshape(b, (*b.shape[:-2], *out, b.shape[-1]))
+        return self.on(LoraArray, a, b)
+
+    def as_matrix(self, w: jax.Array) -> jax.Array:
+        """A dense weight as a matrix `(..., outputs, inputs)`."""
+        n = w.ndim
+        ends = [n + axis for axis in (*self.out_axes, *self.in_axes)]
+        order = [*(i for i in range(n) if i not in ends), *ends]
+        moved = jnp.transpose(w, order)
+        return jnp.reshape(moved, (*moved.shape[: n - len(ends)], self.num_outputs, self.num_inputs))
+
+    def aval(self) -> jax.core.ShapedArray:
+        return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
+
+    def materialise(self) -> jax.Array:
+        return self.composed().materialise()
+
+    def unmerged(self, weight: jax.Array) -> Any:
+        x = self.composed()
+        while x is not self.w:
+            out = x.unmerged(weight)
+            if out is NotImplemented:
+                return NotImplemented
+            x, weight = x.w, out.w
+        return self.with_base(weight)
+
+    def widen(self, like: Value) -> Any:
+        """As the array that it is computed as, beside one of another type or with other axes."""
+        axes = lambda x: (type(x), x.out_axes, x.in_axes)
+        same = isinstance(like, MethodArray) and axes(like) == axes(self)
+        return super().widen(like) if same else widened(self.composed(), like)
+
+    @staticmethod
+    def default(
+        primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
+    ) -> Any:
+        composed = lambda values: [x.composed() if isinstance(x, MethodArray) else x for x in values]
+        values = map_values(composed, values)
+        return quaxify(primitive.bind)(*values, **primitive.get_bind_params(params))
+
+
+@register_on_either_side("dot_general", MethodArray, precedence=precedence.METHOD)
+@cached_trace
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
+    composed = [each.composed() if isinstance(each, MethodArray) else each for each in (x, y)]
+    return quaxify(primitive.bind)(*composed, **params)

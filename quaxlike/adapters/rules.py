@@ -1,0 +1,325 @@
+"""Rules of the combinators: products, convolutions, axes, rows that are looked up, dtypes."""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
+
+from ..arrays import precedence
+from ..arrays.adapted import labels_of, matrix_labels
+from ..arrays.adapted_rules import Lookup, gather_matrices
+from ..arrays.bounds import fill_value_of, filled, fills, in_bounds
+from ..arrays.dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
+from ..arrays.lora.dot import add, multiply, widened
+from ..core.jaxprs.evaluate import cached_trace
+from ..core.quaxify import quaxify
+from ..core.rules import register, register_on_either_side
+from ..core.values import ArrayValue, is_value
+from ..kernels import dense_matmul
+from .activated import ALoRAArray
+from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
+
+
+@register_on_either_side("dot_general", Combinator, precedence=precedence.COMBINATOR)
+@cached_trace
+def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
+    if isinstance(x, Combinator):
+        return _product(_Product(x, y, True, **params))
+    return _product(_Product(y, x, False, **params))
+
+
+class _Product:
+    """What products of an adapted array `w` and `x` have in common. Axes have labels: those of `w` are 0, 1,
+    ...; an axis of `x` has that of the one that it is paired with, or one from `w.ndim` on."""
+
+    def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
+        of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
+        labels = list(range(w.ndim, w.ndim + jnp.ndim(x)))
+        for own, others in zip(of_w[:2], of_x[:2], strict=True):
+            for label, axis in zip(own, others, strict=True):
+                labels[axis] = label
+        self.w, self.x, self.on_left, self.params = w, x, on_left, params
+        self.dimension_numbers, self.x_labels, self.own = dimension_numbers, labels, labels_of(w)
+        #: The labels of the axes of the result.
+        self.out = [*of_w.batch, *in_order(on_left, of_w.free, [i for i in labels if i >= w.ndim])]
+
+    def times(
+        self, part: Any, own: Labels, x: Any, labels: Labels, keep: Collection[int], **params: Any
+    ) -> tuple[Any, Labels]:
+        if self.on_left:
+            return contract(part, own, x, labels, keep, **params)
+        return contract(x, labels, part, own, keep, **params)
+
+    def with_base(self, w: Any, x: Any, labels: Labels, own: Labels | None = None) -> Any:
+        own = self.own["w"] if own is None else own
+        if len(own) < self.w.ndim or labels != self.x_labels:
+            return arrange(*self.times(w, own, x, labels, self.out, **self.params), self.out)
+        dot = jax.lax.dot_general if is_value(w) or is_value(x) else dense_matmul.dot_general
+        return dot(*((w, x) if self.on_left else (x, w)), self.dimension_numbers, **self.params)
+
+    def with_matrix(
+        self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
+        keep: Collection[int], **params: Any,
+    ) -> tuple[Any, Labels]:  # fmt: skip
+        """The product with a matrix whose last two axes each have a group of axes of `w` or the result in
+        one; before and after it, these are separate axes."""
+        for group in groups:
+            x, labels = _merged(x, labels, group)
+        ends = {i for group in groups for i in group}
+        heads = {group[0] for group in groups if group[0] in keep}
+        y, labels = self.times(
+            matrix,
+            [*own[:-2], *(group[0] for group in groups)],
+            x,
+            labels,
+            ({*keep} - ends) | heads,
+            **params,
+        )
+        for group in groups:
+            sizes = [self.w.shape[i] for i in (groups[-1] if group[0] < 0 else group)]
+            y, labels = _split(y, labels, group, sizes)
+        return y, labels
+
+
+def _product(it: _Product) -> Any:
+    w: Any = it.w
+    out, into = axes_of(w, w.out_axes), axes_of(w, w.in_axes)
+    apart = isinstance(w, ScaledArray | HadamardArray)
+    if not apart and any(len({i in it.out for i in own}) > 1 for own in (out, into)):
+        return NotImplemented  # some of several axes that the matrix has in one are summed over
+    match w:
+        case HadamardArray():
+            return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
+        case SumArray():
+            return quaxify(functools.partial(_of_sum, it, out, into))(w.base, w.delta, it.x)
+        case RotatedArray():
+            return quaxify(functools.partial(_of_rotated, it))(w.base, w.rotation, it.x)
+        case _:
+            return quaxify(functools.partial(_of_scaled, it))(w.base, w.outputs, w.inputs, it.x)
+
+
+def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any) -> Any:
+    y = it.with_base(w, x, it.x_labels)
+    dtype = common_dtype(delta, x)
+    delta, x, params = cast(delta, dtype), cast(x, dtype), widened(it.params, dtype)
+    z = it.with_matrix(delta, it.own["delta"], (out, into), x, it.x_labels, it.out, **params)
+    return add(y, arrange(*z, it.out))
+
+
+def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
+    """Axes that are summed over have their factors in `x`, the others in the result."""
+    labels = it.x_labels
+    factors = [(factor, it.own[name]) for name, factor in (("outputs", outputs), ("inputs", inputs))
+               if factor is not None]  # fmt: skip
+    in_result = [own for _, own in factors if {*own} <= {*it.out}]
+    for factor, own in factors:
+        if own not in in_result:
+            more = [*(i for i in own if i not in labels), *labels]
+            x = multiply(arrange(_inexact(x, w), labels, more), arrange(factor, own, more))
+            labels = more
+    y = it.with_base(w, x, labels)
+    for factor, own in factors:
+        if own in in_result:
+            y = multiply(y, arrange(factor, own, it.out))
+    return y
+
+
+def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
+    columns = it.w.rotated()
+    # The axes between the two products have labels of their own until `x` is rotated.
+    between = [-1 - k for k in range(len(columns))]
+    groups = (between, columns)
+    own, precision = it.own["rotation"], {"precision": it.params["precision"]}
+    renamed = lambda labels, old, new: [new[old.index(i)] if i in old else i for i in labels]
+    if not {*columns} & {*it.out}:  # x is rotated, since the axes are summed over
+        x = _inexact(x, w)
+        dtype = common_dtype(rotation, x)
+        keep = {*between, *it.out, *it.own["w"]} - {*columns}
+        turned, labels = it.with_matrix(
+            cast(rotation, dtype), own, groups, cast(x, dtype), it.x_labels, keep, **precision
+        )
+        labels = renamed(labels, between, columns)
+        order = [*(i for i in labels if i not in it.x_labels), *it.x_labels]
+        return it.with_base(w, cast(arrange(turned, labels, order), x.dtype), order)
+    keep = {*it.out, *between, *own[:-2]}
+    y, labels = it.times(w, renamed(it.own["w"], columns, between), x, it.x_labels, keep, **it.params)
+    dtype = common_dtype(rotation, y)
+    turned, labels = it.with_matrix(
+        cast(rotation, dtype), own, groups, cast(y, dtype), labels, it.out, **precision
+    )
+    return cast(arrange(turned, labels, it.out), y.dtype)
+
+
+def _inexact(x: Any, w: Any) -> Any:
+    """`x` in a dtype in which it can be multiplied by numbers that are not whole."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, common_dtype(w, x))
+
+
+def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
+    """`x` with the axes of this group in one, which has the label of the first."""
+    if len(group) == 1 or group[0] not in labels:
+        return x, labels
+    order = [*(i for i in labels if i not in group), *group]
+    x, lead = arrange(x, labels, order), len(order) - len(group)
+    return jnp.reshape(x, (*x.shape[:lead], math.prod(x.shape[lead:]))), order[: lead + 1]
+
+
+def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple[Any, Labels]:
+    """Undoes `_merged`."""
+    if len(group) == 1 or group[0] not in labels:
+        return y, labels
+    at = labels.index(group[0])
+    y = jnp.reshape(y, (*y.shape[:at], *sizes, *y.shape[at + 1 :]))
+    return y, [*labels[:at], *group, *labels[at + 1 :]]
+
+
+@register("conv_general_dilated", precedence=precedence.COMBINATOR)
+def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **params: Any):
+    """Forms the kernel, which is small beside what it is applied to."""
+    return quaxify(lambda x: primitive.bind(x, w.materialise(), **params))(x)
+
+
+# Axes, and rows that are looked up ----------------------------------------------------------------
+
+
+@register("transpose")
+def _transpose(x: Combinator | ALoRAArray, *, permutation: Sequence[int]):
+    """Transposes the base. In the parts only batch axes move; `out_axes` and `in_axes` change instead."""
+    n, matrix = x.ndim, matrix_labels(x)
+    moved = [i for i in permutation if i not in matrix]
+    for own in labels_of(x).values():
+        lacked = [i for i in moved if i not in own]
+        if lacked != moved[: len(lacked)]:
+            return NotImplemented  # a batch axis that this part lacks would have to follow one that it has
+
+    def transposed(part: Any, own: Labels) -> Any:
+        batch = [i for i in moved if i in own]
+        order = [i for i in permutation if i in own] if part is x.w else [
+            *batch, *(i for i in own if i not in batch)]  # fmt: skip
+        return quaxify(lambda part: arrange(part, own, order))(part)
+
+    at = lambda axes: tuple(permutation.index(n + axis) - n for axis in axes)
+    parts = {name: transposed(getattr(x, name), own) for name, own in labels_of(x).items()}
+    return x.replace(**parts, out_axes=at(x.out_axes), in_axes=at(x.in_axes))
+
+
+@register("gather")
+def _gather(
+    x: Combinator,
+    indices: ArrayLike,
+    *,
+    dimension_numbers: jax.lax.GatherDimensionNumbers,
+    slice_sizes: Sequence[int],
+    mode: Any,
+    fill_value: Any,
+    **params: Any,
+):
+    """Looks up matrices of a stack, each with its own adapter, or rows of the base, and changes these."""
+    stack = gather_matrices(
+        x,
+        indices,
+        dimension_numbers=dimension_numbers,
+        slice_sizes=slice_sizes,
+        mode=mode,
+        fill_value=fill_value,
+        **params,
+    )
+    if stack is not NotImplemented:
+        return stack
+    where = indices, x.shape, dimension_numbers, slice_sizes
+    fill = fill_value_of(mode, fill_value, x.dtype)
+    # Rows that are filled are so at the end: NaN in them would reach the gradients of all parts.
+    masked = fills(*where, mode)
+    clip = {"mode": jax.lax.GatherScatterMode.CLIP, "fill_value": None}
+    params |= clip if masked else {"mode": mode, "fill_value": fill_value}
+
+    if isinstance(x, SumArray | ScaledArray):
+        mode, fill_value = params.pop("mode"), params.pop("fill_value")
+        lookup = Lookup(x, indices, dimension_numbers, slice_sizes, mode, params)
+        partly = {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
+        known = partly <= {*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims}
+        rows = _rows_of_parts(x, lookup, fill_value) if known else NotImplemented
+    else:
+
+        def look_up(part: Any) -> Any:
+            return jax.lax.gather(part, indices, dimension_numbers, tuple(slice_sizes), **params)
+
+        rows = _changed_rows(x, look_up, dimension_numbers, slice_sizes, jnp.ndim(indices) - 1)
+    if rows is NotImplemented or not masked:
+        return rows
+    return quaxify(lambda rows: filled(rows, in_bounds(*where), dimension_numbers, fill))(rows)
+
+
+def _rows_of_parts(x: SumArray | ScaledArray, lookup: Lookup, fill_value: Any) -> Any:
+    """The rows of a sum or of scaled weights, from those of the base and of each part."""
+    own, out = dict(labels_of(x)), lookup.out
+
+    def rows_of(part: Any, name: str) -> Any:
+        # Nothing is added to what is filled, nor is it scaled.
+        outside = {"w": fill_value, "delta": 0}.get(name, 1)
+        return quaxify(lambda part: arrange(*lookup(part, own[name], outside), out))(part)
+
+    rows = rows_of(x.base, "w")
+    if isinstance(x, SumArray):
+        ends = [*axes_of(x, x.out_axes), *axes_of(x, x.in_axes)]
+        if len(ends) > 2:
+            return NotImplemented  # the matrix has several axes in one
+        own["delta"] = [*own["delta"][:-2], *ends]
+        return quaxify(add)(rows, rows_of(x.delta, "delta"))
+    for name in (name for name in own if name != "w"):
+        rows = quaxify(multiply)(rows, rows_of(getattr(x, name), name))
+    return rows
+
+
+def _changed_rows(
+    x: Any,
+    look_up: Callable[[Any], Any],
+    dnums: jax.lax.GatherDimensionNumbers,
+    sizes: Sequence[int],
+    n_new: int,
+) -> Any:
+    """What `look_up` finds in an array; the first `n_new` axes of what it finds are those of the indices, up
+    to their order."""
+    n, own = x.ndim, labels_of(x)
+    if len(own["w"]) < n:
+        return NotImplemented
+    if isinstance(x, HadamardArray):
+        if len(own["factor"]) < n:
+            return NotImplemented
+        return quaxify(lambda w, factor: multiply(look_up(w), look_up(factor)))(x.base, x.arranged())
+    gone = dnums.collapsed_slice_dims
+    cut = {*gone, *(i for i, size in enumerate(x.shape) if sizes[i] != size)}
+    changed = {*x.rotated(), *own["rotation"][:-2]}
+    if dnums.operand_batching_dims or changed & cut:
+        return NotImplemented
+    out = list(range(n, n + n_new))
+    for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
+        out.insert(position, label)
+    rows = quaxify(look_up)(x.base)
+
+    def turned(rows: Any, rotation: Any) -> Any:
+        columns, dtype = x.rotated(), common_dtype(rows, rotation)
+        found, labels = _merged(cast(rows, dtype), out, columns)
+        matrix = [*own["rotation"][:-2], columns[0], -1]
+        y, labels = contract(found, labels, cast(rotation, dtype), matrix, {*out, -1} - {columns[0]})
+        labels = [columns[0] if i == -1 else i for i in labels]
+        y, labels = _split(y, labels, columns, [x.shape[i] for i in columns])
+        return cast(arrange(y, labels, out), rows.dtype)
+
+    return quaxify(turned)(rows, x.rotation)
+
+
+# Dtypes -------------------------------------------------------------------------------------------
+
+
+@register("convert_element_type")
+def _convert_element_type(x: Combinator, *, new_dtype: Any, **params: Any):
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    convert = quaxify(lambda part: cast(part, new_dtype))
+    return x.replace(**{name: convert(getattr(x, name)) for name in labels_of(x)})

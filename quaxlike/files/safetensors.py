@@ -1,0 +1,451 @@
+"""Whole models in a safetensors file, with arrays of all shipped types."""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+import quaxlike.arrays
+from quaxlike.arrays.adapted import AdaptedArray
+from quaxlike.arrays.quantized import Codec
+from quaxlike.arrays.unitful import Unit
+
+from .._checked import a_or_an, checked
+from .._version import __version__
+from ..core.values import is_value
+from ..surgery.trees import named_arrays, path_of, replace, suggestion
+from .errors import CheckpointError, file_error
+from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
+
+__all__ = ["load", "load_adapters", "save", "save_adapters"]
+
+_VERSION = 1
+_MANIFEST = "quaxlike"
+_Model = TypeVar("_Model")
+_Types = Mapping[str, type]
+
+
+@checked
+def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
+    """Writes the arrays of a model, quantised, adapted, sparse or plain, by their dotted names.
+
+    Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
+    Plain arrays are tensors that any reader of the format can read; other arrays are stored as one tensor per
+    part, and a manifest in the header describes how these belong together. The file appears only once it is
+    complete, and the same model always gives the same bytes.
+
+    **Arguments:**
+
+    - `path`: the file to write.
+    - `model`: any pytree.
+    - `types`: your own classes that the model holds, dataclasses such as `quaxlike.ArrayValue`s, besides
+        those that ship with quaxlike.
+
+    **Raises:** `CheckpointError` for a value that a file cannot hold; no file is written then.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.files import safetensors
+
+        make = lambda: eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        safetensors.save("mlp.safetensors", ql.quantize(make(), "nf4"))
+        model = safetensors.load("mlp.safetensors", like=eqx.filter_eval_shape(make))
+        ```
+    """
+    leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
+    named = [(path_of(key_path, model), leaf) for key_path, leaf in leaves]
+    _write(Path(path), [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)], types)
+
+
+def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type]) -> None:
+    known = _known(types)
+    tensors: dict[str, np.ndarray] = {}
+    values: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+
+    def put(name: str, array: np.ndarray) -> None:
+        if name in tensors:
+            raise file_error(path, name, "two arrays of the model have this name")
+        tensors[name] = array
+
+    for name, leaf in arrays:
+        try:
+            before = len(tensors)
+            node = _encode(leaf, name, known, put)
+        except TypeError as error:
+            raise file_error(path, name, str(error)) from None
+        if set(node) != {"array"}:
+            values[name] = node
+            parts = itertools.islice(tensors.items(), before, None)
+            dtypes |= {part: array.dtype.name for part, array in parts}
+    about = {"version": _VERSION, "quaxlike": __version__}
+    manifest = json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)
+    write_tensors(path, tensors, {_MANIFEST: manifest})
+
+
+@checked
+def load(
+    path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
+) -> _Model:
+    """Reads a file that `save` wrote, or any safetensors file with the names of the model.
+
+    The file determines the types of arrays, `like` their shapes and dtypes: a file of quantised weights loads
+    into the model before quantisation.
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, an index of several, or a folder with one.
+    - `like`: a model of the same structure; its arrays may be `jax.ShapeDtypeStruct`s
+        (`eqx.filter_eval_shape`).
+    - `types`: as for `save`.
+    - `strict`: whether to raise for arrays in the file that the model does not have. Default: True.
+
+    **Returns:** `like` with the arrays of the file.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, of an
+    unknown version, or does not fit the model, with file, name, expected and found.
+    """
+    tensors = open_tensors(path)
+    nodes = _read_manifest(tensors)
+    known = _known(types)
+    used: set[str] = set()
+
+    def get(name: Any) -> Any:
+        used.add(name)
+        return _tensor(tensors, name)
+
+    def read(key_path: Any, leaf: Any) -> Any:
+        if not (is_value(leaf) or _is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)):
+            return leaf
+        name = path_of(key_path, like)
+        if name not in nodes and name not in tensors:
+            near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise tensors.error(name, f"is missing.{hint}")
+        try:
+            found = _decode(nodes[name], known, get) if name in nodes else get(name)
+            shape, dtype = tuple(found.shape), found.dtype
+        except CheckpointError:
+            raise
+        except Exception as error:  # an inconsistent value may make its type raise anything
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
+        if shape != tuple(leaf.shape) or dtype != leaf.dtype:
+            raise tensors.error(
+                name, f"the model has {leaf.dtype} of shape {tuple(leaf.shape)}, the file {dtype} of {shape}"
+            )
+        return np.asarray(found) if isinstance(leaf, np.ndarray) and not is_value(found) else found
+
+    out = jtu.tree_map_with_path(read, like, is_leaf=is_value)
+    left = sorted(set(tensors) - used)
+    if strict and left:
+        names = ", ".join(map(repr, left[:5])) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        raise tensors.error(None, f"the model has no place for {names}; pass strict=False to ignore")
+    return out
+
+
+@checked
+def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
+    """Writes the adapters of a model, of any types, without the weights that they are on.
+
+    The file holds all parts of each adapter, whatever is trained in full, and no other arrays. A base that is
+    trained itself (`train_base`, [`quaxlike.train_scales`][]) is in it as well. For programs that know LoRA
+    alone, there is [`quaxlike.lm.peft.save_adapter`][].
+
+    **Arguments:**
+
+    - `path`: the file to write.
+    - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
+    - `types`: your own classes, as for `save`.
+
+    **Raises:** `ValueError` if the model has no adapters, or an initialisation took a part of a weight into
+    one: save the whole model then. `CheckpointError` for a value that a file cannot hold.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.files import safetensors
+
+        mlp = eqx.nn.MLP(64, 2, 64, depth=2, key=jax.random.key(0))
+        model = ql.loraify(mlp, rank=4, key=jax.random.key(1))
+        safetensors.save_adapters("adapters.safetensors", model)
+        again = safetensors.load_adapters("adapters.safetensors", mlp)
+        ```
+    """
+    adapters = {name: x for name, x in named_arrays(model).items() if isinstance(x, AdaptedArray)}
+    if not adapters:
+        raise ValueError("The model has no adapters to save.")
+    for name, x in adapters.items():
+        if x.taken is not None:
+            raise ValueError(
+                f"The initialisation of the adapter on {name} took a part of the weight, which a file "
+                "without weights does not hold. Save the whole model with "
+                "`quaxlike.files.safetensors.save`, or LoRA with `quaxlike.lm.peft.save_adapter`."
+            )
+    _write(Path(path), [(name, _without_base(x)) for name, x in adapters.items()], types)
+
+
+@checked
+def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
+    """Reads a file that `save_adapters` wrote, and puts the adapters on the weights of a model.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `model`: the model that was adapted; its weights may be stored in another way, such as in 4 bits.
+    - `types`: your own classes, as for `save_adapters`.
+
+    **Returns:** the model with the adapters.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, or does
+    not fit the model; `ValueError` if the model has adapters already.
+    """
+    tensors = open_tensors(path)
+    nodes, known, used = _read_manifest(tensors), _known(types), set[str]()
+    whole: Any = model
+    arrays = named_arrays(whole)
+    if any(name not in arrays for name in nodes) and hasattr(whole, "with_separate_head"):
+        whole = whole.with_separate_head()
+        arrays = named_arrays(whole)
+    loaded: dict[str, Any] = {}
+    for name, node in nodes.items():
+        base = arrays.get(name)
+        if isinstance(base, AdaptedArray):
+            raise ValueError(f"{name} is {a_or_an(type(base))} already. Load the adapters on the bare model.")
+
+        def get(part: Any, base: Any = base, name: str = name) -> Any:
+            if part is _BASE and base is None:
+                raise tensors.error(name, f"the model has no such array. {suggestion(name, arrays)}")
+            return base if part is _BASE else used.add(part) or _tensor(tensors, part)
+
+        try:
+            found = _decode(node, known, get)
+            shape = tuple(found.shape)
+        except CheckpointError:
+            raise
+        except Exception as error:  # an inconsistent value may make its type raise anything
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
+        if not isinstance(found, AdaptedArray):
+            raise tensors.error(name, f"expected an adapter; found {a_or_an(type(found))}")
+        if base is not None and shape[len(shape) - base.ndim :] != tuple(base.shape):
+            raise tensors.error(name, f"is an adapter of shape {shape}; the weight is of {tuple(base.shape)}")
+        loaded[name] = found
+    if left := sorted({*tensors} - used):
+        raise tensors.error(left[0], "is no part of an adapter; `load` reads the files of whole models")
+    return replace(whole, loaded)
+
+
+class _Base:
+    """Stands for the weight that an adapter is on, where a file does not hold it."""
+
+
+_BASE: Any = _Base()
+
+
+def _without_base(x: AdaptedArray) -> AdaptedArray:
+    if x.w is None or x.train_base or getattr(x.w, "train_scales", False):
+        return x
+    return x.with_base(_without_base(x.w) if isinstance(x.w, AdaptedArray) else _BASE)
+
+
+def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
+    """The Values in a file that `save` wrote, as functions that read them, by name; and the names of their
+    tensors."""
+    nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
+
+    def names_in(node: Any) -> None:
+        if isinstance(node, dict):
+            used.update(v for k, v in node.items() if k in ("array", "key") and isinstance(v, str))
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            names_in(child)
+
+    def read(name: str) -> Any:
+        try:
+            return _decode(nodes[name], known, functools.partial(_tensor, tensors))
+        except Exception as error:  # an inconsistent value may make its type raise anything
+            raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
+
+    names_in(nodes)
+    return {name: lambda name=name: read(name) for name in nodes}, used
+
+
+def _tensor(tensors: Tensors, name: Any) -> Any:
+    if name is _BASE:
+        raise ValueError("the file holds adapters without their bases; read it with `load_adapters`")
+    if name not in tensors:
+        raise ValueError(f"its tensor {name!r} is missing")
+    return as_jax(tensors[name])
+
+
+def _read_manifest(tensors: Tensors) -> dict[str, Any]:
+    if _MANIFEST not in tensors.metadata:
+        return {}
+    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
+    if manifest.get("version") != _VERSION:
+        writer = str(manifest.get("quaxlike", "unknown"))[:40]
+        raise tensors.error(
+            "version",
+            f"the manifest is of version {manifest.get('version')!r}, of quaxlike {writer}; this is quaxlike "
+            f"{__version__}, which reads version {_VERSION}. Install quaxlike>={writer}",
+        )
+    values = manifest.get("values")
+    if not isinstance(values, dict):
+        raise tensors.error("values", "the manifest must hold an object here")
+    dtypes = manifest.get("dtypes", {})  # older files have none
+    if not isinstance(dtypes, dict):
+        raise tensors.error("dtypes", "the manifest must hold an object here")
+    for name, dtype in dtypes.items():
+        if name in tensors and (found := tensors.info[name].dtype.name) != dtype:
+            raise tensors.error(name, f"is of {found}, and of {str(dtype)[:40]} in the manifest")
+    return values
+
+
+def _if_later(tensors: Tensors) -> str:
+    """What an error adds if a later version of quaxlike wrote the file, perhaps with types of its own."""
+    manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
+    writer = str(manifest.get("quaxlike", ""))[:40]
+    numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
+    if numbers(writer) <= numbers(__version__):
+        return ""
+    return f". The file is of quaxlike {writer}, this is {__version__}: install quaxlike>={writer}"
+
+
+def _known(types: Iterable[type]) -> _Types:
+    return {**_shipped_types(), **{cls.__name__: cls for cls in types}}
+
+
+def _is_array(leaf: Any) -> bool:
+    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+
+# -------------------------------------------------------------------------------------------------
+# Values as JSON: the description of arrays that consist of several tensors
+#
+# A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
+# name a tensor, `base` is the weight of the model that an adapter is on, `type` a class that ships with
+# quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are statics.
+# -------------------------------------------------------------------------------------------------
+
+
+_EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
+
+
+@functools.cache
+def _shipped_types() -> _Types:
+    """The types of `quaxlike.arrays` and of their parts, by name."""
+    package = quaxlike.arrays
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+    modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__ + ".")]
+    return {"Codec": Codec} | {
+        name: cls
+        for module in modules
+        for name, cls in vars(module).items()
+        if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+    }
+
+
+def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
+    """The node for `x`, whose arrays are passed to `put`, under names that begin with `name`. Raises
+    `TypeError` for a value that a file cannot hold."""
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        put(name, np.asarray(jax.random.key_data(x)))
+        return {"key": name, "impl": str(jax.random.key_impl(x))}
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        put(name, np.asarray(x))
+        return {"array": name}
+    if x is _BASE:
+        return {"base": True}
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        kind = type(x).__name__
+        if types.get(kind) is not type(x):
+            raise TypeError(f"{a_or_an(kind)} is not a type that the file can name; pass it in `types`")
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        nodes = {field: _encode(v, f"{name}.{field}", types, put) for field, v in fields.items()}
+        return {"type": kind, "fields": nodes}
+    if isinstance(x, tuple | list):
+        return {"tuple": [_encode(v, f"{name}.{i}", types, put) for i, v in enumerate(x)]}
+    if isinstance(x, np.dtype):
+        return {"dtype": x.name}
+    if isinstance(x, Unit):
+        return {"unit": {symbol: str(power) for symbol, power in x.exponents.items()}}
+    if isinstance(x, float):
+        return {"value": x} if math.isfinite(x) else {"float": repr(x)}
+    if x is None or isinstance(x, bool | int | str):
+        return {"value": x}
+    raise TypeError(f"{a_or_an(type(x))} cannot be written to a file")
+
+
+def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
+    """The inverse of `_encode`; `get` returns a tensor by its name, or the base. Raises `ValueError` for a
+    node that `_encode` does not write, or an inconsistent value."""
+    if not isinstance(node, dict):
+        raise ValueError(f"expected an object, found {type(node).__name__}")
+    match node:
+        case {"array": str(name)} if len(node) == 1:
+            return get(name)
+        case {"base": True} if len(node) == 1:
+            return get(_BASE)
+        case {"key": str(name), "impl": str(impl)} if len(node) == 2:
+            return jax.random.wrap_key_data(get(name), impl=impl)
+        case {"type": str(kind), "fields": dict(fields)} if len(node) == 2:
+            return _build(kind, fields, types, get)
+        case {"tuple": list(nodes)} if len(node) == 1:
+            return tuple(_decode(x, types, get) for x in nodes)
+        case {"dtype": str(name)} if len(node) == 1:
+            return jax.numpy.dtype(name)
+        case {"unit": dict(exponents)} if len(node) == 1:
+            return _unit(exponents)
+        case {"float": "nan" | "inf" | "-inf" as text} if len(node) == 1:
+            return float(text)
+        case {"value": None | bool() | int() | float() | str() as value} if len(node) == 1:
+            return value
+    raise ValueError(f"the entries {sorted(node)} do not form a known node")
+
+
+def _unit(exponents: dict[str, Any]) -> Unit:
+    for symbol, power in exponents.items():
+        if not isinstance(power, str) or not _EXPONENT.fullmatch(power):
+            raise ValueError(f"a unit has a fraction as exponent of {symbol!r}, not {power!r}")
+    return Unit({symbol: Fraction(power) for symbol, power in exponents.items()})
+
+
+def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any], Any]) -> Any:
+    if kind not in types:
+        raise ValueError(f"unknown type {kind!r}; known are {', '.join(sorted(types))}")
+    cls = types[kind]
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    given = {name: _decode(node, types, get) for name, node in fields.items() if name in known}
+    for name, field in known.items():
+        if name not in given and field.default is not dataclasses.MISSING:
+            given[name] = field.default
+    if set(given) != set(known) or set(fields) - set(known):
+        differing = ", ".join(sorted((set(known) - set(given)) | (set(fields) - set(known))))
+        raise ValueError(f"{kind}: missing or unknown fields: {differing}")
+    # Like unflattening: `__init__` may take arguments other than the fields.
+    value = object.__new__(cls)
+    for name, x in given.items():
+        object.__setattr__(value, name, x)
+    for base in cls.__mro__:
+        check = vars(base).get("__check_init__") or vars(base).get("__post_init__")
+        if check is not None:
+            check(value)
+    return value

@@ -1,3 +1,0 @@
-"""`python -m quaxlike.finetune`: QLoRA on a local transformers checkpoint; writes an adapter for PEFT."""
-
-__all__: list[str] = []

@@ -1,0 +1,1 @@
+"""Checkpoints of language models: their folders, configurations and formats."""

@@ -1,0 +1,263 @@
+"""`read` and `open_checkpoint`: checkpoints of every known format, which is detected."""
+
+import copy
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from ml_dtypes import float8_e4m3fn, float8_e5m2, float8_e8m0fnu
+
+from ..._checked import checked
+from ...arrays.quantized import BlockArray, Int8Array
+from ...files.errors import file_error, quoted
+from ...files.json_text import read_json, read_json_file
+from ...files.safetensors import open_values
+from ...files.tensors import Tensors, as_jax, open_tensors
+from ...sharding.placing import Rule as SpecRule
+from ...sharding.placing import by_name
+from ...sharding.reading import Rows, read_onto
+from ..folders.file_pair import Pair, consistent
+from ..formats import FORMATS
+from ..formats.format import Format, dense_rows, rows_of_weight
+from ..gguf.container import Gguf, holds_gguf, open_gguf
+from ..sharding import usual_rule
+
+# Tensors about activations and caches, which weights alone do not need.
+_SKIPPED = (
+    *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
+    *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
+)
+
+
+class Checkpoint(Mapping[str, Any]):
+    """The weights of a checkpoint, by their names in the unquantised one; each look-up reads one weight.
+
+    **Attributes:**
+
+    - `config`: the contents of `config.json`, if there is one; for a GGUF file, their equivalent in its
+        metadata.
+    - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file;
+        NumPy's where Python has no number of the type.
+    - `format`: the detected format: "gptq", "gguf", … or "safetensors".
+    - `longest_axis`: of the stored tensors. Axes of weights are at most 32 times as long, since codes may be
+        packed.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Callable[[], Any]],
+        *,
+        format: str,
+        config: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        dtype: DTypeLike | None,
+        shapes: Iterable[tuple[int, ...]],
+        rows: Mapping[str, Callable[[], Rows]] | None = None,
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._rows = rows or {}
+        self.format = format
+        self.config = config
+        self.metadata = metadata
+        # (A tensor without elements has axes of any length in a small file.)
+        self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._as_asked(self._weights[name]())
+
+    def rows(self, name: str) -> Rows:
+        """The weight of this name, which can be read by rows if its format allows it."""
+        if name not in self._rows:
+            return Rows(None, lambda: self[name])
+        rows = self._rows[name]()
+        return dataclasses.replace(rows, read=lambda *part: self._as_asked(rows.read(*part)))
+
+    def _as_asked(self, value: Any) -> Any:
+        if self._dtype is None or not isinstance(value, BlockArray | Int8Array):
+            return value
+        return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
+
+    def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
+        """Returns the same checkpoint, with this dtype for its block arrays."""
+        out = copy.copy(self)
+        out._dtype = dtype
+        return out
+
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+@checked
+def read(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: SpecRule | None = None,
+) -> dict[str, Any]:
+    """Reads a checkpoint of any known format: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes,
+    HQQ, torchao, MLX, GGUF, or plain safetensors.
+
+    **Arguments:**
+
+    - `path`: a folder with `config.json` and safetensors, or with a GGUF file; or a file.
+    - `dtype`: the dtype of block arrays. Default: float32, in which their values are exact. Files of
+        bitsandbytes state the dtype of their 4-bit weights.
+    - `mesh`: of devices, in one or many processes. Weights are read onto it one by one, and a process keeps
+        what its own devices store. Of plain tensors, and of formats stored by rows (bitsandbytes without
+        nested scales, int8, FP8, MXFP4, MLX), it reads only the rows it needs. Default: the default device.
+    - `sharding`: how to spread weights over the mesh, like `rule` in [`quaxlike.sharding.specs_for`][]: specs
+        by regular expressions, or a rule such as those from [`quaxlike.sharding.fsdp`][] and
+        [`quaxlike.lm.tensor_parallel`][]. Default: as by `tensor_parallel` along a mesh axis called
+        `"model"`, `"tensor"` or `"tp"`, and as by `fsdp` along others.
+
+    **Returns:** arrays and quantised arrays by the names of the unquantised checkpoint
+    ("….q_proj.weight"), of shape (out, in). Codes and scales are unchanged from the file.
+
+    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged,
+    inconsistent, or of a format that cannot be read, with file, entry, expected and found; `ValueError` for a
+    `sharding` that does not fit a weight, or without a mesh.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike import lm
+
+        w = ql.BlockArray.quantize(
+            jax.random.normal(jax.random.key(0), (32, 128)), codec="fp8"
+        )
+        lm.write("linear.safetensors", {"weight": w}, format="safetensors")
+        weights = lm.read("linear.safetensors")
+        ```
+    """
+    if mesh is None:
+        if sharding is not None:
+            raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
+        return dict(open_checkpoint(path, dtype=dtype))
+    checkpoint = open_checkpoint(path, dtype=dtype)
+    rule = usual_rule(mesh) if sharding is None else by_name(sharding, checkpoint)
+    return {name: read_onto(name, checkpoint.rows(name), mesh, rule) for name in checkpoint}
+
+
+@checked
+def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
+    """Opens a checkpoint like `read`, but reads each weight when it is looked up.
+
+    **Arguments:** as for `read`.
+
+    **Returns:** a mapping from names, with `config`, `metadata` and `format`.
+
+    **Raises:** as for `read`; errors about a single weight when that is looked up.
+    """
+    path = Path(path)
+    opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
+    if isinstance(opened, Gguf):
+        gguf = opened
+        thunks = {name: lambda name=name: gguf[name] for name in gguf}
+        config = config or gguf.config
+        return Checkpoint(
+            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes
+        )
+    return _of_tensors(opened, config, settings, dtype)
+
+
+def _of_tensors(
+    tensors: Tensors, config: Mapping[str, Any], settings: Mapping[str, Any], dtype: DTypeLike | None
+) -> Checkpoint:
+    format, settings = _format_of(tensors, settings)
+    found = format.weights(tensors, settings) if format is not None else {}
+    values, used = open_values(tensors)
+    weights: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Callable[[], Rows]] = {}
+    taken = {*used, *itertools.chain.from_iterable(entry.tensors for entry in found.values())}
+    for name, entry in found.items():
+        if name in tensors and name not in entry.tensors:
+            raise tensors.error(name, f"is stored twice: plain, and as {', '.join(entry.tensors)}")
+        weights[name] = entry.read
+        if entry.rows is not None:
+            rows[name] = entry.rows
+        elif format is not None and format.by_rows:
+            rows[name] = partial(rows_of_weight, tensors, name, entry, format.weights, settings)
+    weights |= values
+    for name in tensors:
+        if name in taken or (format is not None and name.endswith(_SKIPPED)):
+            continue
+        if format is not None:
+            _check_plain(tensors, name, format)
+        weights[name] = lambda name=name: as_jax(tensors[name])
+        rows[name] = partial(dense_rows, tensors, name)
+    return Checkpoint(
+        weights, format="safetensors" if format is None else str(settings.get("quant_method", format.name)),
+        config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
+        shapes=(info.shape for info in tensors.info.values()),
+    )  # fmt: skip
+
+
+def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
+    """The format, or None if the checkpoint is plain, and its settings, which may be in the header."""
+    if not settings and "quantization_config" in tensors.metadata:
+        text = tensors.metadata["quantization_config"]
+        settings = read_json(tensors.path, text, "the quantisation config in the header")
+    method = settings.get("quant_method")
+    if method is None:
+        return next((format for format in FORMATS if format.detect(tensors)), None), settings
+    format = next((format for format in FORMATS if method in format.methods), None)
+    if format is None:
+        known = ", ".join(itertools.chain.from_iterable(format.methods for format in FORMATS))
+        raise tensors.error("quant_method", f"{known} can be read; found {quoted(method)}")
+    return format, settings
+
+
+def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
+    """Raises if a tensor that is no part of a quantised weight can be neither a plain one nor a buffer."""
+    if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
+        raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
+    dtype = tensors.info[name].dtype
+    if dtype in _FLOATS_OF_8 or (name.endswith(".weight") and np.issubdtype(dtype, np.integer)):
+        problem = f"holds {dtype}: codes of a weight whose scales are missing"
+        raise tensors.error(name, problem)
+
+
+_FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
+
+
+def _opened(path: Path) -> Gguf | Tensors:
+    return open_gguf(path) if holds_gguf(path) else open_tensors(path)
+
+
+def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Reads `config.json` beside a checkpoint, and the settings of its quantisation, with its method."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
+        return {}, {}
+    file = Pair(folder).config_path()
+    config = read_json_file(file, "the configuration") if file.is_file() else {}
+    settings: Any = config.get("quantization_config")
+    if not isinstance(settings, dict | None):
+        raise file_error(
+            folder / "config.json", "quantization_config", f"is not an object: {quoted(settings)}"
+        )
+    elsewhere = (format.settings(config, folder) for format in FORMATS)
+    settings = next((found for found in elsewhere if found is not None), settings)
+    if settings is not None and not isinstance(settings.get("quant_method"), str):
+        raise file_error(folder / "config.json", "quantization_config", "must name its quant_method")
+    return config, settings or {}
+
+
+_USUAL = ("model.safetensors", "model.safetensors.index.json")

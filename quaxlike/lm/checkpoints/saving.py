@@ -1,0 +1,133 @@
+"""`write` and `save_like`: weights by name, in checkpoints that other programs read."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..._checked import a_or_an, checked
+from ...core.values import is_value
+from ...files import safetensors
+from ...files.errors import CheckpointError
+from ...files.tensors import write_tensors
+from ..folders.companions import companion_files, module_folders, remove_others, stage_copies
+from ..folders.file_pair import Pair
+from ..formats import FORMATS
+from ..gguf import config as gguf_config
+from ..gguf import writer
+
+
+@checked
+def write(
+    path: str | os.PathLike[str],
+    mapping: Mapping[str, Any],
+    format: str = "safetensors",
+    *,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes weights by name; [`quaxlike.lm.read`][] reads them back bit for bit.
+
+    **Arguments:**
+
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 it may be a folder, in which
+        `model.safetensors` and `config.json` are written.
+    - `mapping`: arrays and quantised arrays by their names in transformers.
+    - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"bitsandbytes"` takes
+        `NF4Array` and `FP4Array`; `"compressed-tensors"` takes those of integers with floating scales and of
+        `fp8`, and `Int8Array` (vLLM); `"mxfp4"` takes those of `mxfp4` (GPT-OSS); `"safetensors"` takes all
+        types that ship with quaxlike. Plain arrays are written unchanged.
+    - `config`: the `config.json` of the model, written to a folder, or converted to the metadata of GGUF.
+    - `metadata`: for GGUF, keys and values, such as those of a file that was read, including its tokeniser.
+        Known keys have the types of the format; numbers and arrays of NumPy keep theirs under other keys.
+
+    **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot hold;
+    nothing is written then.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike import lm
+
+        w = jax.random.normal(jax.random.key(0), (32, 128))
+        mapping = {"lm_head.weight": ql.BlockArray.quantize(w, codec="q8_0")}
+        lm.write("head.gguf", mapping, format="gguf")
+        lm.read("head.gguf")["lm_head.weight"]
+        ```
+    """
+    path, writers = Path(path), _writers()
+    if format not in (known := ("gguf", *writers, "safetensors")):
+        raise ValueError(f"The formats that can be written are {', '.join(known)}; found {format!r}.")
+    if format == "safetensors":
+        safetensors.save(path, dict(mapping))
+    elif format == "gguf":
+        keys = gguf_config.metadata_of(config) if config is not None else {}
+        factors = gguf_config.rope_tensors(config) if config is not None else {}
+        writer.write(path, {**factors, **mapping}, {**keys, **(metadata or {})})
+    else:
+        _write_folder(path, *writers[format](path, mapping), config or {})
+
+
+def _writers() -> dict[str, Callable[..., tuple[dict[str, np.ndarray], dict[str, Any]]]]:
+    return {format.name: format.write for format in FORMATS if format.write is not None}
+
+
+def _write_folder(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    settings: dict[str, Any],
+    config: Mapping[str, Any],
+    last: Callable[[], None] = lambda: None,
+) -> None:
+    if path.suffix == ".safetensors":  # a single file must say itself how to read it
+        metadata = {"quantization_config": json.dumps(settings)} if settings else {}
+        write_tensors(path, tensors, {"format": "pt", **metadata})
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    config = dict(config)
+    before = config.pop("quantization_config", None) or {}
+    config.pop("quantization", None)  # MLX's
+    if settings:
+        same = before.get("quant_method") == settings["quant_method"]
+        config["quantization_config"] = {**before, **settings} if same else settings
+    Pair(path).write(tensors, json.dumps(config, indent=1).encode(), last=last)
+
+
+def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Writes weights to a folder in the format for their types, with copies of the tokeniser, templates,
+    generation settings and modules of sentence-transformers in `source`, another checkpoint. What the folder
+    had of these is replaced, or removed.
+
+    **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
+    one in the folder; nothing is written then.
+    """
+    formats = {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
+    if len(formats) > 1:
+        raise CheckpointError(
+            f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint is "
+            "in one of them. Materialise the others."
+        )
+    written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
+    copies, modules = companion_files(source), module_folders(source)
+    directory.mkdir(parents=True, exist_ok=True)
+    for module in modules:  # also those without files
+        (directory / module).mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stage_copies(copies, directory, stack)
+        _write_folder(directory, *written, config, last=lambda: remove_others(directory, copies))
+
+
+def _format_of(directory: Path, name: str, value: Any) -> str:
+    found = next((format.name for format in FORMATS if format.accepts(value)), None)
+    if found is None:
+        known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
+        raise CheckpointError(
+            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
+            f"{', '.join(known)}. Merge adapters, and materialise the others."
+        )
+    return found

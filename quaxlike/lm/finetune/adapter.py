@@ -1,0 +1,77 @@
+"""`--adapter`: a type of the user's own in place of LoRA."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import quaxlike as ql
+
+from ...surgery.adapt import check_make
+from ...surgery.methods import METHODS
+from ...surgery.trees import named_arrays
+from .settings import FinetuneError, Settings
+
+_WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weight `w`"
+
+
+def make_of(text: str) -> Callable[..., Any]:
+    """The function that makes adapters, for `quaxlike.adapt`: what `MODULE:NAME` names, or the class method
+    `make` of such a class; or the name of a method.
+
+    **Raises:** `FinetuneError` if there is no such module or name, or it cannot be called like that.
+    """
+    module, colon, name = text.partition(":")
+    if text in METHODS:
+        return METHODS[text]
+    if not (module and colon and name):
+        raise FinetuneError(
+            "--adapter takes MODULE:NAME, such as mymodule:MyAdapter, or one of "
+            f"{', '.join(sorted(METHODS))}; found {text!r}."
+        )
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another
+        raise FinetuneError(
+            f"--adapter {text}: there is no module {error.name!r}. Run the command in its folder, or install "
+            "it."
+        ) from None
+    if not hasattr(found, name):
+        near = difflib.get_close_matches(name, vars(found), n=3)
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise FinetuneError(f"--adapter {text}: the module {module} has no {name!r}.{hint}")
+    make = getattr(found, name)
+    if isinstance(make, type):
+        if not issubclass(make, ql.AdaptedArray):
+            raise FinetuneError(
+                f"--adapter {text}: {name} is a class, but no AdaptedArray. Name one, or a function "
+                f"{_WANTED}."
+            )
+        make = getattr(make, "make", None)
+        if make is None:
+            raise FinetuneError(f"--adapter {text}: give {name} a class method {_WANTED}.")
+    try:
+        check_make(make)
+    except TypeError as error:
+        raise FinetuneError(f"--adapter {text}: it must be a function {_WANTED}. {error}") from None
+    return make
+
+
+def is_own(settings: Settings) -> bool:
+    """Whether the adapter is of a type that PEFT's files do not hold."""
+    return settings.adapter is not None and settings.adapter not in METHODS
+
+
+def types_of(model: Any) -> list[type]:
+    """The user's types of adapters in a model."""
+    types = (type(x) for x in named_arrays(model).values() if isinstance(x, ql.AdaptedArray))
+    return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
+
+
+def how_to_load(file: Path, types: list[type]) -> str:
+    names = [f"{x.__module__}.{x.__qualname__}" for x in types]
+    listed = f", types=[{', '.join(names)}]" if names else ""
+    return f"quaxlike.files.safetensors.load_adapters({str(file)!r}, model{listed})"

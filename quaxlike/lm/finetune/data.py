@@ -1,0 +1,255 @@
+"""Batches of tokens from lines of JSON."""
+
+import bisect
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from ..text import TextTokenizer
+from .settings import FinetuneError
+
+#: Tokens of the shortest rows.
+LEAST_LENGTH = 16
+
+
+class Tokens:
+    """The tokeniser of a checkpoint, whose texts have at most `max_length` tokens."""
+
+    def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
+        self._tokenizer = TextTokenizer(directory)
+        size = config.get("vocab_size")
+        if type(size) is not int:
+            raise FinetuneError(f"config.json has vocab_size={size!r}; it must be a whole number.")
+        self.max_length, self._directory, self._size = max_length, directory, size
+        eos = config.get("eos_token_id")
+        self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < size for token in self.eos):
+            raise FinetuneError(f"config.json has eos_token_id={eos!r} and a vocab_size of {size}.")
+
+    def whole(self, text: str, *, special: bool = True) -> list[int]:
+        """All tokens of a text, with the special ones that mark its ends unless `special` is False."""
+        return self._encoded(text, special).ids
+
+    def _encoded(self, text: str, special: bool = True) -> Any:
+        """Encodes a text. Raises for a token that the model has no row for, such as Gemma 3's for images."""
+        encoding = self._tokenizer.encode(text, special=special)
+        if (last := max(encoding.ids, default=0)) >= self._size:
+            token = encoding.tokens[encoding.ids.index(last)]
+            raise ValueError(
+                f"the text has the token {token!r}, number {last}, and the model's vocab_size is {self._size}"
+            )
+        return encoding
+
+    def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """The tokens of a text, without special ones, and which of them contain these characters."""
+        encoding = self._encoded(text, special=False)
+        learned = [False] * len(encoding.ids)
+        for start, end in written:
+            inside = (encoding.char_to_token(i) for i in range(start, end))
+            first = next((token for token in inside if token is not None), None)
+            backwards = (encoding.char_to_token(i) for i in range(end - 1, start - 1, -1))
+            last = next((token for token in backwards if token is not None), None)
+            if first is not None and last is not None:
+                learned[first : last + 1] = [True] * (last + 1 - first)
+        return encoding.ids, learned
+
+    @functools.cached_property
+    def chat(self) -> Any:
+        try:
+            from ..chat import ChatTemplate
+        except ModuleNotFoundError as error:
+            raise FinetuneError(f"Rows of messages need {error.name}: pip install 'quaxlike[lm]'") from None
+        return ChatTemplate(self._directory)
+
+    def cut(self, text: str) -> tuple[list[int], bool]:
+        """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
+        encoding = self._encoded(text)
+        ids, excess = encoding.ids, len(encoding.ids) - self.max_length
+        if excess <= 0:
+            return ids, False
+        end = len(ids)
+        while end > 0 and encoding.special_tokens_mask[end - 1]:
+            end -= 1
+        return ids[: max(0, end - excess)] + ids[end:], True
+
+
+class Example(NamedTuple):
+    """A line of data as tokens."""
+
+    texts: tuple[list[int], ...]
+    learned: list[bool] = []  # noqa: RUF012 (never changed)
+    """For generated text, which tokens are learned; empty for other texts."""
+    label: int = 0
+    was_cut: bool = False
+    segments: list[int] = []  # noqa: RUF012
+    """If a row holds several texts, the number of each token's text, from 1."""
+
+
+class Batch(NamedTuple):
+    """Examples side by side, padded to one length."""
+
+    ids: Int[Array | np.ndarray, "examples texts tokens"]
+    segments: Int[Array | np.ndarray, "examples texts tokens"]
+    """The number of the text that a token belongs to, from 1; 0 for padding."""
+    learned: Bool[Array | np.ndarray, "examples texts tokens"]
+    """Which tokens the model learns to write."""
+    labels: Int[Array | np.ndarray, " examples"]
+
+    @property
+    def seen(self) -> Bool[Array | np.ndarray, "examples texts tokens"]:
+        """The tokens that are not padding."""
+        return self.segments > 0
+
+
+class Examples(NamedTuple):
+    """The examples in a file, with counts of those that were changed or left out."""
+
+    examples: list[Example]
+    cut: int
+    """The number of texts that were cut because they were too long."""
+    empty: int
+    """The number of those that were left out because the cut left nothing to learn."""
+    without_answer: int
+    """The number of lines left out because they hold nothing to learn."""
+
+
+def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
+    """Reads a file with one JSON object per line, and skips empty lines. `encode` maps an object to an
+    example, or to None if nothing in it is learned.
+
+    **Raises:** `FileNotFoundError` if there is no such file; `FinetuneError` for a line that is not an
+    object, or not one for this model, with file and line.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
+    examples: list[Example] = []
+    empty = without_answer = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(fields, dict):
+                found = line.decode(errors="replace")[:60]  # JSON may be in UTF-16
+                raise FinetuneError(f"{path}:{number}: expected a JSON object; found {found!r}")
+            try:
+                example = encode(fields)
+            except ValueError as error:
+                raise FinetuneError(f"{path}:{number}: {error}") from None
+            if example is None:
+                empty += 1
+            elif example.learned and not any(example.learned):
+                without_answer += 1
+            else:
+                examples.append(example)
+    cut = sum(example.was_cut for example in examples) + empty
+    return Examples(examples, cut, empty, without_answer)
+
+
+def text_of(fields: Mapping[str, Any], name: str) -> str:
+    """An entry that must be a non-empty text."""
+    text = fields.get(name)
+    if not isinstance(text, str) or not text.strip():
+        found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
+        raise ValueError(f"{name!r} must be a text; {found}")
+    return text
+
+
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The entry `"messages"`, which must be a conversation."""
+    found = fields["messages"]
+    if (
+        not isinstance(found, list)
+        or not all(isinstance(x, dict) and "role" in x for x in found)
+        or not found
+    ):
+        raise ValueError(f"'messages' must be a list of objects with a role; found {found!r}")
+    return found
+
+
+def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry `"chat_template_kwargs"`: variables for the chat template."""
+    found = fields.get("chat_template_kwargs") or {}
+    if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt"}:
+        raise ValueError(
+            "'chat_template_kwargs' must be an object with variables other than the messages; "
+            f"found {found!r}"
+        )
+    return found
+
+
+def length_for(examples: Sequence[Example], max_length: int) -> int:
+    """The length to pad these examples to: a power of two, so that few programs are compiled."""
+    longest = max(len(ids) for example in examples for ids in example.texts)
+    return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
+
+
+def collate(examples: Sequence[Example], max_length: int) -> Batch:
+    """A batch, padded to `length_for` its examples."""
+    shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
+    ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
+    for i, example in enumerate(examples):
+        for j, text in enumerate(example.texts):
+            ids[i, j, : len(text)] = text
+            segments[i, j, : len(text)] = example.segments or 1
+            learned[i, j, : len(example.learned)] = example.learned
+    return Batch(ids, segments, learned, np.array([example.label for example in examples], np.int32))
+
+
+def pack(examples: Sequence[Example], length: int) -> list[Example]:
+    """Packs texts into rows of at most `length` tokens.
+
+    The longest texts are placed first, each where it leaves the least room (best-fit decreasing).
+    """
+    rows: list[list[Example]] = []
+    free: list[tuple[int, int]] = []  # room and number of each row, in order
+    for example in sorted(examples, key=lambda example: -len(example.texts[0])):
+        needed = len(example.texts[0])
+        at = bisect.bisect_left(free, (needed, -1))
+        room, row = free.pop(at) if at < len(free) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(example)
+        bisect.insort(free, (room - needed, row))
+    return [_packed(row) for row in rows]
+
+
+def _packed(texts: Sequence[Example]) -> Example:
+    return Example(
+        ([token for text in texts for token in text.texts[0]],),
+        [token for text in texts for token in text.learned],
+        was_cut=any(text.was_cut for text in texts),
+        segments=[i for i, text in enumerate(texts, start=1) for _ in text.texts[0]],
+    )
+
+
+def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
+    """Splits examples into a training set and a held-out share, at least one if there are several, in the
+    order of the file."""
+    n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
+    chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
+    parts: tuple[list[Example], list[Example]] = ([], [])
+    for i, example in enumerate(examples):
+        parts[i in chosen].append(example)
+    return parts
+
+
+def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
+    """Which of `n` examples make up a batch: each epoch has its own order, without an incomplete last batch.
+
+    It depends on nothing else, so that training can stop and resume anywhere.
+    """
+    epoch, at = divmod(batch, n // size)
+    order = np.random.default_rng([seed, epoch + 1]).permutation(n)
+    return order[at * size : (at + 1) * size]

@@ -1,0 +1,215 @@
+"""The devices of a run: a single one, or a mesh of the devices of one or many processes."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from ...sharding import constrain, fsdp, shard
+from ...sharding.meshes import MODEL_AXES, SEQUENCE_AXES, mesh_from_text
+from ..sharding import divides_layers, usual_rule
+from .data import LEAST_LENGTH
+from .settings import FinetuneError, Settings
+
+_Tree = TypeVar("_Tree")
+
+
+def join(settings: Settings) -> None:
+    """Makes this process one of several; must be called before JAX is used.
+
+    If one of them gives no sign of life for 20 seconds, or ends a minute before the others, JAX names it and
+    ends them: they could not go on without its devices.
+
+    **Raises:** `FinetuneError` if the coordinator cannot be reached.
+    """
+    if settings.coordinator is None:
+        return
+    try:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            settings.coordinator, settings.num_processes, settings.process_id,
+            initialization_timeout=120, heartbeat_timeout_seconds=20, shutdown_timeout_seconds=60,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise FinetuneError(
+            f"Process {settings.process_id} of {settings.num_processes} could not join the others at "
+            f"{settings.coordinator} within two minutes: {error} Start all of them; the one with "
+            "--process-id 0 must be reachable there."
+        ) from error
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes the results of all of them."""
+    return jax.process_index() == 0
+
+
+class Follower:
+    """The run directory and the metrics of a process that writes nothing."""
+
+    def restore(self, state: PyTree) -> tuple[int, PyTree]:
+        return 0, state
+
+    def entries(self) -> list[dict[str, Any]]:
+        return []
+
+    def save(self, step: int, state: PyTree) -> None: ...
+
+    def note(self, step: int, **entry: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Gathered(eqx.Module):
+    """A layer that is stored in parts on all devices, and gathered when it is called."""
+
+    layer: Any
+    mesh: jax.sharding.Mesh = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        whole = jax.NamedSharding(self.mesh, jax.P())
+        gathered = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), self.layer)
+        return gathered(*arguments)
+
+
+class Devices:
+    """The devices of a run, and how its arrays are spread over them.
+
+    Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
+    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Along
+    one called seq, context or cp, the tokens of each text are. Raises `FinetuneError` for a mesh that does
+    not fit the devices.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            self.mesh = None if settings.mesh is None else mesh_from_text(settings.mesh)
+        except ValueError as error:
+            raise FinetuneError(str(error)) from None
+        self._fsdp = settings.fsdp
+        self._by_layers: Callable[[str, Any], Any] | None = None
+        if self.mesh is None:
+            if settings.fsdp:
+                raise FinetuneError(
+                    "--fsdp stores parts of weights on the devices of a --mesh; pass --mesh too."
+                )
+            if jax.process_count() > 1:
+                raise FinetuneError("Several processes train together on a --mesh of all their devices.")
+            return
+        self._axes = tuple(name for name in self.mesh.shape if name not in (*MODEL_AXES, *SEQUENCE_AXES))
+        self._tokens = next((name for name in SEQUENCE_AXES if name in self.mesh.shape), None)
+
+    def check_batch(self, size: int, max_length: int) -> None:
+        """Raises `FinetuneError` for a batch of texts up to this length that the devices cannot share
+        evenly."""
+        if self.mesh is None:
+            return
+        if self._tokens is not None:
+            count = self.mesh.shape[self._tokens]
+            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, up to the longest
+                raise FinetuneError(
+                    f"Texts of {max_length} tokens cannot be shared evenly along {self._tokens} of the mesh, "
+                    f"which has {count} devices: it must have 2, 4, 8 or {LEAST_LENGTH}, and --max-length "
+                    "must be a multiple of that."
+                )
+        shares = math.prod(self.mesh.shape[name] for name in self._axes)
+        if size % shares:
+            raise FinetuneError(
+                f"A batch of {size} examples cannot be shared evenly along {', '.join(self._axes)} of the "
+                f"mesh: use a --batch-size that is a multiple of {shares}."
+            )
+
+    def rule(self, name: str, leaf: Any) -> Any:
+        """The spec for reading a weight, by its name."""
+        assert self.mesh is not None
+        return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
+
+    def place(self, model: _Tree) -> _Tree:
+        """Places a model on the mesh; later calls place other arrays to match it."""
+        if self.mesh is None:
+            return model
+        if rule_for := divides_layers(self.mesh):
+            self._by_layers = rule_for(model, self.mesh)
+        return self.place_along(model)
+
+    def place_along(self, tree: _Tree) -> _Tree:
+        """Places a tree with arrays under the model's names, such as the state of its optimiser."""
+        return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
+
+    def batch(self, batch: _Tree) -> _Tree:
+        """Places a batch: each process places the rows of its own devices. Arrays of examples, texts and
+        tokens may be divided along the tokens, too."""
+        if self.mesh is None:
+            return batch
+        specs = {3: jax.P(self._axes, None, self._tokens)}
+        return jax.tree.map(lambda x: self._put(x, specs.get(x.ndim, jax.P(self._axes))), batch)
+
+    def replicate(self, tree: _Tree) -> _Tree:
+        """Places small arrays on every device."""
+        return self._put(tree, jax.P()) if self.mesh is not None else tree
+
+    def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
+        """Returns the model to compute with, inside a step. Weights that are stored in parts are gathered,
+        still packed; those of scanned layers are gathered layer by layer."""
+        if self.mesh is None or not self._fsdp:
+            return model
+        stacked = layers(model)
+        if self._by_layers is not None or isinstance(stacked, list):
+            return constrain(model, self.mesh, self._by_layers)
+        rest = constrain(eqx.tree_at(layers, model, None), self.mesh, None)
+        return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
+
+    def reshard_state(self, state: _Tree) -> _Tree:
+        """Returns the state inside a step, sharded as it is stored."""
+        return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
+
+    def replicate_outputs(self, outputs: _Tree) -> _Tree:
+        """Returns outputs inside a step so that every process can read them."""
+        return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
+
+    def on_host(self, tree: _Tree) -> _Tree:
+        """Returns a tree with its arrays in host memory of every process. All must call it together."""
+        if self.mesh is None:
+            return tree
+        gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
+        return jax.tree.map(
+            lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
+        )
+
+    def broadcast_from_main(self, tree: _Tree) -> _Tree:
+        """Returns the main process's value in all processes, bit for bit. All must call it together."""
+        if jax.process_count() == 1:
+            return tree
+        leaves, structure = jax.tree.flatten(tree)
+        kinds = [type(leaf) for leaf in leaves]
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
+        sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
+        out = [
+            np.frombuffer(bytes_.tobytes(), x.dtype).reshape(x.shape)
+            for bytes_, x in zip(sent, arrays, strict=True)
+        ]
+        out = [kind(x) if kind in (bool, int) else jnp.asarray(x) for kind, x in zip(kinds, out, strict=True)]
+        return jax.tree.unflatten(structure, out)
+
+    def _rule(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
+        if self._fsdp:
+            return fsdp(self.mesh, over=by_layers)
+        return by_layers or (lambda name, leaf: None)
+
+    def _put(self, tree: _Tree, spec: jax.P) -> _Tree:
+        assert self.mesh is not None
+        sharding = jax.NamedSharding(self.mesh, spec)
+
+        def put(x: Any) -> Any:
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return jax.random.wrap_key_data(put(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+            local = np.asarray(x)
+            return jax.make_array_from_callback(local.shape, sharding, lambda index: local[index])
+
+        return jax.tree.map(put, tree)

@@ -1,0 +1,106 @@
+"""Reports during a run: a progress bar, and metrics for plotting programs."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..._files import naming
+from .train import Step
+
+
+def console_on(file: Any = None) -> Console:
+    """A console that breaks long lines between words on a terminal, and nowhere else. Default: stdout."""
+    console = Console(file=file)
+    console.soft_wrap = not console.is_terminal
+    return console
+
+
+def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
+    progress = Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+        TimeRemainingColumn(), TextColumn("left"), console=console,
+    )  # fmt: skip
+    with progress:
+        bar = progress.add_task("", total=steps, completed=first)
+        for step in run:
+            yield step
+            description = f"loss {step.loss:.4f}  {step.tokens / step.seconds:,.0f} tokens/s"
+            progress.update(bar, completed=step.number, description=description)
+
+
+class Metrics:
+    """Writes the metrics of a run as lines of JSON, and for TensorBoard. A resumed run appends to them."""
+
+    def __init__(self, directory: Path, tensorboard: bool) -> None:
+        self._lines = directory / "metrics.jsonl"
+        if self._lines.exists():  # a run that was killed may have left half a line
+            with open(self._lines, "rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+        self._events = TensorBoard(directory) if tensorboard else None
+
+    def note(self, step: int, **entry: Any) -> None:
+        """Adds a line. Nested figures become scalars with names like `held_out/loss`."""
+        with naming(self._lines), open(self._lines, "a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
+        if self._events is not None:
+            flat: dict[str, float] = {}
+            for name, value in entry.items():
+                parts = value.items() if isinstance(value, dict) else [("", value)]
+                flat |= {f"{name}/{part}".rstrip("/"): x for part, x in parts if x is not None}
+            self._events.write(step, flat)
+
+
+class TensorBoard:
+    """Writes scalars into a new event file: `TFRecord`s of `tensorflow.Event` messages.
+
+    Source: TensorFlow's `core/util/event.proto`, `core/framework/summary.proto` and `lib/io/record_writer.h`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / f"events.out.tfevents.{time.time_ns() // 10**6:013d}.quaxlike"
+        self._append(_field(3, b"brain.Event:2"))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        values = [_field(1, _field(1, tag.encode()) + _field(2, float(x))) for tag, x in scalars.items()]
+        self._append(_field(2, step) + _field(5, b"".join(values)))
+
+    def _append(self, event: bytes) -> None:
+        # The time is a double; all other fractional numbers in events are floats.
+        data = b"\x09" + struct.pack("<d", time.time()) + event
+        length = struct.pack("<Q", len(data))
+        with naming(self._path), open(self._path, "ab") as file:
+            file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _field(number: int, value: int | float | bytes) -> bytes:
+    """A field of a protocol buffer: an integer, a float, or bytes."""
+    if isinstance(value, float):
+        return bytes([number << 3 | 5]) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return bytes([number << 3]) + _varint(value)
+    return bytes([number << 3 | 2]) + _varint(len(value)) + value
+
+
+def _varint(n: int) -> bytes:
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    return bytes([*out, n])
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """CRC-32C (Castagnoli), rotated and shifted as in `TFRecord`s."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,0 +1,133 @@
+"""Checkpoints of a run, from which the same command resumes it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..._files import lock_folder, naming, replacing
+from ..._version import __version__
+from ...files import safetensors
+from ...files.json_text import read_json_file
+from ...surgery.trees import path_of
+from .settings import FinetuneError, Settings
+
+_WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
+
+
+class RunDirectory:
+    """The directory of a run: `run.json` (its settings), `checkpoint.safetensors` (the newest state) and
+    `log.jsonl` (one line per step), beside the adapter that the run finally writes. It is locked until
+    `close`.
+
+    **Raises:** `FinetuneError` if it holds a run with other settings, a run that is active in another
+    process, or an adapter that no run wrote.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.output
+        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.log = self.path / "log.jsonl"
+        about, fingerprint = self.path / "run.json", settings.fingerprint()
+        for adapter in (self.path / name for name in ("adapter_config.json", "adapters.safetensors")):
+            if adapter.exists() and not about.exists():
+                raise FinetuneError(f"There is an adapter already, {adapter}. Choose another --output.")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self.path)
+        if self._lock is None:
+            raise FinetuneError(f"Another run is active in {self.path}. Choose another --output.")
+        try:
+            if about.exists():
+                _compare(about, read_json_file(about, "the settings of the run"), fingerprint)
+            else:
+                with replacing(about) as file:
+                    file.write(json.dumps({_WRITER: __version__, **fingerprint}, indent=2).encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+    def save(self, step: int, state: PyTree) -> None:
+        """Writes a checkpoint, which replaces the old one once it is complete."""
+        safetensors.save(self.checkpoint, _named(step, state))
+
+    def restore(self, state: PyTree) -> tuple[int, PyTree]:
+        """Reads the step and the state of the checkpoint; 0 and `state` if there is none.
+
+        Removes later steps from the log, since they are run again.
+        """
+        step, named = 0, _named(0, state)
+        if self.checkpoint.exists():
+            named = safetensors.load(self.checkpoint, like=named)
+            step = int(named.pop("step"))
+            leaves = [named[path_of(path)] for path, _ in jtu.tree_leaves_with_path(state)]
+            state = jtu.tree_unflatten(jtu.tree_structure(state), leaves)
+        kept = [entry for entry in self.entries() if entry["step"] <= step]
+        with replacing(self.log) as file:
+            file.writelines(_line(entry) for entry in kept)
+        return step, state
+
+    def note(self, **entry: Any) -> None:
+        with naming(self.log), open(self.log, "ab") as file:
+            file.write(_line(entry))
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The lines of the log, without a last one that is incomplete because the run was stopped."""
+        if not self.log.exists():
+            return []
+        lines = self.log.read_bytes().splitlines(keepends=True)
+        entries: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+                raise FinetuneError(
+                    f"{self.log}:{number}: expected an object with the number of a step; "
+                    f"found {line[:60]!r}. Remove the line, or the file, to continue."
+                )
+            entries.append(entry)
+        return entries
+
+
+def _named(step: int, state: PyTree) -> dict[str, Any]:
+    named = {path_of(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
+    return {"step": jnp.asarray(step, jnp.int32)} | named
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    writer = str(found.pop(_WRITER, "unknown"))[:40]
+    known = {field.name for field in dataclasses.fields(Settings)} | wanted.keys()
+    if later := sorted(found.keys() - known):
+        raise FinetuneError(
+            f"{path} is from a run of quaxlike {writer}, with settings that this quaxlike {__version__} does "
+            f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
+            "--output."
+        )
+    # A run of an earlier version had the default of a setting that it does not name.
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
+    differing = [
+        f"{name} {found.get(name)!r} (now {value!r})"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
+    if differing:
+        raise FinetuneError(
+            f"{path} is from a run with {', '.join(differing)}. Use its options to resume it, or choose "
+            "another --output."
+        )

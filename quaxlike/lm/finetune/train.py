@@ -1,0 +1,289 @@
+"""Training: one step as a compiled program, with its dtypes, rematerialisation and memory, and the loop."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+import quaxlike as ql
+
+from ...optim import lora_plus, quantize_state
+from .._interrupts import take_interrupt
+from ..models import attention_backend
+from .data import Batch, Example, chosen_for, collate
+from .devices import Devices
+from .settings import FinetuneError, Settings
+from .tasks import AbstractTask
+
+#: What `--remat` keeps of each layer for the gradient.
+POLICIES: dict[str, Any] = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "dots": ql.kernels.dots_with_no_batch_dims_saveable,
+}
+
+#: How the moments of the optimiser are stored, for each number of bits.
+SCHEMES = {8: "q8_0", 4: "q4_0"}
+
+
+class State(NamedTuple):
+    params: PyTree
+    optimiser: PyTree
+
+
+class Memory(NamedTuple):
+    """The bytes that a step needs at its peak on each device, by use."""
+
+    weights: int
+    adapters: int
+    optimiser: int
+    activations: int | None
+    """Temporary arrays of a step; None if the backend does not report them."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {size / 2**20:,.1f} MiB" for name, size in self._asdict().items() if size is not None
+        ]
+        return ", ".join(parts)
+
+
+class Program:
+    """The update of the state by one batch, compiled for each shape of batches."""
+
+    def __init__(
+        self,
+        task: AbstractTask,
+        optimiser: optax.GradientTransformationExtraArgs,
+        settings: Settings,
+        devices: Devices,
+    ) -> None:
+        def update(
+            frozen: PyTree, state: State, batch: Batch, terms: Any, keys: Any, teacher: PyTree = None
+        ) -> tuple[State, Any]:
+            teacher = computed(teacher, task, settings, devices)
+
+            def loss(params: PyTree) -> Any:
+                model = computed(eqx.combine(params, frozen), task, settings, devices)
+                with attention_backend(settings.attention):
+                    outputs = outputs_of(task, model, batch, keys, teacher)
+                return task.total(outputs, batch) / terms
+
+            value, grads = jax.value_and_grad(loss)(state.params)
+            updates, optimiser_state = optimiser.update(grads, state.optimiser, state.params)
+            new = State(optax.apply_updates(state.params, updates), optimiser_state)
+            return devices.reshard_state(new), devices.replicate_outputs(value)
+
+        self._jitted = jax.jit(update, donate_argnames="state")
+        self._compiled: dict[Any, Any] = {}
+        self.seconds = 0.0
+        """The total compile time."""
+
+    def __call__(self, *arguments: Any) -> tuple[State, Any]:
+        return self.compiled(*arguments)(*arguments)
+
+    def compiled(self, *arguments: Any) -> Any:
+        """The program for a batch of this shape; arrays may be given as `jax.ShapeDtypeStruct`."""
+        shape = arguments[2].ids.shape
+        if shape not in self._compiled:
+            start = time.perf_counter()
+            self._compiled[shape] = self._jitted.lower(*arguments).compile()
+            self.seconds += time.perf_counter() - start
+        return self._compiled[shape]
+
+    def memory(self, *arguments: Any) -> Memory:
+        (frozen, state), teacher = arguments[:2], arguments[5:]
+        analysis = self.compiled(*arguments).memory_analysis()
+        activations = getattr(analysis, "temp_size_in_bytes", None)
+        return Memory(_bytes((frozen, teacher)), _bytes(state.params), _bytes(state.optimiser), activations)
+
+
+def stored_for(model: PyTree, dtype: str | None) -> PyTree:
+    """The model for computing in a dtype: frozen arrays are stored in it, trained ones are unchanged."""
+    converted = _converted(model, dtype)
+    trained, _ = eqx.partition(model, ql.trainable(model))
+    places, frozen = eqx.partition(converted, ql.trainable(converted))
+    trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
+    return eqx.combine(trained, frozen)
+
+
+def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
+    """The model that a step computes with: in the dtype of the settings, with layers rematerialised."""
+    model = _converted(model, settings.compute_dtype)
+    if settings.remat is None:
+        return model
+    policy, layers = POLICIES[settings.remat], task.layers(model)
+    again = [Again(x, policy) for x in layers] if isinstance(layers, list) else Again(layers, policy)
+    return eqx.tree_at(task.layers, model, again)
+
+
+def computed(model: PyTree, task: AbstractTask, settings: Settings, devices: Devices) -> PyTree:
+    """The model or the teacher that a step computes with, `prepared`, its weights gathered."""
+    return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
+
+
+class Again(eqx.Module):
+    """A layer whose results are recomputed for the gradient, except for those that the policy saves."""
+
+    layer: Any
+    policy: Callable[..., Any] = eqx.field(static=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        run = lambda layer, *arguments: layer(*arguments)
+        return jax.checkpoint(run, policy=self.policy)(self.layer, *arguments)
+
+
+def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
+    """The outputs for each example of a batch; `keys` are for dropout, None to switch it off. `teacher` is
+    for tasks that have one."""
+
+    def one(example: Batch, key: Any) -> Any:
+        own = ql.with_dropout_key(model, key)
+        if task.invokes:
+            own = ql.activate(own, example.ids[0], example.segments[0])
+        return ql.quaxify(task.output)(task.models(own, teacher), example)
+
+    batch = jax.tree.map(jnp.asarray, batch)
+    return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
+
+
+def _converted(model: PyTree, dtype: str | None) -> PyTree:
+    done: dict[int, Any] = {}  # by identity, so that what adapters share is converted once
+
+    def convert(leaf: Any) -> Any:
+        if isinstance(leaf, ql.AdaptedArray):  # convert its parts
+            return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        if id(leaf) not in done:
+            done[id(leaf)] = ql.quaxify(lambda x: x.astype(dtype))(leaf)
+        return done[id(leaf)]
+
+    return model if dtype is None else jax.tree.map(convert, model, is_leaf=ql.is_value)
+
+
+def _bytes(tree: PyTree) -> int:
+    part = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # what adapters share is there once
+    return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+class Step(NamedTuple):
+    number: int
+    loss: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    state: State
+
+
+def optimiser_for(
+    settings: Settings, steps: int
+) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
+    """AdamW after clipping by norm, and its learning rate by step."""
+    warmup, peak = round(settings.warmup * steps), settings.learning_rate
+    rest = max(1, steps - warmup)
+    decay = {
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
+    # Warm-up starts above zero, so that no step is wasted.
+    rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
+    chain = optax.chain(
+        optax.clip_by_global_norm(settings.clip) if settings.clip else optax.identity(),
+        optax.adamw(schedule, weight_decay=settings.weight_decay),
+        lora_plus(settings.lora_plus) if settings.lora_plus is not None else optax.identity(),
+    )
+    if settings.optimizer_bits is not None:
+        chain = quantize_state(chain, SCHEMES[settings.optimizer_bits])
+    if settings.accumulate > 1:
+        chain = optax.MultiSteps(chain, settings.accumulate).gradient_transformation()
+    return optax.with_extra_args_support(chain), schedule
+
+
+def steps_of(settings: Settings, n: int) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    return max(1, round(settings.epochs * (n // settings.batch_size) / settings.accumulate))
+
+
+class Training:
+    """A run of `steps` steps on batches of these examples; `frozen` is the part of the model that is not
+    trained. `teacher` is the model that a task may compare with."""
+
+    def __init__(
+        self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
+        steps: int, max_length: int, devices: Devices, teacher: PyTree = None,
+    ) -> None:  # fmt: skip
+        self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
+        self.steps, self.max_length, self._devices, self._teacher = steps, max_length, devices, teacher
+        adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, ql.AdaptedArray))
+        self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
+        self.optimiser, self._schedule = optimiser_for(settings, steps)
+        self.program = Program(task, self.optimiser, settings, devices)
+
+        def evaluate(frozen: PyTree, params: PyTree, batch: Batch, teacher: PyTree) -> PyTree:
+            model, teacher = (
+                computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
+            )
+            with attention_backend(settings.attention):
+                return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
+
+        self._evaluate = jax.jit(evaluate)
+
+    def memory(self, state: State) -> Memory:
+        """The memory of a step with the longest texts, whose program is compiled."""
+        longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
+        batch = collate([longest] * self.settings.batch_size, self.max_length)
+        return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
+
+    def run(self, state: State, first: int) -> Iterator[Step]:
+        """Trains from step `first` on. A resumed run gives the same results.
+
+        Each state is donated to the next step, so do not use it afterwards.
+        """
+        settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
+        for number in range(first + 1, self.steps + 1):
+            take_interrupt()
+            start, compiling = time.perf_counter(), self.program.seconds
+            of_step = range((number - 1) * count, number * count)
+            chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
+            batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
+            # The mean is over all accumulated batches, whatever their numbers of tokens.
+            terms = sum(map(self.task.weight, batches)) / count
+            values = []
+            for i, batch in zip(of_step, batches, strict=True):
+                state, value = self.program(self.frozen, state, *self._placed(batch, terms, i))
+                values.append(value)
+            value = float(np.mean(jax.device_get(values)))
+            if not np.isfinite(value):
+                raise FinetuneError(f"The loss of step {number} is {value}. Try a lower --learning-rate.")
+            seconds = time.perf_counter() - start - (self.program.seconds - compiling)
+            tokens = sum(int(np.sum(batch.seen)) for batch in batches)
+            yield Step(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
+
+    def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
+        """The metrics on examples, without dropout."""
+        whole, size = collate(examples, self.max_length), self.settings.batch_size
+        outputs = []
+        for start in range(0, len(examples), size):
+            take_interrupt()
+            rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
+            batch = Batch(*(part[rows] for part in whole))
+            outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
+        return self.task.metrics(joined, whole)
+
+    def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
+        devices, settings, keys = self._devices, self.settings, None
+        if self._drops:
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
+        placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
+        return *placed, self._teacher

@@ -1,0 +1,1 @@
+"""Folders of checkpoints: their configurations, the files beside the weights, and both written as one."""

@@ -1,0 +1,122 @@
+"""The files beside weights that belong to the same model: tokeniser, templates, generation settings, and the
+layers that sentence-transformers puts on an encoder."""
+
+import filecmp
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..._files import replacing
+from ...files.errors import CheckpointError, file_error, quoted
+from ...files.json_text import read_json_file, read_json_list
+
+# As transformers names them. What makes a tokeniser usable is first, and so in place last.
+_NAMES = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
+    *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+_TEMPLATES = "additional_chat_templates"
+# Of sentence-transformers: the list of its modules, whose own files are in folders that this names.
+_MODULES = "modules.json"
+_OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
+# Settings of other quantisers, which readers take if config.json has none.
+_OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
+
+
+def companion_files(folder: Path) -> dict[str, Path]:
+    """The files of a checkpoint that belong to its weights, by their names in the folder.
+
+    **Raises:** `CheckpointError` for one that is no regular file, or a link out of the folder; those into the
+    blobs of a Hugging Face cache are followed.
+    """
+    base = Path(os.path.realpath(folder))
+    roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
+    out: dict[str, Path] = {}
+    for name in _present(folder):
+        file = Path(os.path.realpath(folder / name))
+        if not any(file.is_relative_to(root) for root in roots):
+            problem = f"links to {file}, outside of the folder; put a copy of that file in its place"
+            raise file_error(folder / name, None, problem)
+        if not file.is_file():
+            raise file_error(folder / name, None, "is not a regular file, and cannot be copied")
+        out[name] = file
+    return out
+
+
+def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
+    """Copies files into a folder. They appear under their names when `stack` closes."""
+    for name, file in files.items():
+        target = folder / name
+        if target.exists() and target.samefile(file):
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        written = stack.enter_context(replacing(target))
+        with open(file, "rb") as source:
+            shutil.copyfileobj(source, written)
+        written.flush()
+
+
+def remove_others(folder: Path, files: dict[str, Path]) -> None:
+    """Removes the companions that a folder has, unless they equal those in `files`. If the process is killed,
+    weights are never left beside the tokeniser of another model."""
+    for name in _present(folder):
+        if name not in files:
+            (folder / name).unlink()
+        elif not filecmp.cmp(folder / name, files[name], shallow=False):
+            os.unlink(os.path.realpath(folder / name))  # where the new one will be
+    for name in _OF_WEIGHTS:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _present(folder: Path) -> list[str]:
+    names = [name for name in _NAMES if os.path.lexists(folder / name)]
+    templates = folder / _TEMPLATES
+    names += [f"{_TEMPLATES}/{path.name}" for path in sorted(templates.glob("*.jinja"))]
+    if os.path.lexists(folder / _MODULES):
+        names += [path.name for pattern in _OF_MODULES for path in sorted(folder.glob(pattern))]
+        own = (path for module in module_folders(folder) for path in sorted((folder / module).rglob("*")))
+        names += [str(path.relative_to(folder)) for path in own if not path.is_dir() or path.is_symlink()]
+    return names
+
+
+def module_folders(folder: Path) -> list[str]:
+    """The folders of sentence-transformers' modules. The first module, the model itself, has none."""
+    return [found for _, found in modules_of(folder) if found]
+
+
+def modules_of(folder: Path) -> list[tuple[str, str]]:
+    """sentence-transformers' modules, in order: the name of the class, and the folder ("" for this one).
+
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or names something outside of the folder.
+    """
+    path = folder / _MODULES
+    if not path.is_file():
+        return []
+    out: list[tuple[str, str]] = []
+    for module in read_json_list(path, "the list of modules"):
+        found = module.get("path") if isinstance(module, dict) else None
+        parts = Path(found).parts if isinstance(found, str) else ("..",)
+        if ".." in parts or Path(*parts).is_absolute():
+            raise file_error(
+                path, None, f"modules must name folders inside of this one; found {quoted(module)}"
+            )
+        out.append((str(module.get("type")).rpartition(".")[2], str(found) if parts else ""))
+    return out
+
+
+def ends_of(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> list[int]:
+    """The tokens that end a text, from `generation_config.json` or else from `config.json`.
+
+    **Raises:** `CheckpointError` if these are not tokens, whose numbers are below `limit`.
+    """
+    path = folder / "generation_config.json"
+    settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
+    ends = config.get("eos_token_id") if settings.get("eos_token_id") is None else settings["eos_token_id"]
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(end) is int and 0 <= end < limit for end in ends):
+        raise CheckpointError(f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens.")
+    return ends

@@ -1,0 +1,111 @@
+"""A checkpoint's `config.json`: the entries that a model reads, and the values that it refuses."""
+
+import contextlib
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ...files.errors import ErrorAboutFiles, quoted, shortened
+
+_C = TypeVar("_C", bound="Config")
+
+
+class UnsupportedConfigError(ErrorAboutFiles):
+    """A checkpoint needs something that the models of this library do not support."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The entries of `config.json` that shape a model; subclasses name them."""
+
+    @classmethod
+    def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
+        """Reads the fields from `config`, with their defaults where absent. `required` has the values that
+        other entries must have if they are present; a tuple lists several.
+
+        **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
+        missing entry without a default.
+        """
+        label = label or cls.__name__
+        for name, allowed in required.items():
+            allowed = allowed if isinstance(allowed, tuple) else (allowed,)
+            if name in config and config[name] not in allowed:
+                raise refused(name, config[name], label, " or ".join(map(repr, allowed)))
+        values, hints = {}, typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if (value := config.get(field.name)) is not None:
+                needed, fits = _KINDS.get(hints[field.name], ("", lambda x: True))
+                if not fits(value):
+                    raise UnsupportedConfigError(
+                        f"config.json has {field.name}={quoted(value)}; {label} needs {needed}."
+                    )
+                values[field.name] = value
+            elif field.default is dataclasses.MISSING:
+                raise UnsupportedConfigError(f"config.json has no {field.name}, which {label} needs.")
+        return cls(**values)
+
+
+def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
+    return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
+
+
+def is_finite(x: Any) -> bool:
+    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
+
+
+def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
+    """An entry that must be a whole number if it is present. Raises `UnsupportedConfigError`."""
+    value = entries.get(name)
+    if value is not None and (type(value) is not int or value < 0):
+        raise refused(name, value, label, "whole numbers that are not negative")
+    return default if value is None else value
+
+
+def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
+    """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    known = {"full_attention": False, "sliding_attention": True}
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+    if not are_known or len(types) != layers:
+        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
+    return tuple(known[kind] for kind in types)
+
+
+def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
+    """Raises `UnsupportedConfigError` if any of these entries is present but not a number."""
+    for name in names:
+        value = entries.get(name)
+        if value is not None and not (is_finite(value) and value >= 0):
+            raise refused(name, value, label, "finite numbers that are not negative")
+
+
+@contextlib.contextmanager
+def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
+    """Turns errors of a computation with these entries into `UnsupportedConfigError`."""
+    try:
+        with np.errstate(divide="raise", invalid="raise", over="raise"):
+            yield
+    except KeyError as error:
+        raise UnsupportedConfigError(
+            f"config.json has no {error} among its {kind}: {quoted(entries)}."
+        ) from None
+    except UnsupportedConfigError:
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise UnsupportedConfigError(
+            f"config.json has {kind} that {label} cannot compute with: {shortened(str(error))}. "
+            f"Found {quoted(entries)}."
+        ) from None
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: (
+        "a whole number that is not negative, and below 2**31",
+        lambda x: type(x) is int and 0 <= x < 2**31,
+    ),
+    float | int: ("a finite number", is_finite),
+    bool: ("true or false", lambda x: type(x) is bool),
+}

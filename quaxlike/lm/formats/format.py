@@ -1,0 +1,301 @@
+"""A format of quantised weights as a record, and the checks of tensors and settings that readers share."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
+from ...files.errors import CheckpointError, file_error, quoted
+from ...files.tensors import TensorInfo, Tensors
+from ...sharding.reading import Rows
+
+FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+
+Settings = Mapping[str, Any]
+
+
+class Weight(NamedTuple):
+    """A weight of the unquantised checkpoint: the tensors that store it, and functions that read it."""
+
+    tensors: tuple[str, ...]
+    read: Callable[[], Any]
+    rows: Callable[[], Rows] | None = None
+    """Reads it by rows, in a way of its own."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format:
+    """A format, and how its checkpoints are recognised, read and written.
+
+    **Attributes:**
+
+    - `methods`: the values of `quant_method` in a `config.json` that name it; it is written with the first.
+    - `weights`: the weights of a checkpoint, by their names in the unquantised one, from its tensors and its
+        settings. A weight that lacks a part is among them, and an error when it is read.
+    - `codes`: endings of tensors that are of no use on their own: a checkpoint with one that belongs to no
+        weight is damaged.
+    - `by_rows`: whether the first axis of its tensors has the rows of the weight, tiles of rows, or neither,
+        and `weights` reads a window of rows as if it were a file.
+    - `detect`: whether a checkpoint without settings has weights of the format.
+    - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
+        if it does not. Called with `config.json` and the folder.
+    - `write`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
+    - `types`: the Values of a model that are saved in this format; the first of the list that has a Value's
+        type is chosen.
+    - `codec`: if there is one, the only codec of `BlockArray`s that are saved in this format.
+    """
+
+    methods: tuple[str, ...]
+    weights: Callable[[Tensors, Settings], Mapping[str, Weight]]
+    codes: tuple[str, ...] = ()
+    by_rows: bool = False
+    detect: Callable[[Tensors], bool] = lambda tensors: False
+    settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
+    write: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
+    types: tuple[type, ...] = ()
+    codec: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.methods[0]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a Value of a model is saved in this format."""
+        return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
+
+
+class Layer:
+    """The tensors of one layer of a checkpoint, by suffix: `at(suffix)` is the name of one."""
+
+    def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
+        self.tensors = tensors
+        self.name = name
+        self._separator = separator
+
+    def at(self, suffix: str) -> str:
+        return self.name + self._separator + suffix
+
+    def __contains__(self, suffix: str) -> bool:
+        return self.at(suffix) in self.tensors
+
+    def error(self, suffix: str | None, problem: str) -> CheckpointError:
+        return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
+
+    def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
+        """The shape of a tensor. Raises if it is missing, is empty, or does not have `ndim` axes."""
+        if suffix not in self:
+            raise self.error(suffix, "is missing")
+        shape = self.tensors.info[self.at(suffix)].shape
+        if ndim is not None and (len(shape) != ndim or 0 in shape):
+            raise self.error(suffix, f"expected {ndim} axes, none of them empty; found the shape {shape}")
+        return shape
+
+    def dtype(self, suffix: str) -> np.dtype:
+        self.shape(suffix)
+        return self.tensors.info[self.at(suffix)].dtype
+
+    def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
+        """A tensor. Raises unless it has one of these dtypes and one of these shapes (default: any)."""
+        shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
+        if dtype not in dtypes or (shapes and shape not in shapes):
+            wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
+            names = ", ".join(map(str, dtypes))
+            raise self.error(suffix, f"expected {names} of shape {wanted}; found {dtype} of shape {shape}")
+        return self.tensors[self.at(suffix)]
+
+    def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
+        """Floating-point scales. Raises unless they are finite."""
+        scale = self.get(suffix, FLOATS, *shapes)
+        if not np.isfinite(scale.astype(np.float32)).all():
+            raise self.error(suffix, "has scales that are not finite")
+        return scale
+
+
+def layers(
+    tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
+) -> list[Layer]:
+    """Finds the layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes.
+    Incomplete layers are included: reading them raises an error that names the missing part."""
+    dtypes, found = tuple(dtypes), dict[str, None]()
+    for name in tensors:
+        layer, _, suffix = name.rpartition(separator)
+        if suffix in suffixes or (suffix == "weight" and tensors.info[name].dtype in dtypes):
+            found[layer] = None
+    return [Layer(tensors, layer, separator) for layer in found]
+
+
+def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:
+    """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
+    taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
+    return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
+
+
+def weights_of(
+    found: Iterable[Layer], suffixes: Sequence[str], read: Callable[[Layer], Any]
+) -> dict[str, Weight]:
+    """The entries for the weights of these layers, as by `weight`."""
+    entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
+    return {name: entry for own in entries for name, entry in own.items()}
+
+
+def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
+    """Wraps `read`, so that a `ValueError` of the array type becomes a `CheckpointError` that names the
+    layer."""
+
+    def checked() -> Any:
+        try:
+            return read()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise layer.error(None, str(error)) from error
+
+    return checked
+
+
+def stream(words: np.ndarray) -> np.ndarray:
+    """Views words of any integer dtype as a little-endian stream of bytes, along the last axis."""
+    return np.ascontiguousarray(words).view(np.uint8)
+
+
+def integers(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zero: np.ndarray | None,
+    *,
+    bits: int,
+    block: int | None,
+    count: int | None = None,
+    order: np.ndarray | None = None,
+) -> BlockArray:
+    """Makes an array of values `scale * (code - zero)` from unsigned codes of `bits` bits. The codec is
+    symmetric if `zero` is None, or is the middle of the range everywhere. Signed codes of 8 bits are made
+    unsigned by `codes.view(np.uint8) ^ 128`."""
+    middle = 1 << (bits - 1)
+    symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
+    codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")
+    return BlockArray.from_codes(
+        codes,
+        BlockScales(scale, zero=None if symmetric else zero),
+        codec=codec,
+        block_size=block,
+        count=count,
+        order=None if order is None else order.astype(np.int32),
+    )
+
+
+def small_floats(
+    raw: np.ndarray,
+    scale: np.ndarray,
+    *,
+    codec: str | Codec,
+    block: int | None,
+    outer: np.ndarray | None = None,
+    count: int | None = None,
+) -> BlockArray:
+    """Makes an array whose codes are floats of 8 or 4 bits. Pass `count` if the codes are packed already."""
+    codec = CODECS[codec] if isinstance(codec, str) else codec
+    scales = BlockScales(scale, outer=outer)
+    return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
+
+
+def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
+    """Repeats the scales of tiles for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
+    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may reach far beyond the rows
+
+
+def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
+    """A single scale, or one per row, as `(rows, 1)`."""
+    return np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
+
+
+def num_words(count: int, bits: int) -> int:
+    """The number of 32-bit words that hold this many codes."""
+    return -(-count * bits // 32)
+
+
+def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[int] = ()) -> int:
+    value, among = config.get(key), list(among)
+    if type(value) is not int or (among and value not in among):
+        wanted = f"one of {', '.join(map(str, among))}" if among else "an integer"
+        raise file_error(path, key, f"the quantisation config must give {wanted}; found {quoted(value)}")
+    return value
+
+
+def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    """An object from a configuration; an empty one if it is absent."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
+    return value or {}
+
+
+def group_size(config: Mapping[str, Any], path: Path) -> int | None:
+    """The number of codes that share a scale; None for a whole row."""
+    size = integer(config, "group_size", path)
+    if size != -1 and not 1 <= size < 2**31:
+        raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
+    return None if size == -1 else size
+
+
+# Weights by rows, so that a process reads only those that its devices store -----------------------
+
+
+def dense_rows(tensors: Any, name: str) -> Rows:
+    shape = tensors.info[name].shape
+
+    def read(start: int = 0, stop: int | None = None) -> np.ndarray:
+        return tensors.mapped(name)[start:stop]
+
+    return Rows(shape[0], read) if shape else Rows(None, lambda: tensors[name])
+
+
+def rows_of_weight(
+    tensors: Tensors,
+    name: str,
+    weight: Weight,
+    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Weight]],
+    settings: Mapping[str, Any],
+) -> Rows:
+    """The rows of a weight in a format whose reader reads windows as if they were files."""
+    names, read = weight.tensors, weight.read
+    count = max((tensors.info[part].shape or (1,))[0] for part in names)
+    tile = settings.get("weight_block_size")
+    each = {part: _rows_an_entry(tensors.info[part], count, tile[0] if tile else 1) for part in names}
+    if None in each.values():
+        return Rows(None, read)
+
+    def part(start: int = 0, stop: int | None = None) -> Any:
+        if stop is None or (start, stop) == (0, count):
+            return read()
+        info = {part: _cut(tensors.info[part], each[part] or 0, start, stop) for part in names}
+        window = Tensors(tensors.path, info, tensors.metadata)
+        return reader(window, settings)[name].read()
+
+    return Rows(count, part, math.lcm(*(n for n in each.values() if n)))
+
+
+def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
+    """The number of rows that share an entry of a tensor, 0 for all of them; None if it cannot be told."""
+    if math.prod(info.shape) == 1 < count:
+        return 0
+    entries = info.shape[0] if info.shape else 1
+    return next((rows for rows in (1, tile) if -(-count // rows) == entries), None)
+
+
+def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
+    """The part of a tensor with the entries for rows `start` to `stop`."""
+    if each == 0:
+        return info
+    first, last = start // each, -(-stop // each)
+    size = info.nbytes // info.shape[0]
+    return info._replace(shape=(last - first, *info.shape[1:]), offset=info.offset + first * size)

@@ -1,0 +1,121 @@
+"""HQQ: codes of 1 to 8 bits in slabs, with floating zero points, in groups along either axis.
+
+Source: the layouts of <https://github.com/mobiusml/hqq>.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...arrays.quantized import BlockArray, BlockScales, Codec
+from ...arrays.quantized.shape import reshaped
+from ...files.tensors import Tensors
+from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weights_of
+
+# By number of bits: the packing's name, the dtype of its words, and the slabs per word.
+_PACKINGS = {
+    8: ("8bit_u8", UINT8, 1),
+    4: ("4bit_u8", UINT8, 2),
+    3: ("3bit_32", INT32, 10),
+    2: ("2bit_u8", UINT8, 4),
+    1: ("1bit_u8", UINT8, 8),
+}
+_META = [
+    *("W_q", "scale", "zero", "shape", "nbits", "group_size", "axis", "packing", "view_as_float"),
+    *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
+    *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
+]
+_COMMON = ("scale", "zero", "shape")  # which other layers may have too
+_INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
+
+
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    found = layers(tensors, *(part for part in _META if part not in _COMMON))
+    return weights_of(found, _META, _read)
+
+
+def _scalar(layer: Layer, name: str) -> int:
+    return int(layer.get(name, _INTEGERS, (), (1,)).reshape(()))
+
+
+def _read(layer: Layer) -> Any:
+    bits, axis = _scalar(layer, "nbits"), _scalar(layer, "axis")
+    n, k = (int(size) for size in layer.get("shape", _INTEGERS, (2,)))
+    if bits not in _PACKINGS or axis not in (0, 1) or min(n, k) < 1:
+        raise layer.error(None, f"expected 8, 4, 3, 2 or 1 bits along axis 0 or 1; found {bits} along {axis}")
+    name, dtype, slabs = _PACKINGS[bits]
+    if "packing" in layer and (found := layer.get("packing", [UINT8]).tobytes()) != name.encode():
+        raise layer.error("packing", f"{bits} bits are packed as {name}; found {found!r}")
+    groups = math.prod(layer.shape("scale", 2))
+    size = _scalar(layer, "group_size") if "group_size" in layer else n * k // groups
+    if size < 1 or n * k % size:
+        raise layer.error("group_size", f"groups of {size} do not divide a weight of shape {(n, k)}")
+    groups = n * k // size
+    rows, columns = (groups, size) if axis == 1 else (size, groups)
+    as_floats = _scalar(layer, "view_as_float") if "view_as_float" in layer else layer.dtype("W_q") in FLOATS
+    packed = layer.get("W_q", FLOATS if as_floats else [dtype])
+    if as_floats and packed.ndim == 2:
+        packed = packed.view(dtype)
+    if packed.dtype != dtype or packed.shape != (-(-rows // slabs), columns):
+        raise layer.error(
+            "W_q", f"expected {dtype}{[-(-rows // slabs), columns]}; found {packed.dtype}{list(packed.shape)}"
+        )
+    top = (slabs - 1) * bits
+    mask = 2**bits - 1
+    codes = np.concatenate([packed >> (top - bits * i) & mask for i in range(slabs)])[:rows].astype(np.uint8)
+    shape = (groups, 1) if axis == 1 else (1, groups)
+    scale, zero = layer.scales("scale", shape), layer.scales("zero", shape)
+    if axis == 1:
+        return _in_rows(codes, scale, zero, bits, (n, k), size)
+    return _in_columns(codes, scale, zero, bits, (n, k), size)
+
+
+def _in_rows(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
+) -> BlockArray:
+    """An array with groups of neighbours in a row. If groups cross rows, all rows are stored as one."""
+    n, k = shape
+    codec, whole = Codec(bits, zeros="points"), k % size == 0
+    as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
+    scales = BlockScales(as_stored(scale), zero=as_stored(zero))
+    out = BlockArray.from_codes(as_stored(codes), scales, codec=codec, block_size=size)
+    in_shape = out if whole else reshaped(out, shape)
+    assert in_shape is not None  # the last axis alone is cut
+    return in_shape
+
+
+def _in_columns(
+    codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
+) -> BlockArray:
+    """An array whose group j holds the elements j, j + groups, … of the flat weight. It is stored transposed:
+    a row of codes is a column of the weight, with its elements sorted by group."""
+    n, k = shape
+    groups = n * k // size
+    if k % groups == 0:  # all of a column is in one group
+        in_rows = lambda x: x.reshape(-1)[np.arange(k) % groups, None]
+        scales = BlockScales(in_rows(scale), zero=in_rows(zero))
+        turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
+        return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
+    if groups % k:  # neighbours are in different groups along both axes: no shared scales
+        codes = codes.reshape(n, k)
+        index = np.arange(n * k).reshape(n, k) % groups
+        scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])
+        return BlockArray.from_codes(codes, scales, codec=Codec(bits, zeros="points"), block_size=1)
+    per_column = groups // k
+    index = np.arange(n) % per_column
+    order = None if per_column == 1 else np.argsort(index, kind="stable")
+    turned = np.ascontiguousarray(codes.reshape(n, k).T)
+    in_columns = lambda x: np.ascontiguousarray(x.reshape(per_column, k).T)
+    out = BlockArray.from_codes(
+        turned if order is None else turned[:, order],
+        BlockScales(in_columns(scale), zero=in_columns(zero)),
+        codec=Codec(bits, zeros="points"),
+        block_size=size,
+        order=None if order is None else order.astype(np.int32),
+    )
+    return out.with_axes((1, 0))
+
+
+FORMAT = Format(("hqq",), weights, codes=(".W_q",))

@@ -1,0 +1,517 @@
+"""`generate` and `Conversation`: texts that a decoder continues."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from ..._checked import checked
+from ...arrays.adapted import AdaptedArray, innermost
+from ...core.quaxify import quaxify
+from ...core.values import is_value
+from ...surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
+from ...surgery.trees import difference, named_arrays
+from ..models.attention import Memory
+from ..models.decoder import Decoder
+
+
+@checked
+def generate(
+    model: Decoder,
+    ids: Int[Array | np.ndarray, "batch tokens"],
+    *,
+    max_new_tokens: int,
+    mask: Shaped[Array | np.ndarray, "batch tokens"] | None = None,
+    eos: int | Sequence[int] | None = None,
+    temperature: float | int = 0.0,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    key: Any = None,
+    on_token: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
+    cache: str | None = None,
+) -> Int[Array, "batch new"]:
+    """Continues texts, token by token.
+
+    Keys and values of earlier tokens are cached, and written in place. Lengths are rounded up to powers of
+    two, and two programs are compiled per length, side by side before the first token: one for the prompts,
+    and one that adds a token. For models on several devices, the second is compiled at the second token.
+
+    **Arguments:**
+
+    - `model`: the decoder, whose weights may be Values. With adapters from [`quaxlike.stack_adapters`][], one
+        for each text, every text uses its own. Activated LoRAs act from the last place in the prompt on where
+        their invocation tokens stand, and on all new tokens; not at all if the prompt has none.
+    - `ids`: the prompts, padded on the left.
+    - `max_new_tokens`: how many tokens to add at most.
+    - `mask`: which of `ids` are not padding. Default: all.
+    - `eos`: tokens that end a text. Default: none does.
+    - `temperature`: divides the logits that tokens are sampled from; 0 takes the likeliest token. Default: 0.
+    - `top_k`: samples from only this many of the likeliest tokens. Default: from all.
+    - `top_p`: samples from the likeliest tokens that together have this probability. Default: from all.
+    - `key`: a PRNG key, needed if tokens are sampled.
+    - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step, while the next
+        one runs.
+    - `cache`: how keys and values are stored: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][], such as
+        `"int8"` with a scale for each token and head, `"q8_0"`, `"q4_0"` or `"nf4"`. In 4 bits or fewer, keys
+        are rotated first, so that a few large elements do not take the precision of the others. Default: in
+        the dtype of the model.
+
+    **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end, a text is padded with the
+    `pad_token_id` of `config.json`, or else the first of `eos`.
+
+    **Raises:** `ValueError` for arguments that do not fit each other or the model.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+
+        def answer(directory, ids):
+            model, config = ql.lm.load(directory, quantize="nf4")
+            return ql.lm.generate(
+                model, ids, max_new_tokens=32, eos=config["eos_token_id"]
+            )
+        ```
+
+    Top-p: Holtzman et al., The Curious Case of Neural Text Degeneration (2020).
+    """
+    ids = np.asarray(ids)
+    seen = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
+    sampling = _sampling(model, ids, seen, max_new_tokens, temperature, top_k, top_p, key)
+    ends = np.atleast_1d(np.asarray([] if eos is None else eos))
+    if ends.size and ends.dtype.kind not in "iu":
+        raise TypeError(f"`eos` must be the number of a token, or several; found {eos!r}.")
+    ends = ends.astype(np.int32)
+    steps, done = list[Any](), np.zeros(len(ids), bool)
+    fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
+    for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
+        if ends.size or on_token is not None:
+            token = np.where(done, np.int32(fill), np.asarray(token))
+            done |= np.isin(token, ends)
+        steps.append(token)
+        if on_token is not None:
+            on_token(token)
+        if done.all():
+            break
+    steps += [np.full(len(ids), fill, np.int32)] * (max_new_tokens - len(steps))
+    return jnp.stack([jnp.asarray(step) for step in steps], axis=1)
+
+
+def _sampling(
+    model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
+) -> "_Sampling":
+    """How tokens are chosen. Raises `ValueError` for arguments that do not fit each other or the model."""
+    if not isinstance(model, Decoder):
+        raise ValueError(f"generate takes a Decoder of `quaxlike.lm.models`; found {type(model).__name__}.")
+    if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"`ids` must be integers of shape (batch, tokens); found {ids.dtype} of shape {ids.shape}."
+        )
+    if seen.shape != ids.shape or not seen[:, -1].all():
+        ending = np.flatnonzero(~seen[..., -1]).tolist()
+        raise ValueError(
+            f"`mask` must be of the shape of `ids`, {ids.shape}, with padding on the left only, so that each "
+            f"row ends with a token; found the shape {seen.shape}, where the rows {ending} end with padding."
+        )
+    c, first, last = model.config, ids[seen].min(), ids[seen].max()
+    if first < 0 or last >= c.vocab_size:
+        raise ValueError(f"`ids` must be from 0 to {c.vocab_size - 1}; found {first} to {last}.")
+    if new < 1:
+        raise ValueError(f"`max_new_tokens` must be at least 1; found {new}.")
+    if not (temperature >= 0 and (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)):
+        raise ValueError(
+            "`temperature` must not be negative, `top_k` at least 1 and `top_p` above 0 and at most 1; found "
+            f"{temperature}, {top_k} and {top_p}."
+        )
+    if temperature > 0 and key is None:
+        raise ValueError("Tokens are sampled at a temperature above 0: pass a `key`.")
+    needed, most = int(seen.sum(1).max()) + new, c.max_position_embeddings
+    if c.family.learned_positions and needed > most:
+        raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
+    if counts := {adapter.shape[0] for adapter in _stacked_adapters(model)} - {len(ids)}:
+        raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; each text takes one.")
+    as_array = lambda x: None if x is None else jnp.float32(x)
+    return _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
+
+
+class _Sampling(eqx.Module):
+    """Chooses the next token: the likeliest if there is no temperature."""
+
+    temperature: Array | None
+    top_p: Array | None
+    key: Any
+    top_k: int | None = eqx.field(static=True)
+
+    def __call__(self, logits: Float[Array, "batch vocab"], step: Any) -> Int[Array, " batch"]:
+        if self.temperature is None:
+            return _likeliest(logits)
+        logits = logits.astype(jnp.float32) / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            order = jnp.sort(logits, axis=-1, descending=True)
+            mass = jax.nn.softmax(order, axis=-1)
+            inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
+            least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(jax.random.fold_in(self.key, step), logits).astype(jnp.int32)
+
+
+def _tokens(
+    model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
+) -> Iterator[Any]:
+    """The new tokens, `(batch,)` each."""
+    longest, leaves = int(seen.sum(1).max()), _Leaves(model)
+    places = _invoked_at(model, np.where(seen, ids, -1))
+    switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
+    made: list[Any] = []
+    while len(made) < new:
+        # When a text outgrows its rotary frequencies, all cached keys and values are recomputed.
+        until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
+        rows = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
+        width = _rounded(rows.shape[1])
+        room, blank = width + _rounded(until - len(made)), width - rows.shape[1]
+        rows = np.pad(rows, ((0, 0), (blank, 0)))
+        behind = room - blank - seen.shape[1]
+        kept = np.pad(seen, ((0, 0), (blank, behind)), constant_values=(False, True))
+        since = np.where(places == _NEVER, _NEVER, places + blank).astype(np.int32)
+        start, memory = 0, None
+        if until - len(made) > 1:
+            one = jax.ShapeDtypeStruct((len(rows),), jnp.int32)
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            program = lambda ids, memory: _next.lower(
+                leaves, ids, kept, memory, number, number, since, sampling, number, cache
+            )
+            _compile_both(model, program, rows, one, None)
+        # Each step is started before the token of the one before it is read, which a device does meanwhile.
+        while len(made) < until:
+            count = len(made)
+            at, length, step = map(np.int32, (start, longest + count, count))
+            token, memory = _next(leaves, rows, kept, memory, at, length, since, sampling, step, cache)
+            if start:
+                yield made[-1]
+            made.append(token)
+            start, rows = max(width, start + 1), token
+        yield made[-1]
+
+
+class _Structure:
+    """What a model is besides its leaves; hashed once, and known again without a look at it."""
+
+    def __init__(self, of: Any) -> None:
+        self.of, self._hash = of, hash(of)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Structure) and self.of == other.of)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Leaves:
+    """A model that is taken apart once, and not for each token."""
+
+    def __init__(self, model: Any) -> None:
+        self._leaves, structure = jax.tree.flatten(model)
+        self._structure = _Structure(structure)
+
+    def whole(self) -> Any:
+        return jax.tree.unflatten(self._structure.of, self._leaves)
+
+    def tree_flatten(self) -> Any:
+        return self._leaves, self._structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, leaves: Any) -> "_Leaves":
+        out = object.__new__(cls)
+        out._leaves, out._structure = leaves, structure
+        return out
+
+
+def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any, memory: Any) -> None:
+    """Compiles the program for a text beside that for one token more, so that the second does not wait.
+
+    Calls of the jitted functions find them. On several devices the second takes a memory that is spread as
+    the first one leaves it, which is known too late: it is compiled when it is called.
+
+    **Arguments:**
+
+    - `lower`: makes a program of tokens and a memory. It traces here: what a user has set holds in this
+        thread alone.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
+    if any(len(array.sharding.device_set) > 1 for array in arrays):
+        return
+    first = lower(ids, memory)
+    _, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
+    with ThreadPoolExecutor(1) as beside:
+        second = beside.submit(lower(one, memory).compile)
+        first.compile()
+        second.result()
+
+
+def _likeliest(logits: Array) -> Array:
+    """`argmax` along the last axis, which CPUs compute one number after the other."""
+    found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
+    return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
+
+
+@functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
+def _next(
+    leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
+    sampling: _Sampling, step: Any, cache: str | None,
+) -> tuple[Array, Any]:  # fmt: skip
+    """The next token of each row, and the memory updated with these rows; it is None at first. `ids` may be
+    what this returned. `since` is the place in each row from which on activated LoRAs act."""
+    model, ids = leaves.whole(), ids.reshape(len(ids), -1)
+    stacked = bool(_stacked_adapters(model))
+    if memory is None:
+        memory = model.memory(seen.shape[1], cache)
+        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), memory)
+
+    def last(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
+        hidden, memory = model.body(ids, seen, memory, start, length)
+        return model.logits(hidden[-1:])[0], memory
+
+    def row(i: Any, since: Any, *of_row: Any) -> Any:
+        own = choose_adapter(model, i) if stacked else model
+        return quaxify(last)(_acting(own, start, ids.shape[1], since), *of_row)
+
+    logits, memory = jax.vmap(row)(jnp.arange(len(ids)), since, ids, seen, memory)
+    return sampling(logits, step), memory
+
+
+class Conversation:
+    """One text that a decoder continues in turns, such as a chat.
+
+    Keys and values stay cached for as long as a text begins as the one before did, so that a turn costs what
+    is new in it. An activated LoRA leaves them valid up to the tokens that invoke it.
+
+    **Arguments:**
+
+    - `model`: the decoder, with one adapter at most. An activated LoRA acts as for
+        [`quaxlike.lm.generate`][].
+    - `cache`: as for [`quaxlike.lm.generate`][].
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+
+
+        def talk(model, encode, decode):
+            conversation = ql.lm.Conversation(model)
+            text = ""
+            while True:
+                text += input()
+                text += decode(
+                    list(conversation.answer(encode(text), max_new_tokens=64))
+                )
+        ```
+    """
+
+    def __init__(self, model: Decoder, *, cache: str | None = None) -> None:
+        if not isinstance(model, Decoder) or _stacked_adapters(model):
+            raise ValueError(
+                "Conversation takes a Decoder of `quaxlike.lm.models` with one adapter at most; choose one "
+                f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
+            )
+        self._model, self._leaves, self._cache = model, _Leaves(model), cache
+        self._cached: list[int] = []  # the tokens whose keys and values are in the memory
+        self._since = _NEVER  # and from which place on an activated LoRA acted on them
+        self._memory: Any = None
+        self._room = 0
+
+    @property
+    def context(self) -> int:
+        """How many tokens the model takes, new ones included."""
+        return self._model.config.max_position_embeddings
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        eos: Sequence[int] = (),
+        temperature: float | int = 0.0,
+        top_k: int | None = None,
+        top_p: float | int | None = None,
+        key: Any = None,
+    ) -> Iterator[int]:
+        """Continues a text, token by token; the iterator may be left at any time.
+
+        **Arguments:** those of [`quaxlike.lm.generate`][], for the one text `ids`.
+
+        **Returns:** an iterator over the new tokens, which ends before a token of `eos`.
+
+        **Raises:** `ValueError` for arguments that do not fit each other or the model.
+        """
+        tokens = [int(token) for token in ids]
+        row = np.asarray([tokens], np.int64)
+        seen = np.ones(row.shape, bool)
+        sampling = _sampling(self._model, row, seen, max_new_tokens, temperature, top_k, top_p, key)
+        return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
+
+    def fork(self, model: Decoder) -> "Conversation":
+        """A conversation of another model on the same base, which goes on from what the base has cached here:
+        all tokens before an activated LoRA acted. One text that was read once has many readers.
+
+        **Arguments:**
+
+        - `model`: the base, or the base with activated LoRAs.
+
+        **Raises:** `ValueError` if the base is another one, or if an adapter of either model acts on all
+        tokens.
+
+        !!! example
+
+            ```python
+            import quaxlike as ql
+
+
+            def answers(base, adapted, text, questions):
+                reader = ql.lm.Conversation(base)
+                next(reader.answer(text, max_new_tokens=1))
+                return [
+                    list(reader.fork(adapted).answer(text + q, max_new_tokens=64))
+                    for q in questions  # which invoke the adapter
+                ]
+            ```
+        """
+        other = Conversation(model, cache=self._cache)
+        for each in (self._model, model):
+            adapters = named_arrays(each).items()
+            if found := [name for name, x in adapters if isinstance(x, AdaptedArray) and not x.invocation]:
+                raise ValueError(
+                    f"A fork keeps what the base has cached; the adapter of {found[0]} acts on all tokens. "
+                    "Activated LoRAs (`invocation_tokens`) leave those before them to the base."
+                )
+        bare = [jax.tree.map(innermost, each, is_leaf=is_value) for each in (self._model, model)]
+        if (found := difference(*bare)) is not None:
+            raise ValueError(f"A fork takes a model on the same base: {found}.")
+        kept = min(len(self._cached), self._since)
+        switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
+        if self._memory is not None and not any(kept <= x < len(self._cached) for x in switches):
+            # A copy, since each step takes the memory that it is given.
+            other._cached, other._room = self._cached[:kept], self._room
+            other._memory = jax.tree.map(jnp.copy, self._memory)
+        return other
+
+    def _tokens(
+        self, tokens: list[int], new: int, ends: frozenset[int], sampling: "_Sampling"
+    ) -> Iterator[int]:
+        since = int(_invoked_at(self._model, np.asarray([tokens]))[0])
+        for step in range(new):
+            token = self._next(tokens, since, len(tokens) + new - step, sampling, step)
+            if token in ends:
+                return
+            tokens.append(token)
+            yield token
+
+    def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
+        """The token after `tokens`, of which those that differ from the cached ones are run."""
+        pairs = zip(self._cached, tokens[:-1], strict=False)
+        start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if since != self._since:
+            start = min(start, since, self._since)
+        switches = [rope.switch for rope in self._model.config.ropes if rope.long is not None]
+        if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
+            start = 0  # the rotary frequencies are others at this length
+        part = tokens[start:]
+        width = 1 if len(part) == 1 else _rounded(len(part))
+        memory = self._with_room(max(most, start + width))
+        # If the step is interrupted, what it was given is lost.
+        self._cached, self._memory = [], None
+        at, last, length, of_adapter = map(np.int32, (start, len(part) - 1, len(tokens), since))
+        ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
+        if step == 0 and width > 1 and len(tokens) + 1 < most:
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            program = lambda ids, memory: _next_of_one.lower(
+                self._leaves, ids, memory, number, number, number, number, sampling, number
+            )
+            _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
+        token, memory = _next_of_one(
+            self._leaves, ids, memory, at, last, length, of_adapter, sampling, np.int32(step)
+        )
+        token = int(token)
+        self._cached, self._since, self._memory = list(tokens), since, memory
+        return token
+
+    def _with_room(self, needed: int) -> Any:
+        """The memory, with room for more tokens."""
+        room = _rounded(needed)
+        if self._memory is None:
+            self._cached, self._room = [], room
+            return self._model.memory(room, self._cache)
+        if (more := room - self._room) <= 0:
+            return self._memory
+        self._room = room
+        return jax.tree.map(lambda of: of.grown(more), self._memory, is_leaf=_is_memory)
+
+
+@functools.partial(jax.jit, donate_argnames="memory")
+def _next_of_one(
+    leaves: _Leaves, ids: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
+    sampling: _Sampling, step: Any,
+) -> tuple[Array, Any]:  # fmt: skip
+    """The token after the one at `last` of `ids`, and the memory updated from `start` on. `since` is as for
+    `_next`.
+
+    What follows `last` is padding: no token before it sees it, and later tokens replace it.
+    """
+    model = leaves.whole()
+
+    def run(model: Decoder, ids: Any, memory: Any) -> Any:
+        (first, *_) = jax.tree.leaves(memory, is_leaf=_is_memory)
+        seen = jnp.ones(first.room, bool)
+        hidden, memory = model.body(ids, seen, memory, start, length)
+        return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1)), memory
+
+    logits, memory = quaxify(run)(_acting(model, start, len(ids), since), ids, memory)
+    return sampling(logits, step)[0], memory
+
+
+def _is_memory(x: Any) -> bool:
+    return isinstance(x, Memory)
+
+
+#: The place from which on an activated LoRA acts that is not invoked.
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
+    """Where in each row the tokens stand last that invoke the model's activated LoRA."""
+    if len(found := invocations(model)) > 1:
+        raise ValueError(
+            "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "
+            f"by {' and '.join(str(list(tokens)) for tokens in sorted(found))}."
+        )
+    if not found:
+        return np.full(len(ids), _NEVER)
+    (tokens,), most = found, ids.shape[1]
+    places = np.asarray([last_place(row, tokens) for row in ids])
+    return np.where(places == most, _NEVER, places)
+
+
+def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
+    """The model for `count` tokens from place `start` on, where activated LoRAs act from `since` on."""
+    return activated(model, lambda _: start + jnp.arange(count) >= since)
+
+
+def _stacked_adapters(model: Decoder) -> list[Any]:
+    return [x for x in jax.tree.leaves(model, is_leaf=is_value) if is_stacked(x)]
+
+
+def _rounded(n: int) -> int:
+    """Rounds up to a power of two, at least 16."""
+    return max(16, 1 << (n - 1).bit_length())

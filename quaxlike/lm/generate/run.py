@@ -1,0 +1,301 @@
+"""Texts from prompts, and conversations, as `python -m quaxlike.lm.generate` writes them."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from ..._checked import a_or_an
+from ...files.errors import CheckpointError, ErrorAboutFiles
+from ...kernels import native
+from ...sharding.meshes import mesh_from_text
+from .. import peft
+from .._interrupts import interrupts_deferred, take_interrupt
+from ..chat import ChatTemplate
+from ..folders.companions import ends_of
+from ..folders.model_config import UnsupportedConfigError
+from ..loading import load
+from ..models import Decoder
+from ..sharding import usual_rule
+from ..text import TextTokenizer
+from .generation import Conversation, generate
+
+_HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
+
+
+class GenerateError(ErrorAboutFiles):
+    """Texts cannot be generated, for the reason in the message."""
+
+
+class Count(NamedTuple):
+    """The number of tokens, and the time that they took once both programs were compiled."""
+
+    tokens: int
+    timed: int
+    seconds: float
+
+    def __add__(self, other: "Count") -> "Count":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Count(self.tokens + other.tokens, self.timed + other.timed, self.seconds + other.seconds)
+
+
+class Clock:
+    """Counts tokens by step. The first two steps compile: a prompt's program, and the one for a token."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._counts: list[int] = []
+
+    def tick(self, tokens: int) -> None:
+        self._times.append(time.perf_counter())
+        self._counts.append(tokens)
+
+    def count(self) -> Count:
+        if len(self._times) < 3:
+            return Count(sum(self._counts), 0, 0.0)
+        return Count(sum(self._counts), sum(self._counts[2:]), self._times[-1] - self._times[1])
+
+
+class Stream:
+    """Turns the tokens of one text into text as they come."""
+
+    def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
+        self._tokenizer, self._out, self._clock = tokenizer, out, Clock()
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        self._clock.tick(1)
+        self.tokens.append(token)
+        text = self._tokenizer.decode(self.tokens)
+        # A character may need several tokens, and decodes to U+FFFD until it is complete.
+        if not text.endswith("\ufffd") and text.startswith(self.text):
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        self._out.write(text.removeprefix(self.text))
+        self._out.flush()
+        self.text = text
+
+    def finish(self) -> Count:
+        self._write(self._tokenizer.decode(self.tokens))
+        self._out.write("\n")
+        self._out.flush()
+        return self._clock.count()
+
+
+def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Count:
+    """Continues prompts or answers messages, writes the texts to `out`, and tells the user what happens.
+
+    **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` for a
+    model that is not a decoder, a damaged tokeniser or an empty prompt.
+    """
+    tokenizer = TextTokenizer(arguments.model)
+    try:
+        mesh = None if arguments.mesh is None else mesh_from_text(arguments.mesh)
+        sharding = None if mesh is None else usual_rule(mesh, fully=False)
+        options = {"quantize": arguments.quantize, "dtype": arguments.compute_dtype}
+        model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
+    except (CheckpointError, UnsupportedConfigError):
+        raise
+    except ValueError as error:  # from weights that the devices cannot share
+        raise GenerateError(str(error)) from error
+    if not isinstance(model, Decoder):
+        raise GenerateError(f"{arguments.model} holds {a_or_an(type(model))}, which is not a decoder.")
+    if arguments.adapter is not None:
+        model = peft.load_adapter(arguments.adapter, model)
+    if arguments.cache is not None:
+        found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
+        tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")
+    native.prepare(tell)
+    ends = ends_of(arguments.model, config)
+    if arguments.prompt is None:
+        return _chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
+    return _continue(model, tokenizer, ends, arguments, out, tell)
+
+
+def _bytes_of_token(model: Decoder, cache: str | None) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: model.memory(1, cache)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _continue(
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    ends: list[int],
+    arguments: argparse.Namespace,
+    out: Any,
+    tell: Callable[[str], None],
+) -> Count:
+    try:
+        prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
+    except UnicodeEncodeError as error:
+        raise GenerateError(f"A prompt is not Unicode: {error}") from None
+    if not all(prompts):
+        raise GenerateError(f"A prompt has no tokens: {arguments.prompt[prompts.index([])]!r}.")
+    width, most = max(map(len, prompts)), model.config.max_position_embeddings
+    if width >= most:
+        raise GenerateError(f"A prompt has {width} tokens; the model takes {most}, new ones included.")
+    new = min(arguments.max_new_tokens, most - width)
+    writer = _Writer(tokenizer, ends, len(prompts), out)
+    ids = np.zeros((len(prompts), width), np.int32)
+    mask = np.zeros((len(prompts), width), bool)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
+    try:
+        generate(
+            model, ids, mask=mask, max_new_tokens=new, eos=ends or None,
+            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
+            key=jax.random.key(arguments.seed), on_token=writer, cache=arguments.cache,
+        )  # fmt: skip
+    except ValueError as error:
+        raise GenerateError(str(error)) from error
+    count = writer.finish(arguments.prompt)
+    if new < arguments.max_new_tokens and not writer.ended:
+        tell(f"Stopped where the context of the model ends, at {most} tokens.")
+    return count
+
+
+class _Writer:
+    """Turns tokens into texts: a single one as it comes, several when they are complete."""
+
+    def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
+        self._tokenizer, self._ends, self._out = tokenizer, ends, out
+        self._stream, self._clock = Stream(tokenizer, out) if rows == 1 else None, Clock()
+        self._rows: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [False] * rows
+
+    @property
+    def ended(self) -> bool:
+        return all(self._ended)
+
+    def __call__(self, tokens: Int[np.ndarray, " batch"]) -> None:
+        self._clock.tick(self._ended.count(False))
+        for row, token in enumerate(tokens.tolist()):
+            self._ended[row] = self._ended[row] or token in self._ends
+            if self._ended[row]:
+                continue
+            self._rows[row].append(token)
+            if self._stream is not None:
+                self._stream.add(token)
+
+    def finish(self, prompts: list[str]) -> Count:
+        if self._stream is not None:
+            self._stream.finish()
+        else:
+            texts = map(self._tokenizer.decode, self._rows)
+            self._out.writelines(f"{prompt!r}: {text}\n" for prompt, text in zip(prompts, texts, strict=True))
+            self._out.flush()
+        return self._clock.count()
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+
+def _chat(
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    template: ChatTemplate,
+    ends: list[int],
+    arguments: argparse.Namespace,
+    out: Any,
+    tell: Callable[[str], None],
+) -> Count:
+    """Answers messages: `arguments.message`, or those that are typed until the input ends.
+
+    **Raises:** `GenerateError` if the template rejects the conversation, or its text is too long.
+    """
+    ends = sorted({*ends, *_ends_of_turns(template, tokenizer)})
+    talk = _Talk(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
+    if arguments.message is not None:
+        talk.answer(arguments.message)
+        return talk.count
+    tell(_HELP)
+    for text in _typed():
+        if text == "/new":
+            talk.messages = talk.beginning()
+            continue
+        try:
+            talk.answer(text)
+        except GenerateError as error:
+            talk.messages.pop()
+            tell(str(error))
+    return talk.count
+
+
+def _typed() -> Iterator[str]:
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if text:
+            yield text
+
+
+def _ends_of_turns(template: ChatTemplate, tokenizer: TextTokenizer) -> list[int]:
+    """The special token with which the template ends an answer, if it does."""
+    try:
+        text, spans = template.learned(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        )
+    except ValueError:  # the template takes other conversations
+        return []
+    start, end = spans[-1]
+    ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids
+    return [token for token in ids[:1] if not tokenizer.decode([token])]
+
+
+@dataclasses.dataclass
+class _Talk:
+    conversation: Conversation
+    tokenizer: TextTokenizer
+    template: ChatTemplate
+    ends: list[int]
+    arguments: argparse.Namespace
+    out: Any
+
+    def __post_init__(self) -> None:
+        self.messages = self.beginning()
+        self.count = Count(0, 0, 0.0)
+
+    def beginning(self) -> list[dict[str, str]]:
+        system = self.arguments.system
+        return [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> None:
+        """Adds a message and its answer, which Ctrl-C stops."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self.template.render(self.messages, add_generation_prompt=True).text
+            ids = self.tokenizer.encode(prompt, special=False).ids
+        except ValueError as error:
+            raise GenerateError(str(error)) from None
+        a, most = self.arguments, self.conversation.context
+        if len(ids) >= most:
+            raise GenerateError(
+                f"The conversation has {len(ids)} tokens; the model takes {most}. Begin anew with /new."
+            )
+        new = min(a.max_new_tokens, most - len(ids))
+        stream = Stream(self.tokenizer, self.out)
+        key = jax.random.fold_in(jax.random.key(a.seed), len(self.messages))
+        try:
+            with interrupts_deferred(""):
+                for token in self.conversation.answer(
+                    ids, max_new_tokens=new, eos=self.ends, temperature=a.temperature, top_k=a.top_k,
+                    top_p=a.top_p, key=key,
+                ):  # fmt: skip
+                    stream.add(token)
+                    take_interrupt()
+        except KeyboardInterrupt:
+            if a.message is not None:
+                raise
+        self.count += stream.finish()
+        if new < a.max_new_tokens and len(stream.tokens) == new:
+            self.out.write(f"[The context of {most} tokens is full.]\n")
+        self.messages.append({"role": "assistant", "content": stream.text})

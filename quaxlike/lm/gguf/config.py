@@ -1,0 +1,291 @@
+"""The metadata of a GGUF file about its model, and transformers' `config.json`, which say the same."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...files.errors import file_error, quoted
+from ..families import FAMILIES, Gguf
+from ..folders.model_config import is_finite
+from .names import family_of
+
+# Entries of `config.json`, by metadata keys without the architecture's prefix.
+_KEYS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_WINDOW = "attention.sliding_window"
+_TYPES = ("full_attention", "sliding_attention")
+_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id", "unknown": "unk_token_id"}
+
+
+def config_of(
+    path: Path,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> dict[str, Any]:
+    """transformers' `config.json` for a model; empty if its architecture is not in the table.
+
+    `shapes` has those of its tensors, by llama.cpp's names; `read` reads one, for factors of rotary
+    frequencies. Raises `CheckpointError` for a value of another type than the key has.
+    """
+    family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
+    if family is None or family.gguf is None:
+        return {}
+    own = family.gguf
+    config: dict[str, Any] = {
+        "architectures": [name for name in FAMILIES if FAMILIES[name] is family],
+        "model_type": own.model_type, "dtype": "float32", **own.config,
+    }  # fmt: skip
+    for key, entry in {**_KEYS, **own.keys}.items():
+        if (value := _number(path, prefix + key, metadata)) is not None:
+            config[entry] = value
+    if _WINDOW in own.keys:
+        config |= _pattern(path, prefix, metadata)
+    if "token_embd.weight" in shapes:
+        config["vocab_size"] = rows = shapes["token_embd.weight"][0]
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) != rows:
+            raise file_error(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
+    config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
+    if own.large and config.get("num_attention_heads") and "hidden_size" in config:
+        config["query_pre_attn_scalar"] = _scalar(own, config)
+    config |= _rope(path, metadata, prefix, config, shapes, read)
+    if own.rope_keys:
+        numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
+        original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
+        rope = {"rope_type": "default", **numbers, "original_max_position_embeddings": original}
+        rope |= config.get("rope_scaling", {})
+        config["rope_scaling"] = {name: x for name, x in rope.items() if x is not None}
+    tokens = {entry: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, entry in _TOKENS.items()}
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends = [end for i, end in enumerate(ends) if end is not None and end not in ends[:i]]
+    if tokens["eos_token_id"] is not None and len(ends) > 1:
+        tokens["eos_token_id"] = ends
+    return config | {entry: token for entry, token in tokens.items() if token is not None}
+
+
+def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
+    """The number that a key says, for all layers; None if it is absent."""
+    value: Any = metadata.get(key)
+    is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
+    number: Any = value[0] if is_same else value
+    if number is not None and type(number) not in (int, float):
+        raise file_error(path, key, f"expected one number; found {quoted(value)}")
+    return float(str(np.float32(number))) if isinstance(number, float) else number
+
+
+def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers with a window, if a file says more than their number."""
+    key = f"{prefix}{_WINDOW}_pattern"
+    found = metadata.get(key)
+    if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
+        return {"layer_types": [_TYPES[bool(x)] for x in found]}
+    if type(found) is int:
+        return {"sliding_window_pattern": found}
+    if found is not None:
+        raise file_error(path, key, f"expected a number, or a list of booleans; found {quoted(found)}")
+    return {}
+
+
+def _rope(
+    path: Path,
+    metadata: Mapping[str, Any],
+    prefix: str,
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+) -> dict[str, Any]:
+    """The scaling of rotary frequencies, and the part of heads that is rotated."""
+    get = lambda key: metadata.get(f"{prefix}rope.{key}")
+    out: dict[str, Any] = {}
+    heads = config.get("num_attention_heads")
+    size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
+    if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
+        out["partial_rotary_factor"] = rotated / size
+    original = get("scaling.original_context_length") or config.get("max_position_embeddings")
+    if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
+        factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
+        out["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
+            "attention_factor": 1.0, "original_max_position_embeddings": original,
+        }  # fmt: skip
+    elif "rope_factors_long.weight" in shapes and "rope_factors_short.weight" in shapes:
+        short, long = (
+            read(f"rope_factors_{kind}.weight").astype(np.float64).reshape(-1).tolist()
+            for kind in ("short", "long")
+        )
+        out["rope_scaling"] = {
+            "rope_type": "longrope", "short_factor": short, "long_factor": long,
+            "original_max_position_embeddings": original,
+        }  # fmt: skip
+        if factor := get("scaling.attn_factor"):
+            out["rope_scaling"]["attention_factor"] = factor
+    elif (kind := get("scaling.type")) not in (None, "none"):
+        out["rope_scaling"] = {"rope_type": kind, "original_max_position_embeddings": original}
+        factor: Any = get("scaling.factor")
+        if type(factor) not in (int, float):
+            raise file_error(
+                path, f"{prefix}rope.scaling.factor", f"expected a number; found {quoted(factor)}"
+            )
+        out["rope_scaling"]["factor"] = factor
+        if kind == "yarn":
+            out["rope_scaling"] |= _yarn(path, f"{prefix}rope.scaling.", metadata, factor)
+    return out
+
+
+_LOG = "yarn_log_multiplier"
+
+
+def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """What a file says about YaRN besides its factor. llama.cpp multiplies cosines and sines by `attn_factor`
+    and by what YaRN prescribes for the factor."""
+    keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
+    found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
+    for key, value in found.items():
+        if not is_finite(value):
+            raise file_error(path, prefix + key, f"expected a number; found {quoted(value)}")
+    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1: the default
+        raise file_error(path, f"{prefix}yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
+    out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
+    for key in ("attn_factor", "yarn_attn_factor"):
+        if key in found:
+            out["attention_factor"] = found[key] * _grown(factor)
+    if share := found.get(_LOG):  # mscale_all_dim
+        if share < 0:
+            raise file_error(path, prefix + _LOG, f"expected a positive number; found {quoted(share)}")
+        out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
+    return out
+
+
+def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
+    """The keys that say the same about YaRN as the entries of a `config.json`."""
+    usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
+    for name, known in usual.items():
+        if (found := rope.get(name, known[0])) not in known:
+            raise ValueError(
+                f"config.json has {name}={found!r} for YaRN; llama.cpp takes {known[-1]!r} in models of type "
+                f"{gguf.model_type!r}. If that does as well, say it in the config.json of a copy, "
+                "and pass that as `source`."
+            )
+    grown = _grown(rope["factor"])
+    own, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    shared = _grown(rope["factor"], own) / _grown(rope["factor"], all_dim) if own and all_dim else grown
+    scale = rope.get("attention_factor") or shared
+    out = {"rope.scaling.attn_factor": float(scale / grown)} if scale != grown else {}
+    betas = {x: rope.get(f"beta_{x}") for x in ("fast", "slow")}
+    return out | {f"rope.scaling.yarn_beta_{x}": float(beta) for x, beta in betas.items() if beta}
+
+
+def _grown(factor: float, share: float = 1.0) -> float:
+    """The factor of cosines and sines that YaRN prescribes for texts that are longer by a factor."""
+    return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
+
+
+def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata that llama.cpp needs about a model, from its `config.json`; without the tokeniser.
+
+    **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
+    the format has no key for.
+    """
+    kind, known = config.get("model_type"), [family.gguf for family in FAMILIES.values() if family.gguf]
+    own = next((x for x in known if x.model_type == kind), None)
+    if own is None:
+        names = ", ".join(x.model_type for x in known)
+        raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
+    rope = _rope_parameters(config)
+    config = {**config, "rope_theta": rope["rope_theta"]}
+    heads = config.get("num_attention_heads")
+    defaults = {
+        "max_position_embeddings": 2048, "num_key_value_heads": heads, "rms_norm_eps": 1e-6,
+        "num_experts": config.get("num_local_experts"),
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for key, entry in {**_KEYS, **own.keys}.items():
+        value = defaults.get(entry) if config.get(entry) is None else config[entry]
+        if value is None and entry in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            raise ValueError(f"config.json has no {entry}, which GGUF needs.")
+        if value is not None:
+            values[key] = float(value) if entry in ("rms_norm_eps", "rope_theta") else value
+    if _WINDOW in values and config.get("layer_types"):
+        values[f"{_WINDOW}_pattern"] = [kind == _TYPES[1] for kind in config["layer_types"]]
+    if "attention.key_length" in values:
+        values["attention.value_length"] = values["attention.key_length"]
+    scalar = config.get("query_pre_attn_scalar")
+    if own.large and scalar != (derived := _scalar(own, config)):
+        raise ValueError(
+            f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
+            f"{derived}."
+        )
+    values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
+    kind = _rope_kind(rope)
+    if kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        values |= _yarn_values(rope, own) if kind == "yarn" else {}
+    elif kind == "longrope" and rope.get("attention_factor"):
+        values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
+    if original := rope.get("original_max_position_embeddings"):
+        values["rope.scaling.original_context_length"] = original
+    values |= {key: float(rope[entry]) for key, entry in own.rope_keys.items() if rope.get(entry)}
+    return {"general.architecture": own.name, **{f"{own.name}.{key}": x for key, x in values.items()}}
+
+
+def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The factors of rotary frequencies that llama.cpp stores as tensors (Llama 3, LongRoPE), by name."""
+    rope = _rope_parameters(config)
+    if _rope_kind(rope) == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": np.asarray(rope[f"{kind}_factor"], np.float32)
+            for kind in ("short", "long")
+        }
+    if _rope_kind(rope) != "llama3":
+        return {}
+    size = _head_size(config)
+    inverse = rope["rope_theta"] ** -(np.arange(0, size, 2) / size)
+    turns = rope["original_max_position_embeddings"] * inverse / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / (kept + (1 - kept) / rope["factor"])).astype(np.float32)}
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary parameters, from the entries of transformers 4 or 5."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = given.get("full_attention") or given  # llama.cpp derives those of Gemma's other layers itself
+    theta = config.get("rope_theta") or 10000.0
+    part = config.get("partial_rotary_factor") or 1.0
+    return {"rope_theta": theta, "partial_rotary_factor": part, **given}
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "linear", "yarn", "llama3", "longrope"):
+        raise ValueError(
+            f"config.json has rope_type={kind!r}; GGUF is written for linear, yarn, llama3 and longrope."
+        )
+    return kind
+
+
+def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
+    """The size whose square root divides Gemma's scores."""
+    if config.get("num_hidden_layers") == own.large:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return _head_size(config)
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -1,0 +1,233 @@
+"""GGUF, the format of llama.cpp: metadata, tokeniser and tensors in one or several files.
+
+Source: the specification, <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ...files.errors import file_error
+from ...files.open_file import OpenFile, foreign
+from ...files.tensors import are_sizes, as_jax
+from .blocks import BLOCK_TYPES, read_blocks
+from .config import config_of
+from .metadata import MAGIC, Cursor, as_python, read_value
+from .names import expert_stacks, family_of, row_order, stack_experts, transformers_name
+
+_PLAIN: dict[int, np.dtype] = {
+    0: np.dtype("<f4"),
+    1: np.dtype("<f2"),
+    24: np.dtype("i1"),
+    25: np.dtype("<i2"),
+    26: np.dtype("<i4"),
+    27: np.dtype("<i8"),
+    28: np.dtype("<f8"),
+    30: np.dtype(ml_dtypes.bfloat16),
+}
+
+#: Types that cannot be read, by number.
+_UNREAD = {
+    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
+}
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class _Tensor(NamedTuple):
+    file: OpenFile
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Gguf(Mapping[str, Any]):
+    """The tensors of a GGUF file, by transformers' names if the architecture is known; each look-up reads
+    one.
+
+    **Attributes:**
+
+    - `metadata`: the keys and values of the file, including the tokeniser; NumPy's where `save` would write
+        a number of Python with another type.
+    - `config`: the equivalent of transformers' `config.json`, if the architecture is in the table.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        found: dict[str, _Tensor] = {}
+        self._files = [OpenFile(part) for part in _parts(path)]
+        for i, file in enumerate(self._files):
+            metadata, tensors = _read_header(file)
+            if i == 0:
+                self.metadata = metadata
+            for name, tensor in tensors.items():
+                if name in found:
+                    raise file_error(file.path, name, "is also in another part of the checkpoint")
+                found[name] = tensor
+        total = self.metadata.get("split.tensors.count", len(found))
+        if total != len(found):
+            raise file_error(path, "split.tensors.count", f"is {total}; the parts hold {len(found)} tensors")
+        self._tensors = found
+        self._plain = as_python(self.metadata)
+        self._family = family_of(self._plain)
+        stacks = expert_stacks(found) if self._family else {}
+        parts = {part for stack in stacks.values() for part in stack}
+        self._sources = {
+            transformers_name(name, self._family): (name,) for name in found if name not in parts
+        } | stacks
+        if len(self._sources) < len(found) - len(parts) + len(stacks):
+            raise file_error(path, None, "two tensors have the same name")
+        shapes = {name: tensor.shape for name, tensor in found.items()}
+        self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
+
+    def is_current(self) -> bool:
+        """Whether no file has been replaced since it was opened."""
+        return all(file.is_current() for file in self._files)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tensor.shape for tensor in self._tensors.values()]
+
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._sources
+
+    def __iter__(self) -> Any:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, key: str) -> Any:
+        parts = [self._read(name) for name in self._sources[key]]
+        interleaved = self._family is not None and self._family.interleaved
+        return stack_experts(self.path, key, parts, interleaved)
+
+    def _read(self, name: str) -> Any:
+        tensor = self._tensors[name]
+        data = np.frombuffer(tensor.file.read(tensor.start, tensor.nbytes, name), np.uint8)
+        rows = row_order(tensor.file.path, name, tensor.shape, self._plain)
+        if tensor.kind not in _PLAIN:
+            return read_blocks(BLOCK_TYPES[tensor.kind][1], data, tensor.shape, rows)
+        plain = data.view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+        if self._family and self._family.norm_offset and name.endswith("norm.weight"):
+            plain = plain - plain.dtype.type(self._family.norm_offset)
+        return as_jax(plain if rows is None else plain[rows])
+
+
+def holds_gguf(path: Path) -> bool:
+    """Whether `path` is a GGUF file, or a folder that has one and no safetensors."""
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
+    if not path.is_file() or path.suffix == ".gguf":
+        return path.is_file()
+    with open(path, "rb") as file:
+        return file.read(4) == MAGIC
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of the checkpoint that `path` is part of."""
+    found = _SPLIT.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found[3])
+    parts = [path.with_name(f"{found[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise file_error(path, None, f"the part {part.name!r} is missing")
+    return parts
+
+
+def _read_header(file: OpenFile) -> tuple[dict[str, Any], dict[str, _Tensor]]:
+    path = file.path
+    cursor = Cursor(path, file.file, file.size)
+    if cursor.take(4) != MAGIC:
+        raise foreign(file, "GGUF")
+    version = cursor.number("<u4")
+    if version not in (2, 3):
+        swapped = int.from_bytes(int(version).to_bytes(4, "big"), "little")
+        hint = "it is big-endian" if swapped in (1, 2, 3) else "convert it with llama.cpp"
+        raise file_error(path, None, f"version 2 or 3 can be read; found {version}: {hint}")
+    count, keys = cursor.number("<u8"), cursor.number("<u8")
+    metadata: dict[str, Any] = {}
+    cursor.expect(keys, 12, "keys")
+    for _ in range(keys):
+        key = cursor.text()
+        if key in metadata:
+            raise file_error(path, key, "appears twice")
+        metadata[key] = read_value(cursor)
+    cursor.expect(count, 24, "tensors")
+    infos = [_read_info(cursor) for _ in range(count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise file_error(path, "general.alignment", f"must be a power of two; found {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    return metadata, _place(file, infos, start, alignment)
+
+
+def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.text()
+    ndim = cursor.number("<u4")
+    if not 1 <= ndim <= 4:
+        raise file_error(cursor.path, name, f"must have one to four axes; found {ndim}")
+    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis is written first
+    if not are_sizes(list(shape)):
+        raise file_error(cursor.path, name, f"has more elements than an array can have: {shape}")
+    return name, shape, cursor.number("<u4"), cursor.number("<u8")
+
+
+def _place(
+    file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
+) -> dict[str, _Tensor]:
+    """The positions of tensors. Raises unless they lie within the file and do not overlap."""
+    path = file.path
+    out: dict[str, _Tensor] = {}
+    for name, shape, kind, offset in infos:
+        if name in out:
+            raise file_error(path, name, "appears twice")
+        if kind not in _PLAIN and kind not in BLOCK_TYPES:
+            known = ", ".join(label for label, _ in BLOCK_TYPES.values())
+            label = _UNREAD.get(kind, f"number {kind}, which is not known")
+            raise file_error(
+                path,
+                name,
+                f"is of type {label}; F32, F16, BF16, {known} can be read. `llama-quantize "
+                "--allow-requantize` of llama.cpp converts it, to Q4_K say",
+            )
+        if kind in BLOCK_TYPES:
+            block = BLOCK_TYPES[kind][1]
+            if 0 in shape or shape[-1] % block.elements:
+                raise file_error(
+                    path, name, f"is not made of blocks of {block.elements}: its shape is {shape}"
+                )
+            nbytes = math.prod(shape) // block.elements * block.nbytes
+        else:
+            nbytes = math.prod(shape) * _PLAIN[kind].itemsize
+        if offset % alignment or start + offset + nbytes > file.size:
+            problem = f"{nbytes:,} bytes at {offset:,} are not in the file, or not aligned to {alignment}"
+            raise file_error(path, name, problem)
+        out[name] = _Tensor(file, kind, shape, start + offset, nbytes)
+    end = 0
+    for name, tensor in sorted(out.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if tensor.start < end:
+            raise file_error(path, name, "overlaps with another tensor")
+        end = tensor.start + tensor.nbytes
+    return out
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Opens a file, or the only one in a folder."""
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        firsts = [p for p in found if not (m := _SPLIT.fullmatch(p.name)) or int(m[2]) == 1]
+        if len(firsts) != 1:
+            names = ", ".join(p.name for p in found) or "none"
+            raise FileNotFoundError(f"{path} must hold one GGUF checkpoint; found {names}.")
+        path = firsts[0]
+    return Gguf(path)

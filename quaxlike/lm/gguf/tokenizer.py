@@ -1,0 +1,473 @@
+"""The tokeniser of a GGUF file as `tokenizer.json`, which the package `tokenizers` reads; and back.
+
+Source: the tokenisers of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `src/llama-vocab.cpp`, and its
+converter, `conversion/base.py`. The converter takes scores from SentencePiece's own file; here they follow
+the order of the merges, which was made from them.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...files.errors import CheckpointError, file_error, quoted
+from ...files.json_text import read_json_file
+from ..folders.companions import ends_of
+
+_CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_THREE_DIGITS = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}",)
+_ONE_DIGIT = (rf"{_CONTRACTED}|{_LETTERS}|\p{{N}}|{_REST}",)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHED = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+
+
+def _cased(ending: str, digits: str) -> tuple[str, ...]:
+    word = r"[^\r\n\p{L}\p{N}]?"
+    return (f"{word}{_UPPER}*{_LOWER}+{ending}|{word}{_UPPER}+{_LOWER}*{ending}|{digits}|{_SLASHED}",)
+
+
+#: How text is split before pairs are merged, by `tokenizer.ggml.pre`; the usual name first.
+PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _ONE_DIGIT),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
+    "tekken": _cased("", r"\p{N}"),
+}
+#: A split text that is a token stays one, whatever the merges make of it; and texts begin with BOS unless the
+#: file says otherwise.
+IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+#: The most characters of a token that others are merged to, which is cut in two at each place.
+LONGEST = 1_024
+
+
+def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of `tokenizer.json`, for `tokenizers.Tokenizer.from_str(json.dumps(…))`, from the metadata
+    of a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
+
+    **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
+    """
+    get = lambda key, default=None: metadata.get(f"tokenizer.ggml.{key}", default)
+    damaged = lambda key, problem: file_error(path, f"tokenizer.ggml.{key}", problem)
+    model, tokens = get("model"), get("tokens")
+    if model not in ("gpt2", "llama"):
+        raise damaged(
+            "model", f"'gpt2' and 'llama' can be read; found {quoted(model)}. Use a tokenizer.json instead"
+        )
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise damaged("tokens", "expected the texts of all tokens")
+    kinds = get("token_type", [1] * len(tokens))
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise damaged("token_type", f"expected one for each of {len(tokens)} tokens")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) < len(tokens):
+        raise damaged("tokens", "two of them have the same text")
+    special = (UNKNOWN, CONTROL)
+    added = [
+        {
+            "id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": kind in special,
+        }
+        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind in (*special, USER_DEFINED)
+    ]  # fmt: skip
+    parts = (
+        _byte_level(vocab, get, damaged) if model == "gpt2" else _sentencepiece(vocab, kinds, get, damaged)
+    )
+    begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES)
+    ends = get("add_eos_token", False)
+    around = [_token(tokens, get(f"{name}_token_id"), name, damaged) for name, there in
+              (("bos", begins), ("eos", ends)) if there]  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        **parts, "post_processor": _template(around, bool(begins)) if around else None,
+    }  # fmt: skip
+
+
+def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]:
+    merges, pre = get("merges"), get("pre", "absent")
+    if not isinstance(merges, list) or not all(isinstance(m, str) and m.count(" ") == 1 for m in merges):
+        raise damaged("merges", "expected pairs of tokens, with a space between them")
+    pairs = [merge.split(" ") for merge in merges]
+    strangers = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocab.keys()]
+    if strangers:
+        raise damaged("merges", f"{quoted(strangers[0])} are not two tokens that form a third")
+    if not isinstance(pre, str) or pre not in PATTERNS:
+        known = ", ".join(PATTERNS)
+        raise damaged(
+            "pre", f"{known} can be read; found {quoted(pre)}. Use the tokenizer.json of the model instead"
+        )
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in PATTERNS[pre]
+    ]
+    model = _bpe(vocab, pairs, ignore_merges=pre in IGNORE_MERGES)
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+        "decoder": level,
+        "model": model,
+    }
+
+
+def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
+    """Merges in the order of scores: the neighbours whose union scores highest are merged first."""
+    scores = get("scores")
+    if not isinstance(scores, list) or len(scores) != len(vocab):
+        raise damaged("scores", f"expected one for each of {len(vocab)} tokens")
+    if not all(type(score) in (int, float) for score in scores):
+        raise damaged("scores", "expected numbers")
+    plain = {token: i for token, i in vocab.items() if kinds[i] not in (UNKNOWN, CONTROL, BYTE)}
+    if long := next((token for token in plain if len(token) > LONGEST), None):
+        problem = f"number {plain[long]} has {len(long):,} characters; at most {LONGEST:,} can be merged"
+        raise damaged("tokens", problem)
+    lengths = set(map(len, plain))
+    order = sorted((token for token in plain if len(token) > 1), key=lambda token: -scores[plain[token]])
+    pairs = [
+        [token[:cut], token[cut:]]
+        for token in order
+        for cut in range(1, len(token))
+        if cut in lengths and len(token) - cut in lengths and token[:cut] in plain and token[cut:] in plain
+    ]
+    prefix = get("add_space_prefix", True)
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    steps = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    unknown = next((token for token, i in vocab.items() if kinds[i] == UNKNOWN), None)
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": _bpe(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+    }
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    defaults = {
+        "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+    }  # fmt: skip
+    return {"type": "BPE", **defaults, **options, "vocab": vocab, "merges": merges}
+
+
+def _token(tokens: list[str], i: Any, name: str, damaged: Any) -> tuple[str, int]:
+    if type(i) is not int or not 0 <= i < len(tokens):
+        raise damaged(f"{name}_token_id", f"expected one of {len(tokens)} tokens; found {quoted(i)}")
+    return tokens[i], i
+
+
+def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
+    """The template of one or two texts, each with a token before it, after it, or both."""
+    special = lambda token, kind: {"SpecialToken": {"id": token, "type_id": kind}}
+
+    def text(which: str, kind: int) -> list[Any]:
+        before, after = (around[:1], around[1:]) if begins else ([], around)
+        ours = {"Sequence": {"id": which, "type_id": kind}}
+        return [*(special(t, kind) for t, _ in before), ours, *(special(t, kind) for t, _ in after)]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": list(itertools.chain(text("A", 0), text("B", 1))),
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in around},
+    }
+
+
+_NORMAL, _UNUSED = 1, 5
+_UNREACHABLE = -1000.0  # the score of a token that no merge makes, as llama.cpp's converter has it
+# Kinds of special tokens by their names in transformers.
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+def vocabulary_of(
+    folder: Path,
+    config: Mapping[str, Any],
+    rows: int,
+    templates: Mapping[str, str],
+    special: Mapping[str, str],
+) -> dict[str, Any]:
+    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file. Each
+    of the `rows` of the embedding is a token; those without one get one that no text has.
+
+    **Raises:** `FileNotFoundError` without `tokenizer.json`; `CheckpointError` for a tokeniser that is
+    damaged, or that llama.cpp would not follow.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no {path}, which GGUF takes the tokeniser from.")
+    described = read_json_file(path, "the tokeniser")
+    vocab, merges = _model(path, described)
+    tokens, kinds, added = _tokens(path, described, vocab, rows)
+    if described["model"].get("byte_fallback"):
+        keys = _sentencepiece_keys(path, described, vocab, merges, tokens, kinds, added)
+    else:
+        merged = [" ".join(pair) for pair in merges]
+        keys = {"model": "gpt2", "pre": _split_by(path, described), "merges": merged}
+    ids = {token: i for i, token in enumerate(tokens)}
+    begins, ends = _around(path, described.get("post_processor"))
+    around = {kind: _number(path, ids, token) for kind, token in (("bos", begins), ("eos", ends)) if token}
+    keys |= {"tokens": tokens, "token_type": kinds} | _special(folder, config, ids, special, around)
+    keys |= {"add_bos_token": begins is not None, "add_eos_token": ends is not None}
+    strips = any(token.get("rstrip") for token in described.get("added_tokens") or ())
+    name = _name(folder, config, strips)
+    named = {f".{name}": text for name, text in templates.items() if name != "default"}
+    texts = {"": templates["default"], **named} if "default" in templates else named
+    out = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    out |= {f"tokenizer.chat_template{name}": text for name, text in texts.items()}
+    out |= {} if name is None else {"general.name": name}
+    return out | ({"tokenizer.chat_templates": [name[1:] for name in named]} if named else {})
+
+
+def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
+    """The name of the model. By it, llama.cpp decides whether tokens of Phi-3 take the spaces after them, and
+    does not load other models of such a name."""
+    name = folder.resolve().name
+    named = any(word in name.lower() for word in ("phi-3", "phi3"))
+    if strips and config.get("model_type") != "phi3":
+        problem = "tokens have rstrip=true; llama.cpp keeps the text around tokens, but for those of Phi-3"
+        raise file_error(folder / "tokenizer.json", "added_tokens", problem)
+    if strips:
+        return name if named else f"Phi-3 {name}"
+    return None if named else name
+
+
+def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The tokens of the model by their texts, and the pairs that are merged, in order."""
+    model = described.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else model
+        raise file_error(path, "model", f"GGUF is written for 'BPE'; found {quoted(kind)}")
+    vocab, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise file_error(path, "vocab", "expected the numbers of tokens by their texts")
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else m for m in merges if isinstance(m, str | list)] \
+        if isinstance(merges, list) else []  # fmt: skip
+    strings = (len(pair) == 2 and all(isinstance(x, str) for x in pair) for pair in pairs)
+    if not isinstance(merges, list) or len(pairs) < len(merges) or not all(strings):
+        raise file_error(path, "merges", "expected pairs of tokens")
+    if odd := next((name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+                    if model.get(name)), None):  # fmt: skip
+        raise file_error(path, odd, f"llama.cpp does without; found {quoted(model[odd])}")
+    return vocab, [(a, b) for a, b in pairs]
+
+
+def _tokens(
+    path: Path, described: Mapping[str, Any], vocab: Mapping[str, int], rows: int
+) -> tuple[list[str], list[int], dict[str, int]]:
+    """The texts of all tokens and their kinds, and the numbers of those beside the model."""
+    texts: dict[int, str] = {}
+    kinds: dict[int, int] = {}
+    added: dict[str, int] = {}
+    for text, i in vocab.items():
+        if i >= rows or i in texts:
+            problem = f"has the number of {texts[i]!r}" if i in texts else f"the embedding has {rows} rows"
+            raise file_error(path, "vocab", f"the token {quoted(text)} is number {i}: {problem}")
+        texts[i], kinds[i] = text, _NORMAL
+    found = described.get("added_tokens") or []
+    if not isinstance(found, list):
+        raise file_error(path, "added_tokens", f"expected a list; found {quoted(found)}")
+    for token in found:
+        match token:
+            case {"id": int(i), "content": str(text)}:
+                pass
+            case _:
+                raise file_error(
+                    path, "added_tokens", f"expected tokens with id and content; found {quoted(token)}"
+                )
+        if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
+            problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
+            raise file_error(path, "added_tokens", problem)
+        if not 0 <= i < rows:  # the model has no embedding for it, and cannot take it
+            continue
+        if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:
+            raise file_error(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
+        texts[i], added[text] = text, i
+        kinds[i] = CONTROL if token.get("special") else USER_DEFINED
+    for i in range(rows):
+        if i not in texts:
+            texts[i], kinds[i] = f"[PAD{i}]", _UNUSED
+    tokens = [texts[i] for i in range(rows)]
+    if len(set(tokens)) < rows:
+        raise file_error(path, "vocab", "a token has the text of one of the unused rows, such as '[PAD1]'")
+    return tokens, [kinds[i] for i in range(rows)], added
+
+
+def _split_by(path: Path, described: Mapping[str, Any]) -> str:
+    """llama.cpp's name for the way in which texts are split before byte-level pairs are merged."""
+    normal = described.get("normalizer")
+    # llama.cpp has no normaliser here; texts are usually in NFC.
+    if not isinstance(normal, dict | None) or (normal or {}).get("type", "NFC") != "NFC":
+        raise file_error(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
+    before = described.get("pre_tokenizer")
+    regexes: list[str] = []
+    for step in _steps(before, "pretokenizers"):
+        match step:
+            case {
+                "type": "Split",
+                "pattern": {"Regex": str(regex)},
+                "behavior": "Isolated",
+                "invert": False,
+            } | {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Removed", "invert": True}:
+                regexes.append(regex)
+            case {"type": "Digits", "individual_digits": True}:
+                regexes.append(r"\p{N}")
+            case {"type": "ByteLevel", "add_prefix_space": False}:
+                regexes += [GPT2] if step.get("use_regex", True) else []
+            case _:
+                raise file_error(path, "pre_tokenizer", f"llama.cpp has nothing like {quoted(step)}")
+    names = [name for name, patterns in PATTERNS.items() if patterns == tuple(regexes)]
+    if not names:
+        known = ", ".join({patterns: name for name, patterns in reversed(PATTERNS.items())}.values())
+        raise file_error(
+            path,
+            "pre_tokenizer",
+            f"splits texts in a way that is not known of llama.cpp; known are those of {known}. Found "
+            f"{quoted(regexes)}",
+        )
+    ignores = bool(described["model"].get("ignore_merges"))
+    # If llama.cpp has both, the one that ignores merges too; otherwise merges make the same tokens.
+    return next((name for name in names if (name in IGNORE_MERGES) == ignores), names[0])
+
+
+def _sentencepiece_keys(
+    path: Path,
+    described: Mapping[str, Any],
+    vocab: Mapping[str, int],
+    merges: list[tuple[str, str]],
+    tokens: list[str],
+    kinds: list[int],
+    added: Mapping[str, int],
+) -> dict[str, Any]:
+    """Scores, which decrease in the order in which merges make tokens. Changes `kinds`."""
+    rank: dict[str, int] = {}
+    for a, b in merges:
+        rank.setdefault(a + b, len(rank))
+    for i, token in enumerate(tokens):
+        if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
+            kinds[i] = BYTE
+        elif token in added and token in rank and "▁" in token:
+            kinds[i] = _NORMAL  # it stands for spaces
+    unknown = described["model"].get("unk_token")
+    if isinstance(unknown, str) and unknown in vocab:
+        kinds[vocab[unknown]] = UNKNOWN
+    _check_merges(path, vocab, merges, {text for text in vocab if kinds[vocab[text]] == _NORMAL})
+    scores = [-float(rank[token]) if token in rank else _UNREACHABLE * len(tokens) for token in tokens]
+    prefix = _space_prefix(path, described)
+    return {"model": "llama", "pre": "default", "scores": scores, "add_space_prefix": prefix}
+
+
+def _check_merges(
+    path: Path, vocab: Mapping[str, int], merges: list[tuple[str, str]], plain: set[str]
+) -> None:
+    """Raises unless llama.cpp, which merges whatever neighbours are a token together, merges the same."""
+    if long := next((text for text in vocab if len(text) > LONGEST), None):
+        raise file_error(
+            path, "vocab", f"number {vocab[long]} has {len(long):,} characters; at most {LONGEST:,} fit"
+        )
+    if stranger := next(((a, b) for a, b in merges if not {a, b, a + b} <= vocab.keys()), None):
+        raise file_error(path, "merges", f"{quoted(list(stranger))} are not two tokens that form a third")
+    pairs = set(merges)
+    for text in plain:
+        for cut in range(1, len(text)):
+            pair = text[:cut], text[cut:]
+            if pair[0] in vocab and pair[1] in vocab and pair not in pairs:
+                problem = f"{quoted(list(pair))} are not merged, and llama.cpp would merge them to a token"
+                raise file_error(path, "merges", problem)
+
+
+def _space_prefix(path: Path, described: Mapping[str, Any]) -> bool:
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    normal, before = described.get("normalizer"), described.get("pre_tokenizer")
+    match _steps(normal, "normalizers"), before:
+        case [{"type": "Prepend", "prepend": "▁"}, last], None if last == space:
+            return True
+        case [only], None | {"type": "Split", "pattern": {"String": " "}} if only == space:
+            return False
+        case [None], {
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": "always" | "never" as scheme,
+        } if not before.get("split", True):
+            return scheme == "always"
+    found = f"normalizer={quoted(normal)}, pre_tokenizer={quoted(before)}"
+    raise file_error(path, None, f"llama.cpp has no such treatment of spaces: {found}")
+
+
+def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
+    begins = ends = None
+    for step in _steps(processor, "processors"):
+        match step:
+            case None | {"type": "ByteLevel"}:
+                continue
+            case {"type": "TemplateProcessing", "single": list(parts)}:
+                pass
+            case _:
+                raise file_error(path, "post_processor", f"llama.cpp has nothing like {quoted(step)}")
+        match parts:
+            case [
+                {"SpecialToken": {"id": str(begins)}},
+                {"Sequence": _},
+                {"SpecialToken": {"id": str(ends)}},
+            ]:
+                ...
+            case [{"SpecialToken": {"id": str(begins)}}, {"Sequence": _}]:
+                ...
+            case [{"Sequence": _}, {"SpecialToken": {"id": str(ends)}}]:
+                ...
+            case [{"Sequence": _}]:
+                ...
+            case _:
+                problem = f"llama.cpp puts one token before a text, and one after it; found {quoted(parts)}"
+                raise file_error(path, "post_processor", problem)
+    return begins, ends
+
+
+def _steps(described: Any, name: str) -> list[Any]:
+    """The steps of a sequence, or the one that there is."""
+    steps = described.get(name, described) if isinstance(described, dict) else described
+    return steps if isinstance(steps, list) else [steps]
+
+
+def _number(path: Path, ids: Mapping[str, int], token: str) -> int:
+    if token not in ids:
+        raise file_error(path, None, f"has no token {quoted(token)}, which is a special one")
+    return ids[token]
+
+
+def _special(
+    folder: Path,
+    config: Mapping[str, Any],
+    ids: Mapping[str, int],
+    named: Mapping[str, str],
+    around: Mapping[str, int],
+) -> dict[str, int]:
+    """The special tokens: those around texts first, then those of the tokeniser, then of the model."""
+    found: dict[str, int] = {}
+    for ours, theirs in _SPECIAL.items():
+        token, number = named.get(f"{ours}_token"), config.get(f"{ours}_token_id")
+        if ours in around:
+            found[theirs] = around[ours]
+        elif token is not None:
+            found[theirs] = _number(folder / "tokenizer_config.json", ids, token)
+        elif type(number) is int and 0 <= number < len(ids):
+            found[theirs] = number
+    ends = ends_of(folder, config, len(ids))
+    if "eos" not in found and ends:
+        found["eos"] = ends[0]
+    others = [end for end in ends if end != found.get("eos")]
+    if len(others) > 2:
+        raise CheckpointError(f"{folder} has {len(ends)} tokens that end a text; GGUF has keys for three.")
+    found |= zip(("eot", "eom"), others, strict=False)
+    return {f"{name}_token_id": number for name, number in found.items()}

@@ -1,0 +1,449 @@
+"""`load` and `save`: models in transformers' checkpoint directories."""
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from .._checked import checked
+from ..core.quaxify import quaxify
+from ..core.values import is_value
+from ..files.errors import CheckpointError, hub_hint, listed, quoted
+from ..files.json_text import read_json_file
+from ..sharding.placing import Rule as SpecRule
+from ..sharding.placing import by_name
+from ..sharding.reading import Rows, read_onto
+from ..surgery.quantize import quantizers
+from ..surgery.trees import named_arrays, replace
+from .checkpoints.checkpoint import Checkpoint, open_checkpoint
+from .checkpoints.saving import save_like
+from .families import FAMILIES, TEXT_TOWERS
+from .folders.companions import modules_of
+from .folders.file_pair import Pair
+from .folders.model_config import UnsupportedConfigError
+from .formats.mxfp4 import in_published_layout
+from .gguf.container import holds_gguf
+from .models.bert import Bert, BertConfig, BertForSequenceClassification
+from .models.decoder import Decoder
+from .models.decoder_config import DecoderConfig, text_tower
+from .models.modern_bert import ModernBert, ModernBertConfig
+from .models.vocabulary import EMBEDDINGS
+from .sharding import usual_rule
+from .to_gguf import save_gguf
+
+# The configuration and the model of encoders, by the architecture in `config.json`.
+_ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "BertModel": (BertConfig, Bert),
+    "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
+    "ModernBertModel": (ModernBertConfig, ModernBert),
+}
+
+
+@checked
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    quantize: str | Mapping[str, Any] | None = None,
+    head: bool = False,
+    dtype: DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    sharding: SpecRule | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Reads a model from a checkpoint directory (`config.json` and `model.safetensors`, or its shards) or a
+    GGUF file, whose metadata is the configuration.
+
+    Weights are read one at a time, and keep their dtypes. Those stored in a format that
+    [`quaxlike.lm.read`][] reads become quantised arrays, in the `dtype` of the configuration. If
+    embeddings are quantised too (GGUF, MLX), models compute in float32. Another dtype may be asked for.
+
+    **Arguments:**
+
+    - `directory`: a folder written by transformers' `save_pretrained`; or a GGUF file, a folder with one, or
+        the first of several parts.
+    - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
+        [`quaxlike.quantize`][], or a dict of its options with the entry `"scheme"`. Each is quantised when it
+        is read, so that at most one of them is dense at a time. Default: as in the file.
+    - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
+        [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
+    - `dtype`: that the model computes in, such as `"bfloat16"`: that of its weights, which quantised ones
+        stand for. Default: as above.
+    - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]; weights are quantised while they are read. The
+        default of `sharding` also uses the classes of layers, like [`quaxlike.lm.tensor_parallel`][].
+
+    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
+    read images as well (Gemma 3, Mistral 3), these are of the decoder alone.
+
+    **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
+    architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
+    dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
+    weight, or without a mesh, and for `head` without `quantize`.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        def logits(directory):
+            model, config = ql.lm.load(directory, quantize="nf4")
+            return ql.quaxify(model)(jnp.arange(5), jnp.ones(5, bool))
+        ```
+    """
+    skeleton, config, weights = open_model(directory)
+    if sharding is not None and mesh is None:
+        raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
+    options = {"scheme": quantize} if isinstance(quantize, str) else quantize
+    if head and not options:
+        raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
+    if dtype is not None and not _computes(dtype):
+        raise ValueError(
+            "Models compute in bfloat16, float16, float32, or with jax_enable_x64 in float64; found "
+            f"dtype={dtype!r}."
+        )
+    chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
+
+    def made(name: str, leaf: Any) -> Any:
+        """A weight, or rows of it, in the form that the model stores."""
+        leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
+        leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
+        return leaf if dtype is None else leaf.astype(dtype)
+
+    arrays, loaded, rule = named_arrays(skeleton), dict[str, Any](), lambda name, leaf: None
+    if sharding is not None:
+        rule = by_name(sharding, arrays)
+    elif mesh is not None:
+        like = {name: eqx.filter_eval_shape(partial(made, name), leaf) for name, leaf in arrays.items()}
+        rule = usual_rule(mesh, replace(skeleton, like))
+    for name, files in sources(skeleton, weights, directory).items():
+        rows = _rows_of(name, files, tuple(arrays[name].shape), weights, directory)
+        rows = dataclasses.replace(rows, then=partial(made, name))
+        loaded[name] = rows.then(rows.read()) if mesh is None else read_onto(name, rows, mesh, rule)
+    return replace(skeleton, loaded), config
+
+
+@checked
+def save(
+    directory: str | os.PathLike[str],
+    model: PyTree,
+    source: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    quantize: str | None = None,
+) -> None:
+    """Writes a model to a directory that transformers loads, or to a GGUF file that llama.cpp runs.
+
+    Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
+    by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
+    transformers, and replace those of another model in the directory. The new `config.json` has the sizes of
+    the vocabulary, of learned positions and of a classifier as the model has them. A GGUF file holds the
+    configuration, the tokeniser and the chat templates itself.
+
+    **Arguments:**
+
+    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, the file; or a
+        folder, for `model.gguf` in it.
+    - `model`: the result of [`quaxlike.lm.load`][], possibly with other weights: plain arrays; `NF4Array`
+        or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
+        format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
+        For GGUF: plain arrays, and `BlockArray` of the codecs `q8_0`, `q4_0` and `mxfp4`.
+    - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
+    - `format`: `"safetensors"` or `"gguf"`.
+    - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"` or `"q4_0"`. It takes
+        quantised weights of all types then. Like llama.cpp's programs, it leaves vectors and routers in
+        float32 and the output layer (or a tied embedding) of a 4-bit model in `q8_0`, and takes float16 for
+        rows that no blocks of 32 make up. Default: as the model has them.
+
+    **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types,
+    or of several formats, or of shapes that contradict each other or the configuration, and for a file to
+    copy that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
+    for GGUF, for an architecture, an option, a tokeniser or numbers that the file cannot hold. Nothing is
+    written then.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+        from quaxlike.lm import peft
+
+        def merged(base, adapter, out):
+            model, _ = ql.lm.load(base)
+            ql.lm.save(out, ql.merge(peft.load_adapter(adapter, model)), base)
+
+        def for_llama_cpp(model, base):
+            file = "model-q8_0.gguf"
+            ql.lm.save(file, model, base, format="gguf", quantize="q8_0")
+        ```
+    """
+    source = Path(source)
+    if format not in ("safetensors", "gguf"):
+        raise ValueError(f"models.save writes format='safetensors' or 'gguf'; found {format!r}.")
+    if quantize is not None and format != "gguf":
+        raise ValueError(f"quantize={quantize!r} is for format='gguf'; call `quaxlike.quantize` before.")
+    if format == "gguf" and holds_gguf(source):
+        config = dict(open_checkpoint(source).config)
+    else:
+        config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
+    model = model.unstacked() if hasattr(model, "unstacked") else model
+    arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
+    if not arrays:
+        raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
+    if "lm_head.weight" in arrays:
+        names.append("lm_head.weight")
+    config = _described_by(arrays, config, source)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
+    if format == "gguf":
+        save_gguf(Path(directory), arrays, config, source, quantize)
+        return
+    save_like(source, Path(directory), _split_into_tensors(arrays, sources(model, names, source)), config)
+
+
+#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
+_ROWS = {
+    "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
+    "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
+    "type_vocab_size": ("token_type_embeddings.weight",),
+    "num_labels": ("classifier.weight",),
+}
+
+
+def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint, changed as far as the arrays of its model decide.
+
+    **Raises:** `CheckpointError` for an array that the result gives another shape, and for a special token
+    that a smaller vocabulary leaves out: nothing could load such a checkpoint.
+    """
+    config, path = dict(config), source if source.is_file() else source / "config.json"
+    read, make = _architecture(path, config)
+    parsed = read.from_json(config)
+    renamed: Mapping[str, str] = parsed.family.renamed if isinstance(parsed, DecoderConfig) else {}
+    for entry, ends in _ROWS.items():
+        size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
+        if size is None or getattr(parsed, entry, size) == size:
+            continue
+        if entry == "num_labels":  # named as in transformers, where nobody names them
+            labels = [f"LABEL_{i}" for i in range(size)]
+            config |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+            continue
+        config[renamed.get(entry, entry)] = size
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id") if entry == "vocab_size" else ():
+            ids = config.get(token)
+            if any(type(i) is int and i >= size for i in (ids if isinstance(ids, list) else [ids])):
+                raise CheckpointError(
+                    f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
+                    "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
+                )
+    if isinstance(parsed, DecoderConfig) and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
+        config["tie_word_embeddings"] = not parsed.tie_word_embeddings
+    skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
+    for name, leaf in named_arrays(skeleton).items():
+        if name in arrays and tuple(arrays[name].shape) != tuple(leaf.shape):
+            raise CheckpointError(
+                f"{name} is of shape {tuple(arrays[name].shape)}, where a model with the configuration in "
+                f"{path} has {tuple(leaf.shape)}, so that nothing could load it. Change the entry that gives "
+                "this size in a copy of the checkpoint, and pass that as `source`; "
+                "`quaxlike.lm.resize_vocabulary` changes all arrays of a vocabulary."
+            )
+    return config
+
+
+def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
+    """The model of a checkpoint with shapes for arrays, its `config.json`, and its weights, still unread.
+
+    **Raises:** as for `load`, except for errors found while reading weights.
+    """
+    path = Pair(Path(directory)).config_path()
+    if not path.is_file() and not holds_gguf(Path(directory)):
+        raise FileNotFoundError(
+            f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
+            f"{hub_hint(directory)}"
+        )
+    weights = open_checkpoint(directory)
+    path, config = path if path.is_file() else Path(directory), text_tower(weights.config)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if weights.format != "gguf" and dtype in ("bfloat16", "float16"):
+        weights = weights.standing_for(dtype)
+    if weights.format == "gguf" and not config:
+        found = quoted(weights.metadata.get("general.architecture"))
+        known = dict.fromkeys(family.gguf.name for family in FAMILIES.values() if family.gguf)
+        raise _unknown(path, found, "GGUF", known)
+    read, make = _architecture(path, config)
+    _check_sizes(path, config, weights)
+    parsed = read.from_json(config)
+    if (
+        isinstance(parsed, DecoderConfig)
+        and not parsed.tie_word_embeddings
+        and "lm_head.weight" not in weights
+    ):
+        parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
+    return eqx.filter_eval_shape(make, parsed, key=jax.random.key(0)), config, weights
+
+
+def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    names = config.get("architectures")
+    supported = (*_ENCODERS, *FAMILIES)
+    known = [name for name in supported if isinstance(names, list) and name in names]
+    if not known:
+        raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
+    return _ENCODERS.get(known[0], (DecoderConfig, Decoder))
+
+
+def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
+    return UnsupportedConfigError(
+        f"{path} is of the architecture {found}; of {kind}, {', '.join(supported)} are supported. "
+        "`quaxlike.lm.read` reads its weights."
+    )
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
+    """Raises `CheckpointError` for sizes that the tensors of the checkpoint rule out, before anything of
+    these sizes is made."""
+    limits = dict.fromkeys(_SIZES, (32 * weights.longest_axis, "the axes of its tensors"))
+    # Each layer has four weights at least, and their norms.
+    limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
+    for name, (most, why) in limits.items():
+        if type(size := config.get(name)) is int and size > most:
+            raise CheckpointError(f"{path} has {name}={quoted(size)}; no more than {most:,} fit {why}.")
+
+
+_LAYERS = ("num_hidden_layers", "n_layer")
+_SIZES = (
+    *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
+    *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
+    *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+)
+
+
+def text_tensors(names: Collection[str]) -> dict[str, str]:
+    """The tensors of a decoder by their names in a file of it alone, in one that may hold more parts."""
+    if not any("language_model." in name for name in names):
+        return {name: name for name in names}
+    found = {_TOWER.sub("", name): name for name in names if not _BESIDE_TEXT.match(name)}
+    return {new if new.startswith("lm_head.") else f"model.{new}": name for new, name in found.items()}
+
+
+_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
+_BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
+    """The tensors of a checkpoint that make up each array of a model.
+
+    **Raises:** `CheckpointError` for a missing or superfluous one.
+    """
+    published = getattr(model, "tensors_of", lambda name: [name])
+    config = getattr(model, "config", None)
+    if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
+        published = lambda name: [name]  # not one by one: so many names would not fit the file
+    text = text_tensors(names)
+    wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
+    used, files = {file for own in wanted.values() for file in own}, text
+    if not used & files.keys():  # saved inside of a model with a task's head, or outside
+        head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
+        inside = {name.partition(".")[2]: file for name, file in text.items()}
+        files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
+    missing = sorted(used - files.keys())
+    known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
+    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
+    if missing or unknown:
+        raise CheckpointError(
+            f"{directory} does not fit the model of its config.json. "
+            f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
+        )
+    return {name: [files[file] for file in own] for name, own in wanted.items()}
+
+
+#: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
+_ALL_QUANTISED = ("gguf", "mlx")
+
+
+# Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn ----
+
+
+def _rows_of(
+    name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
+) -> Rows:
+    """Reads an array of this shape by rows, from the tensors `files`.
+
+    **Raises:** when rows are read, `CheckpointError` for another shape, or a dtype that no model computes
+    with.
+    """
+
+    def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
+        expected = (min(stop, shape[0]) - start, *shape[1:])
+        if tuple(leaf.shape) != expected:
+            raise CheckpointError(f"{source}: {name} must be of shape {expected}; found {tuple(leaf.shape)}.")
+        if not _computes(leaf.dtype):
+            raise CheckpointError(
+                f"{source}: {name} must be of float32, bfloat16 or float16 (or float64 with jax_enable_x64); "
+                f"found {leaf.dtype}."
+            )
+        return leaf
+
+    if len(files) > 1:
+        each = len(files) // shape[0]
+
+        def stacked(start: int = 0, stop: int = shape[0]) -> Any:
+            wanted, parts = files[start * each : stop * each], []
+            for file in wanted:
+                parts.append(weights[file])
+                found, expected = tuple(parts[-1].shape), (shape[1] // each, *shape[2:])
+                if found != expected or parts[-1].dtype != parts[0].dtype:
+                    raise CheckpointError(
+                        f"{source}: {file} must be of {parts[0].dtype} and of shape {expected}, like the "
+                        f"other parts of {name}; found {parts[-1].dtype} of shape {found}."
+                    )
+            return checked(_joined(parts, stop - start), start, stop)
+
+        return Rows(shape[0], stacked)
+    (file,) = files
+    rows = weights.rows(file)
+
+    def read(*span: int) -> Any:
+        return checked(in_published_layout(name, rows.read(*span) if span else weights[file]), *span)
+
+    return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
+
+
+def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Splits arrays of a model into the tensors that a file stores; `sources` names them."""
+    out: dict[str, Any] = {}
+    for name, files in sources.items():
+        leaf = arrays[name]
+        parts = [in_published_layout(name, leaf)]
+        if len(files) > 1:
+            each, rows = len(files) // leaf.shape[0], leaf.shape[1]
+            cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])
+            starts = range(0, rows, rows // each)
+            parts = [cut(leaf, i, at) for i in range(leaf.shape[0]) for at in starts]
+        out |= zip(files, parts, strict=True)
+    return out
+
+
+def _joined(parts: list[Any], count: int) -> Any:
+    """Stacks `count` matrices. The rows of each are those of the next parts, concatenated."""
+    each = len(parts) // count
+    concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
+    rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
+    return stack(rows)
+
+
+def _computes(dtype: Any) -> bool:
+    """Whether models compute with weights of this dtype in JAX's present configuration."""
+    wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
+    return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+# Constants that some versions of transformers save too.
+_BUFFERS = (
+    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
+    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+)

@@ -1,0 +1,202 @@
+"""Attention: one softmax with the projections of all architectures, and its cache of keys and values."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ...arrays.quantized import CODECS, CacheArray
+from ...sharding.meshes import sequence_axis
+from .attention_backends import Case, chosen
+from .attention_blocks import Sight, of_one_device, scores_of
+from .decoder_config import DecoderConfig
+from .layers import Hidden, Part, each, linears, norm
+from .ring_attention import of_ring
+from .rope import rotate
+
+
+class Context(NamedTuple):
+    """The inputs that layers of one kind share: rotations of heads, the tokens that are seen, and factors of
+    queries."""
+
+    rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
+    sight: Sight
+    factor: Float[Array, " tokens"] | None = None
+
+
+Axes = tuple[int, int, int]
+
+
+class Memory(eqx.Module):
+    """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
+    written to them. Those of scanned layers are arrays of all of them, which the scan carries: they are
+    written in place.
+
+    Quantised ones have the axes `(room, kv_heads, size)`. In arrays the heads come first, and the size of a
+    head comes before the tokens in keys and after them in values: the products of one query are sums along
+    the last axis but one, which CPUs add fastest."""
+
+    key: Float[Array, "..."]
+    value: Float[Array, "..."]
+    key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
+    """Where the tokens, the heads and the size come from in the axes of `key`."""
+    value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
+    rotates: bool = eqx.field(static=True, default=False)
+    """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
+    layer: Int[Array, ""] | None = None
+    """Which layer this is, of those whose keys and values the arrays hold; None if they hold one."""
+
+    @classmethod
+    def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
+        """`scheme`: as for `generate`."""
+        if scheme is None or scheme == "bfloat16":
+            dtype = dtype if scheme is None else scheme
+            return cls(jnp.zeros((heads, size, room), dtype), jnp.zeros((heads, room, size), dtype))
+        if scheme not in CODECS:
+            known = ", ".join(["bfloat16", *CODECS])
+            raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
+        of: Any = lambda: CacheArray.empty((room, heads, size), scheme, dtype=dtype)
+        axes = (0, 1, 2)
+        return cls(of(), of(), axes, axes, rotates=CODECS[scheme].bits <= 4)
+
+    @property
+    def room(self) -> int:
+        return self.value.shape[self.value_axes.index(0) - 3]
+
+    def grown(self, more: int) -> "Memory":
+        """The memory with room for so many tokens more."""
+
+        def grow(part: Any, axes: Axes) -> Any:
+            ends = [(0, 0 if axis else more) for axis in axes]
+            return jax.tree.map(lambda leaf: jnp.pad(leaf, [(0, 0)] * (leaf.ndim - 3) + ends), part)
+
+        key, value = grow(self.key, self.key_axes), grow(self.value, self.value_axes)
+        return dataclasses.replace(self, key=key, value=value)
+
+    def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
+        """The memory with the keys and values of the tokens from `start` on, and the keys and values of all
+        tokens in the layer, `(room, kv_heads, size)`."""
+        key, keys = self._written(self.key, key, start, self.key_axes)
+        value, values = self._written(self.value, value, start, self.value_axes)
+        return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
+
+    def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
+        """Keys or values with `new`, and those of the layer."""
+        new = jnp.transpose(new.astype(old.dtype), axes)
+        place = tuple(0 if axis else start for axis in axes)
+        # Without the barrier, XLA would fuse the write with what reads the layer, and write into a copy.
+        old_part = old if self.layer is None else self._layer_of(old)
+        out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
+        if self.layer is not None:
+            out = lax.dynamic_update_slice(old, part[None], (self.layer, 0, 0, 0))
+        return out, jnp.transpose(part, [axes.index(axis) for axis in range(3)])
+
+    def _layer_of(self, whole: Any) -> Any:
+        return lax.dynamic_index_in_dim(whole, self.layer, keepdims=False)
+
+
+class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        c, family = config, config.family
+        wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        sizes = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow}
+        sizes = {"qkv_proj": wide + 2 * narrow} if family.fused else sizes
+        bias = lambda of_family: c.attention_bias if of_family is None else of_family
+        first, last = jax.random.split(key)
+        parts = linears(c, c.hidden_size, sizes, bias(family.qkv_bias), first)
+        parts |= linears(c, wide, {"o_proj": c.hidden_size}, bias(family.output_bias), last)
+        if family.qk_norm:
+            sizes = (c.head_dim, c.head_dim) if family.qk_norm == "heads" else (wide, narrow)
+            parts |= {"q_norm": norm(c, sizes[0]), "k_norm": norm(c, sizes[1])}
+        self._fill(c, **parts, sinks=jnp.zeros(c.num_attention_heads) if family.sinks else None)
+
+    def __call__(
+        self, x: Hidden, context: Context, memory: Memory | None, start: Any
+    ) -> tuple[Hidden, Memory | None]:
+        c, n = self.config, len(x)
+        if c.family.fused:
+            q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+            parts = jnp.split(each(self.part("qkv_proj"), x), [q, q + kv], axis=-1)
+        else:
+            parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
+        if c.family.qk_norm == "whole":
+            parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
+        query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
+        if c.family.qk_norm == "heads":
+            query = jax.vmap(lambda x: self.normed("q_norm", x))(query)
+            key = jax.vmap(lambda x: self.normed("k_norm", x))(key)
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        if context.factor is not None:
+            query = query * context.factor[:, None, None]
+        if memory is not None:
+            if memory.rotates:
+                query, key = hadamard(query), hadamard(key)
+            memory, key, value = memory.write(key, value, start, query.dtype)
+        scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
+        cap = c.attn_logit_softcapping
+        out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))
+        return each(self.part("o_proj"), out), memory
+
+
+def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+    """Rotates rows so that large elements are spread over all; products of two rotated rows stay as they
+    were. Of a size that is no power of two, parts are rotated.
+
+    Ashkboos et al., QuaRot (2024).
+    """
+    size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides it
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) * np.float32(0.5**0.5)
+    parts = x.reshape(*x.shape[:-1], -1, size).astype(jnp.float32)
+    return (parts @ matrix).reshape(x.shape).astype(x.dtype)
+
+
+def attend(
+    query: Float[Array, "tokens heads size"],
+    key: Float[Array, "seen kv_heads size"],
+    value: Float[Array, "seen kv_heads size"],
+    sight: Sight,
+    *,
+    scale: float | int | None = None,
+    softcap: float | int = 0.0,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Hidden:
+    """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.
+
+    For up to 2¹⁹ pairs of tokens their scores are made at once; for more, memory is linear in the number of
+    tokens, in derivatives, too.
+
+    If the mesh of the arrays has an axis called seq, context or cp, tokens that see each other are divided
+    along it: each device computes the rows of its own queries, and keys and values go round from device to
+    device, as in Ring Attention (Liu et al., 2023). Its derivatives are computed in reverse only
+    (`jax.grad`, `jax.vjp`), as they go round the same way.
+
+    Within [`quaxlike.lm.models.attention_backend`][], a kernel of cuDNN or for TPUs computes what it takes.
+
+    **Arguments:**
+
+    - `sight`: which tokens each token sees.
+    - `scale`: of the scores. Default: one over the square root of `size`.
+    - `softcap`: a bound that scores are squashed to stay below (Gemma 2); 0 for none.
+    - `sinks`: for each head, the score of a virtual token (GPT-OSS).
+    """
+    tokens, n_heads, size = query.shape
+    factor = size**-0.5 if scale is None else scale
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    axis = sequence_axis((query, key, value)) if len(key) == tokens else None
+    case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
+    if (kernel := chosen(case)) is not None:
+        return kernel(case).reshape(tokens, n_heads * size)
+    query = query.reshape(tokens, key.shape[1], -1, size)
+    scores = functools.partial(scores_of, scale=factor, softcap=softcap)
+    if sinks is not None:
+        sinks = sinks.reshape(*query.shape[1:3], 1)
+    of_all = of_one_device if axis is None else functools.partial(of_ring, axis=axis)
+    return of_all(query, key, value, sight, scores, sinks).reshape(tokens, n_heads * size)

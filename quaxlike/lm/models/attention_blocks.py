@@ -1,0 +1,221 @@
+"""Softmax attention on one device: the scores of all tokens at once, or by blocks in linear memory.
+
+Blocks of queries meet blocks of keys with a running softmax (Milakov and Gimelshein, 2018, as in Dao et al.,
+FlashAttention, 2022), and are computed again for their derivatives.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ...kernels.dense_matmul import stacked_matmul
+from ...kernels.multilinear import varying_zeros
+from .layers import has_values
+
+# Pairs of a query and a key up to which the scores of all are made at once.
+_ALL_AT_ONCE = 2**19
+# Heads that share keys up to which CPUs sum the products of one query: for each, the keys are read.
+_MOST_SUMMED = 8
+_BLOCK = 512  # queries, and keys, at a time for more of them
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """How far tokens see before and after themselves; without a limit if None."""
+
+    before: int | None
+    after: int | None
+
+
+class Sight(NamedTuple):
+    """Which tokens each token sees: those that are no padding, are near enough and belong to the same text.
+
+    **Attributes:**
+
+    - `places`: of the tokens that see, among those that are seen.
+    - `seen`: which tokens are no padding.
+    - `before`, `after`: how far a token sees.
+    - `texts`: for tokens that see and that are seen, the numbers of their texts; None if they are one.
+    - `reach`: how far they see, for kernels that are made for it. None if it is not known while a program is
+        traced, or if the tokens that see are not those that are seen.
+    """
+
+    places: Int[Array, " tokens"]
+    seen: Bool[Array, " seen"]
+    before: Int[Array, ""]
+    after: Int[Array, ""]
+    texts: tuple[Int[Array, " tokens"], Int[Array, " seen"]] | None = None
+    reach: Reach | None = None
+
+    @classmethod
+    def of(
+        cls,
+        seen: Bool[Array, " seen"],
+        places: Int[Array, " tokens"] | None = None,
+        *,
+        before: int | None = None,
+        after: int | None = None,
+        texts: tuple[Any, Any] | None = None,
+    ) -> "Sight":
+        """`places`: default: all. `before` and `after`: without a limit if None."""
+        far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
+        reach = Reach(before, after) if places is None else None
+        places = jnp.arange(len(seen)) if places is None else places
+        return cls(places, seen, far(before), far(after), texts, reach)
+
+    def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
+        """The pairs of a token and one that it sees; `first`: the place of the first that is seen."""
+        distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
+        mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
+        return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
+
+    def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
+        """Whether no token sees any of those from `first` to `last`, by distance. This depends on places
+        alone, which batches share."""
+        return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
+
+
+class Sums(NamedTuple):
+    """A running softmax: for each query, what the keys so far add up to.
+
+    **Attributes:**
+
+    - `total`: values times their weights, `(kv_heads, group, tokens, size)`.
+    - `weight`: the weights.
+    - `most`: the largest score, which a weight is relative to.
+    """
+
+    total: Float[Array, "kv_heads group tokens size"]
+    weight: Float[Array, "kv_heads group tokens"]
+    most: Float[Array, "kv_heads group tokens"]
+
+    @classmethod
+    def empty(cls, query: Array, key: Array, value: Array, sinks: Any) -> "Sums":
+        """Before any key; `sinks` have a weight, and no value."""
+        heads = (*query.shape[1:3], len(query))
+        zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
+        weight = zeros[..., 0]
+        most = weight + (jnp.finfo(jnp.float32).min if sinks is None else lax.stop_gradient(sinks))
+        return cls(zeros, weight if sinks is None else jnp.exp(sinks - most), most)
+
+    def plus(self, scores: Array, value: Array) -> "Sums":
+        higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
+        weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
+        part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
+        total = self.total * fade[..., None] + part.astype(jnp.float32)
+        return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
+
+    def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
+        """The weighted mean of the values."""
+        out = self.total / self.positive_weight[..., None]
+        return jnp.moveaxis(out, 2, 0).astype(dtype)
+
+    @property
+    def positive_weight(self) -> Array:
+        return jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
+
+
+def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    """`(tokens, kv_heads, group, size)` queries, with heads that share a key in a group, to as many results.
+
+    **Arguments:**
+
+    - `scores`: `scores_of` with its options.
+    - `sinks`: `(kv_heads, group, 1)`, or None.
+    """
+    of_all = _at_once if len(query) * len(key) <= _ALL_AT_ONCE else _by_blocks
+    return of_all(query, key, value, sight, scores, sinks)
+
+
+class _Products(NamedTuple):
+    """How queries are multiplied with keys, `(kv_heads, group, tokens, seen)`, and weights with values."""
+
+    scores: Callable[[Array, Array], Array]
+    means: Callable[[Array, Array], Array]
+
+
+def _scores_of_one(query: Array, key: Array) -> Array:
+    return stacked_matmul(query[0], jnp.moveaxis(key, 0, -1))[:, :, None]
+
+
+def _means_of_one(weights: Array, value: Array) -> Array:
+    return stacked_matmul(weights[:, :, 0], jnp.swapaxes(value, 0, 1))[None]
+
+
+_DOTS = _Products(
+    functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
+)
+# Of one query, added as keys and values are read. XLA's CPU compiler converts and turns them for a dot.
+_OF_ONE = _Products(_scores_of_one, _means_of_one)
+
+
+def scores_of(
+    query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int, products: _Products = _DOTS
+) -> Array:
+    """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
+    scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    return jnp.where(mask[None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    def by(products: _Products, query: Array, key: Array, value: Array) -> Array:
+        found = scores(query, key, sight.mask(), products=products)
+        if sinks is not None:
+            sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
+            found = jnp.concatenate([found, sink], axis=-1)
+        weights = jax.nn.softmax(found, axis=-1)[..., : len(key)].astype(value.dtype)
+        return products.means(weights, value).astype(value.dtype)
+
+    by_dots, of_one = (functools.partial(by, products) for products in (_DOTS, _OF_ONE))
+    if len(query) > 1 or query.shape[2] > _MOST_SUMMED or has_values(key):
+        return by_dots(query, key, value)
+    return lax.platform_dependent(query, key, value, cpu=of_one, default=by_dots)
+
+
+def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
+    """Blocks of queries one after the other, each with the blocks of keys that it may see."""
+    tokens, keys = len(query), len(key)
+    texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
+    of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
+    of_keys = jax.tree.map(in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(queries: Any) -> Array:
+        query, places, text = queries
+        own = sight._replace(places=places)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def add(sums: Sums, keys: Any) -> Any:
+            key, value, seen, other, order = keys
+            near = own._replace(seen=seen, texts=(text, other))
+            see = lambda sums: sums.plus(scores(query, key, near.mask(order[0])), value)
+            return lax.cond(own.is_far(order[0], order[-1]), lambda sums: sums, see, sums), None
+
+        sums, _ = lax.scan(add, Sums.empty(query, key, value, sinks), of_keys)
+        return sums.mean(value.dtype)
+
+    return out_of_blocks(lax.map(block, of_queries), tokens)
+
+
+def in_blocks(x: Array) -> Array:
+    """Rows in blocks of one length, the last of which is filled up: numbers go on as they end."""
+    count = -(-len(x) // _BLOCK)
+    size = -(-len(x) // count)
+    if missing := count * size - len(x):
+        fill = [(0, missing)] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, fill, mode="edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant")
+    return x.reshape(count, size, *x.shape[1:])
+
+
+def out_of_blocks(x: Array, count: int) -> Array:
+    """The first `count` rows of blocks."""
+    return x.reshape(-1, *x.shape[2:])[:count]

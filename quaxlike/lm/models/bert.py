@@ -1,0 +1,150 @@
+"""An encoder of the BERT family, with arrays named as in transformers' checkpoints."""
+
+# pyright: reportSelfClsParameterName=false
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..folders.model_config import Config
+from .attention import Sight, attend
+from .layers import Hidden, Ids, Seen, each
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig(Config):
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    layer_norm_eps: float | int = 1e-12
+    num_labels: int = 2
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "BertConfig":
+        labels = {"num_labels": len(config["id2label"])} if config.get("id2label") else {}
+        return cls.read(
+            {**config, **labels}, hidden_act="gelu", position_embedding_type="absolute", is_decoder=False,
+            add_cross_attention=False, problem_type=(None, "single_label_classification"),
+        )  # fmt: skip
+
+
+class BertEmbeddings(eqx.Module):
+    word_embeddings: eqx.nn.Embedding
+    position_embeddings: eqx.nn.Embedding
+    token_type_embeddings: eqx.nn.Embedding
+    LayerNorm: eqx.nn.LayerNorm
+
+    def __call__(self, ids: Ids, types: Ids) -> Hidden:
+        x = each(self.word_embeddings, ids) + each(self.token_type_embeddings, types)
+        return each(self.LayerNorm, x + each(self.position_embeddings, jnp.arange(len(ids))))
+
+
+class BertSelfAttention(eqx.Module):
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    n_heads: int = eqx.field(static=True)
+
+    def __call__(self, x: Hidden, sight: Sight) -> Hidden:
+        heads = lambda layer: each(layer, x).reshape(len(x), self.n_heads, -1)
+        return attend(heads(self.query), heads(self.key), heads(self.value), sight)
+
+
+class BertOutput(eqx.Module):
+    """A linear layer, a residual connection, and a norm."""
+
+    dense: eqx.nn.Linear
+    LayerNorm: eqx.nn.LayerNorm
+
+    def __call__(self, x: Float[Array, "tokens wide"], residual: Hidden) -> Hidden:
+        return each(self.LayerNorm, each(self.dense, x) + residual)
+
+
+class BertAttention(eqx.Module):
+    """Self-attention and its output. A field is called `self`, so methods call the instance `this`."""
+
+    self: BertSelfAttention
+    output: BertOutput
+
+    def __init__(this, attention: BertSelfAttention, output: BertOutput) -> None:
+        this.self, this.output = attention, output
+
+
+class Dense(eqx.Module):
+    dense: eqx.nn.Linear
+
+
+class BertLayer(eqx.Module):
+    attention: BertAttention
+    intermediate: Dense
+    output: BertOutput
+
+    def __call__(self, x: Hidden, sight: Sight) -> Hidden:
+        x = self.attention.output(self.attention.self(x, sight), x)
+        wide = jax.nn.gelu(each(self.intermediate.dense, x), approximate=False)
+        return self.output(wide, x)
+
+
+class BertEncoder(eqx.Module):
+    layer: list[BertLayer]
+
+
+class Bert(eqx.Module):
+    """The vectors of one sequence's tokens; callers pool them into one for the sequence."""
+
+    embeddings: BertEmbeddings
+    encoder: BertEncoder
+    pooler: Dense
+
+    def __init__(self, config: BertConfig, *, key: Any) -> None:
+        hidden, wide = config.hidden_size, config.intermediate_size
+        keys = iter(jax.random.split(key, 4 + 6 * config.num_hidden_layers))
+        norm = lambda: eqx.nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        table = lambda n: eqx.nn.Embedding(n, hidden, key=next(keys))
+        linear = lambda n_in, n_out: eqx.nn.Linear(n_in, n_out, key=next(keys))
+
+        def layer() -> BertLayer:
+            query, key, value = (linear(hidden, hidden) for _ in range(3))
+            attention = BertSelfAttention(query, key, value, config.num_attention_heads)
+            return BertLayer(
+                BertAttention(attention, BertOutput(linear(hidden, hidden), norm())),
+                Dense(linear(hidden, wide)),
+                BertOutput(linear(wide, hidden), norm()),
+            )
+
+        words, positions = table(config.vocab_size), table(config.max_position_embeddings)
+        self.embeddings = BertEmbeddings(words, positions, table(config.type_vocab_size), norm())
+        self.encoder = BertEncoder([layer() for _ in range(config.num_hidden_layers)])
+        self.pooler = Dense(linear(hidden, hidden))
+
+    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
+        x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
+        sight = Sight.of(seen)
+        for layer in self.encoder.layer:
+            x = layer(x, sight)
+        return x
+
+
+class BertForSequenceClassification(eqx.Module):
+    """The logits of one sequence's classes."""
+
+    bert: Bert
+    classifier: eqx.nn.Linear
+
+    def __init__(self, config: BertConfig, *, key: Any) -> None:
+        bert, classifier = jax.random.split(key)
+        self.bert = Bert(config, key=bert)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
+        first = self.bert(ids, seen, types)[0]
+        return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))

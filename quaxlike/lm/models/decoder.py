@@ -1,0 +1,303 @@
+"""The decoder: one model for all architectures in the table, with arrays named as in their checkpoints."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ...surgery.stacking import stack_layers, unstack_layers
+from ..families import FAMILIES
+from .attention import Attention, Context, Memory, Sight
+from .decoder_config import DecoderConfig
+from .feed_forward import MLP, SparseMLP
+from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
+
+_NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
+
+
+class Layer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
+    def __init__(self, config: DecoderConfig, sparse: bool, key: Any) -> None:
+        attention, mlp = jax.random.split(key)
+        norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
+        feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.intermediate_size, mlp)
+        self._fill(config, self_attn=Attention(config, attention), mlp=feed_forward, **norms)
+
+    def __call__(
+        self, x: Hidden, context: Context, memory: Memory | None, start: Any
+    ) -> tuple[Hidden, Memory | None]:
+        before, after, before_mlp, after_mlp = self.config.family.norms
+        y, memory = self.part("self_attn")(self.normed(before, x), context, memory, start)
+        x = x + self._scaled(self.normed(after, y))
+        y = self.part("mlp")(self.normed(before_mlp, x))
+        return x + self._scaled(self.normed(after_mlp, y)), memory
+
+    def _scaled(self, y: Hidden) -> Hidden:
+        factor = self.config.residual_multiplier
+        return y if factor == 1 else y * jnp.asarray(factor, y.dtype)
+
+
+class Body(Part, roles="embed_tokens wpe layers norm"):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        c = config
+        embed, position, *keys = jax.random.split(key, 2 + c.num_hidden_layers)
+        learned = c.family.learned_positions
+        self._fill(
+            c,
+            embed_tokens=eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed),
+            wpe=eqx.nn.Embedding(c.max_position_embeddings, c.hidden_size, key=position) if learned else None,
+            layers=[Layer(c, sparse, k) for sparse, k in zip(c.sparse, keys, strict=True)],
+            norm=norm(c, c.hidden_size),
+        )
+
+    def __call__(
+        self,
+        ids: Ids,
+        seen: Bool[Array, " room"],
+        memory: Any = None,
+        start: Any = 0,
+        length: Any = None,
+        segments: Ids | None = None,
+    ) -> tuple[Hidden, Any]:
+        """The hidden states of the tokens from position `start` on, and the memory updated with them.
+
+        `seen` says which positions hold a token rather than padding: all those of `memory`, which
+        `Decoder.memory` made, or of `ids` without one. `length` is the length of the text, for frequencies
+        that depend on it. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
+        """
+        c, layers = self.config, self.part("layers")
+        places, last = _places(seen, segments)
+        positions = lax.dynamic_slice_in_dim(jnp.maximum(places, 0), start, len(ids))
+        x = each(self.part("embed_tokens"), ids)
+        factor = c.hidden_size**0.5 if c.family.scaled_embedding else c.embedding_multiplier
+        if factor != 1:
+            x = x * jnp.asarray(factor, x.dtype)
+        if c.family.learned_positions:
+            x = x + each(self.part("wpe"), positions)
+        if length is None and any(rope.long is not None for rope in c.ropes):
+            length = _largest_of_batch(last + 1)  # transformers picks frequencies once per batch
+        own = None if memory is None else start + jnp.arange(len(ids))
+        contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
+        kinds = [int(window) for window in c.windows]
+        if isinstance(layers, list):
+            kept: Any = [None] * len(layers) if memory is None else list(memory)
+            for i, layer in enumerate(layers):
+                x, kept[i] = layer(x, contexts[kinds[i]], kept[i], start)
+            memory = None if memory is None else kept
+        else:  # stacked
+            context_of = _chosen(contexts, kinds)
+
+            def step(carry: Any, part: Any) -> Any:
+                (x, memory), (layer, i, kind) = carry, part
+                memory = None if memory is None else dataclasses.replace(memory, layer=i)
+                x, memory = layer(x, context_of(kind), memory, start)
+                return (x, None if memory is None else dataclasses.replace(memory, layer=None)), None
+
+            order = jnp.arange(c.num_hidden_layers, dtype=jnp.int32)
+            (x, memory), _ = lax.scan(step, (x, memory), (layers, order, jnp.asarray(kinds)))
+        return self.normed("norm", x), memory
+
+    def _contexts(
+        self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
+    ) -> list[Context]:
+        """The contexts of layers that see all tokens, and of those with a window. `places` is as in
+        `Sight.of`."""
+        c = self.config
+        rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
+        texts = None if segments is None else (segments, segments)
+        sight_of = functools.partial(Sight.of, seen, places, after=0, texts=texts)
+        factor = c.ropes[0].query_factor(positions, dtype) if c.ropes else None
+        contexts = [Context(rotations[0], sight_of(), factor)]
+        if any(c.windows):
+            near = sight_of(before=c.sliding_window - 1 if c.sliding_window else None)
+            contexts.append(Context(rotations[-1], near, factor))
+        return contexts
+
+
+class Decoder(Part, roles="model lm_head"):
+    """A causal language model: for each token of one sequence, the logits of the next.
+
+    The table of architectures (`quaxlike.lm.FAMILIES`) and `config.json` determine its parts. Arrays have
+    the names of transformers; experts are stacked. If the output layer is tied to the embedding, `lm_head` is
+    None: the two share one array, and one adapter.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp
+        from quaxlike.lm.models import Decoder, DecoderConfig
+
+        config = DecoderConfig.from_json(
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "head_dim": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "vocab_size": 50,
+            }
+        )
+        model = Decoder(config, key=jax.random.key(0))
+        logits = model(jnp.arange(5), jnp.ones(5, bool))  # (5, 50)
+        ```
+    """
+
+    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
+        body, head = jax.random.split(key)
+        own = None if config.tie_word_embeddings or config.headless else _head(config, head)
+        self._fill(config, model=Body(config, body), lm_head=own)
+
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
+        """The logits of one sequence.
+
+        **Arguments:**
+
+        - `ids`: the tokens.
+        - `seen`: which of them are not padding. Padding may be on either side; positions count tokens only.
+        """
+        return self.logits(self.hidden(ids, seen))
+
+    def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
+        """The hidden states that enter the output layer, of one sequence or of several packed in a row.
+
+        **Arguments:**
+
+        - `ids`, `seen`: as for the logits.
+        - `segments`: for each token, the number of its text. Texts do not see each other, and the positions
+            of each start at 0. Default: all tokens are one text.
+        """
+        return self.body(ids, seen, segments=segments)[0]
+
+    def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
+        """Applies the output layer.
+
+        **Raises:** `ValueError` if there is none: sentence-transformers writes decoders without it.
+        """
+        head = self.part("lm_head")
+        if self.config.headless:
+            raise ValueError("This decoder has no output layer, and so no logits: it embeds texts.")
+        out = times_rows(hidden, self.embedding) if head is None else each(head, hidden)
+        if (divisor := self.config.logits_scaling) != 1:
+            out = out / jnp.asarray(divisor, out.dtype)
+        cap = self.config.final_logit_softcapping
+        return cap * jnp.tanh(out / cap) if cap else out
+
+    @property
+    def body(self) -> Body:
+        """The model without its output layer."""
+        return self.part("model")
+
+    @property
+    def embedding(self) -> Any:
+        """The matrix of the embedding, `(vocab, hidden)`."""
+        return self.body.part("embed_tokens").weight
+
+    @property
+    def layers(self) -> Any:
+        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
+        return self.body.part("layers")
+
+    def memory(self, room: int, cache: str | None = None) -> Any:
+        """An empty memory for the keys and values of `room` tokens.
+
+        **Arguments:**
+
+        - `room`: how many tokens there is room for.
+        - `cache`: how they are stored, as for [`quaxlike.lm.generate`][]. Default: in the dtype of the
+            model.
+
+        **Returns:** a pytree: print [`quaxlike.summary`][] of it to see what it takes.
+        """
+        c, dtype = self.config, self.embedding.dtype
+        empty = lambda: Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
+        if isinstance(self.layers, list):
+            return [empty() for _ in self.layers]
+        stack = lambda leaf: jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
+        return jax.tree.map(stack, jax.eval_shape(empty))
+
+    def stacked(self) -> "Decoder":
+        """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.
+
+        It compiles sooner, and so `quaxlike.lm.finetune` trains it. Texts are generated faster from a
+        list: a scan copies the weights of each layer out of the stack, which one token does not repay.
+        """
+        return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
+
+    def unstacked(self) -> "Decoder":
+        """The same model with a list of layers, named as in the checkpoint."""
+        return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
+
+    def _with_layers(self, change: Any) -> "Decoder":
+        return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
+
+    def with_separate_head(self) -> "Decoder":
+        """The same model with a separate output layer, whose weight is the present embedding."""
+        if self.part("lm_head") is not None:
+            return self
+        head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
+        head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
+        return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
+
+    def folds(self) -> dict[str, list[str]]:
+        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
+        return self.config.family.folds()
+
+    def tensors_of(self, name: str) -> list[str]:
+        """The tensors of published files that make up an array: the array itself, or the matrices of single
+        experts; a stack takes one or two from each expert."""
+        family = self.config.family
+        for ours, theirs in family.files.items():
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        head, _, field = name.rpartition(".")
+        if family.experts != "out_in" or not head.endswith(".experts"):
+            return [name]
+        gate, up, down = family.expert_files
+        matrices = (gate, up) if field == "gate_up_proj" else (down,)
+        return [f"{head}.{i}.{m}.weight" for i in range(self.config.num_local_experts) for m in matrices]
+
+
+def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
+    """The context for each kind of layer. If all are of one kind, how far their tokens see stays known.
+
+    Arrays are taken from a stack even then: XLA would move what a loop over layers makes of arrays that stay
+    the same, such as all masks of blocks, out of the loop, where they exist at once.
+    """
+    reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
+    contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *contexts)
+    return lambda kind: jax.tree.map(lambda parts: parts[kind], stacked)
+
+
+def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
+    return eqx.nn.Linear(config.hidden_size, config.vocab_size, use_bias=False, key=key)
+
+
+def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
+    """The position of each token in its text, and the last of all positions."""
+    order = jnp.arange(len(seen))
+    if segments is None:
+        count = jnp.cumsum(seen)
+        # Positions keep counting in padding after a text, as in transformers.
+        return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
+    first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+    places = order - lax.cummax(jnp.where(first, order, 0))
+    return places, jnp.max(jnp.where(seen, places, 0))
+
+
+@jax.custom_batching.custom_vmap
+def _largest_of_batch(x: Any) -> Any:
+    """`x` itself; under `jax.vmap`, the largest `x` of the batch, for every item."""
+    return x
+
+
+@_largest_of_batch.def_vmap
+def _(axis_size: int, in_batched: Any, x: Any) -> Any:
+    return _largest_of_batch(jnp.max(x, axis=0) if in_batched[0] else x), False

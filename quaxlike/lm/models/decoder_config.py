@@ -1,0 +1,190 @@
+"""`config.json` of decoders: the entries under their usual names, and values derived from them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..families import FAMILIES, TEXT_TOWERS, Family
+from ..folders.model_config import Config, UnsupportedConfigError, refused, whole, windows_of
+from .rope import Rope, rope_for
+
+
+def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of the decoder in a model that reads images as well; unchanged for other models.
+
+    **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
+    """
+    names, text = config.get("architectures"), config.get("text_config")
+    whole = next((x for x in TEXT_TOWERS if isinstance(names, list) and x in names), None)
+    if whole is None:
+        return dict(config)
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    known = TEXT_TOWERS[whole]
+    if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
+        raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
+    shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    return {**text, **shared, "architectures": [known[kind]]}
+
+
+_OF_WHOLE = (
+    *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig(Config):
+    """The configuration of a decoder: `config.json` under the usual names, and values derived from it."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    intermediate_size: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int = 0
+    rms_norm_eps: float | int = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int = 0
+    use_sliding_window: bool = False
+    query_pre_attn_scalar: float | int = 0
+    attn_logit_softcapping: float | int = 0
+    final_logit_softcapping: float | int = 0
+    embedding_multiplier: float | int = 1
+    residual_multiplier: float | int = 1
+    """The factor of what each layer adds to the residual stream."""
+    attention_multiplier: float | int = 0
+    """The factor of scores; 0 for one over the square root of a head's size."""
+    logits_scaling: float | int = 1
+    """The divisor of logits."""
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    shared_expert_intermediate_size: int = 0
+    swiglu_limit: float | int = 7.0
+    tie_word_embeddings: bool = False
+    headless: bool = False
+    """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
+    pad_token_id: int = -1
+
+    architecture: str = ""
+    windows: tuple[bool, ...] = ()
+    """For each layer, whether it is one of those that see only the last `sliding_window` tokens (0: all), and
+    have a rotation of their own."""
+    sparse: tuple[bool, ...] = ()
+    """For each layer, whether it has experts."""
+    ropes: tuple[Rope, ...] = ()
+    """The rotations of layers without and with a window; none if positions are learned."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """Reads a `config.json` of transformers 4 or 5.
+
+        **Raises:** `UnsupportedConfigError` for an architecture that is not in the table, or a value that
+        the decoder does not support.
+        """
+        names = config.get("architectures")
+        known = [name for name in FAMILIES if isinstance(names, list | tuple) and name in names]
+        if not known:
+            raise UnsupportedConfigError(
+                f"config.json names no architecture of a decoder; supported are {', '.join(FAMILIES)}."
+            )
+        family = FAMILIES[known[0]]
+        label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
+        fields |= dict.fromkeys(("headless", "windows", "sparse", "ropes"))  # not in files
+        fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
+        if fields.get("num_experts") is not None:
+            fields["num_local_experts"] = fields["num_experts"]
+        activation = family.renamed.get("hidden_act", "hidden_act")
+        required = {activation: family.activation, "hidden_activation": (family.activation, None)}
+        out = cls.read(fields, label, **required, **family.required)
+        out = dataclasses.replace(
+            out,
+            num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
+            head_dim=out.head_dim or out.hidden_size // max(out.num_attention_heads, 1),
+            intermediate_size=out.intermediate_size or 4 * out.hidden_size,
+            moe_intermediate_size=out.moe_intermediate_size or out.intermediate_size,
+        )
+        windows = _windows(out, fields, label)
+        off = family.window_switch and not out.use_sliding_window
+        return dataclasses.replace(
+            out,
+            sliding_window=out.sliding_window if any(windows) and not off else 0,
+            use_sliding_window=False,
+            windows=windows,
+            sparse=_sparse(out, fields, label),
+            ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
+        )
+
+
+def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    family, layers = config.family, range(config.num_hidden_layers)
+    if family.unrotated:
+        return _unrotated(config, fields, label)
+    off = family.windows is None or not config.sliding_window
+    if off or (family.window_switch and not config.use_sliding_window):
+        return (False,) * len(layers)
+    if types := fields.get("layer_types"):
+        return windows_of(types, len(layers), label)
+    if family.windows == "upper":
+        first = whole(fields, "max_window_layers", 28, label)
+        return tuple(i >= first for i in layers)
+    default = whole(fields, "_sliding_window_pattern", family.windows, label)
+    every = whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
+    return tuple(not every or (i + 1) % every != 0 for i in layers)
+
+
+def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    """The layers without rotation, which alone may have windows (SmolLM3)."""
+    layers, rotated = range(config.num_hidden_layers), fields.get("no_rope_layers")
+    if rotated is None:
+        every = whole(fields, "no_rope_layer_interval", config.family.unrotated, label)
+        rotated = [(i + 1) % every != 0 for i in layers] if every else [True] * len(layers)
+    if not isinstance(rotated, list) or len(rotated) < len(layers) or any(x not in (0, 1) for x in rotated):
+        raise refused("no_rope_layers", rotated, label, f"0 or 1 for each of {len(layers)} layers")
+    found = tuple(not rotated[i] for i in layers)
+    kind = "sliding_attention" if config.sliding_window and config.use_sliding_window else "full_attention"
+    wanted = [kind if without else "full_attention" for without in found]
+    if fields.get("layer_types") not in (None, wanted):
+        raise refused("layer_types", fields["layer_types"], label, "windows in layers without rotation alone")
+    return found
+
+
+def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
+    step = whole(fields, "decoder_sparse_step", 1, label) or 1
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple):
+        raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
+    sparse = lambda i: bool(config.family.experts) and i not in dense and (i + 1) % step == 0
+    return tuple(map(sparse, range(config.num_hidden_layers)))
+
+
+def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, label: str) -> tuple[Rope, ...]:
+    given = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise refused("rope_parameters", given, label, "an object")
+    nested = [given.get(f"{kind}_attention") for kind in ("full", "sliding")]
+    if not all(isinstance(part, Mapping | None) for part in nested):
+        raise refused("rope_parameters", given, label, "an object for each kind of attention")
+    names = [x for x in ("rope_theta", "partial_rotary_factor") if fields.get(x) is not None]
+    shared = {"rope_theta": 10000.0} | {name: fields[name] for name in names}
+    full = sliding = {**shared, **(nested[0] or given)}
+    if nested[1]:
+        sliding = {"rope_theta": 10000.0, **nested[1]}
+    elif fields.get("rope_local_base_freq") and not fields.get("rope_parameters"):
+        sliding = {"rope_theta": fields["rope_local_base_freq"]}
+    elif config.family.plain_windows:
+        sliding = shared
+    if config.family.unrotated:
+        rope = rope_for(full, config, label)
+        return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
+    return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))

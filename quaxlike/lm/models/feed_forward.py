@@ -1,0 +1,176 @@
+"""Feed-forward layers: plain, gated, and mixtures of experts, whose matrices are stacked."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ...core.quaxify import quaxify
+from ...kernels.multilinear import varying_zeros
+from ...sharding.meshes import divided_along, expert_axis, mesh_of, whole_rows
+from .decoder_config import DecoderConfig
+from .layers import Hidden, Part, each, linears
+
+
+class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
+    def __init__(self, config: DecoderConfig, size: int, key: Any) -> None:
+        c, family = config, config.family
+        sizes = {"up_proj": size, "gate_proj": size} if family.gated else {"up_proj": size}
+        sizes = {"gate_up_proj": 2 * size} if family.gated and family.fused else sizes
+        first, last = jax.random.split(key)
+        parts = linears(c, c.hidden_size, sizes, c.mlp_bias, first)
+        self._fill(c, **parts, **linears(c, size, {"down_proj": c.hidden_size}, c.mlp_bias, last))
+
+    def __call__(self, x: Hidden) -> Hidden:
+        family = self.config.family
+        act = jax.nn.silu if family.activation == "silu" else jax.nn.gelu  # the tanh approximation
+        if not family.gated:
+            wide = act(each(self.part("up_proj"), x))
+        elif family.fused:
+            gate, up = jnp.split(each(self.part("gate_up_proj"), x), 2, axis=-1)
+            wide = act(gate) * up
+        else:
+            wide = act(each(self.part("gate_proj"), x)) * each(self.part("up_proj"), x)
+        return each(self.part("down_proj"), wide)
+
+
+class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
+    """A router and its experts, with one shared expert in Qwen2-MoE."""
+
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        c = config
+        router, experts, shared, gate = jax.random.split(key, 4)
+        linear = eqx.nn.Linear(c.hidden_size, c.num_local_experts, c.family.expert_bias, key=router)
+        parts: dict[str, Any] = {c.family.router: linear}
+        if size := c.shared_expert_intermediate_size:
+            parts["shared_expert"] = MLP(c, size, shared)
+            parts["shared_expert_gate"] = eqx.nn.Linear(c.hidden_size, 1, use_bias=False, key=gate)
+        self._fill(c, **parts, experts=Experts(c, experts))
+
+    def __call__(self, x: Hidden) -> Hidden:
+        y, shared = self.part("experts")(x, *route(self.logits(x), self.config)), self.part("shared_expert")
+        if shared is None:
+            return y
+        return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
+
+    def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
+        """The logits of the router."""
+        return each(self.part(self.config.family.router), x)
+
+
+class Experts(eqx.Module):
+    """All experts of a layer: stacks of matrices, stored as `(experts, out, in)` or, in GPT-OSS,
+    `(experts, in, out)`."""
+
+    gate_up_proj: Float[Array, "experts rows columns"]
+    down_proj: Float[Array, "experts rows columns"]
+    gate_up_proj_bias: Float[Array, "experts wide"] | None
+    down_proj_bias: Float[Array, "experts hidden"] | None
+    config: DecoderConfig = eqx.field(static=True)
+
+    def __init__(self, config: DecoderConfig, key: Any) -> None:
+        n, hidden, size = config.num_local_experts, config.hidden_size, config.moe_intermediate_size
+        self.config, bias = config, config.family.expert_bias
+        up, down = jax.random.split(key)
+        order = 1 if self._layout == "oi" else -1
+        make = lambda key, *sizes: 0.02 * jax.random.normal(key, (n, *sizes[::order]))
+        self.gate_up_proj, self.down_proj = make(up, 2 * size, hidden), make(down, hidden, size)
+        self.gate_up_proj_bias = jnp.zeros((n, 2 * size)) if bias else None
+        self.down_proj_bias = jnp.zeros((n, hidden)) if bias else None
+
+    @property
+    def _layout(self) -> str:
+        return "io" if self.config.family.experts == "in_out" else "oi"
+
+    @property
+    def weight_layouts(self) -> dict[str, str]:
+        """For `quaxlike.layouts`: how the matrices of the stacks are stored."""
+        return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
+
+    def __call__(
+        self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
+    ) -> Hidden:
+        """Sums the outputs of the experts chosen for each token, weighted by their shares.
+
+        On a mesh whose devices can share the experts evenly ([`quaxlike.lm.expert_parallel`][]), each
+        device runs its own experts on all tokens, and one sum over devices follows. No weights move.
+        """
+        count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
+        axis = None if mesh is None else expert_axis(mesh, count)
+        stacks, numbers = self, jnp.arange(count)
+        if mesh is not None and axis is not None and axis in mesh.explicit_axes:
+            stacks = divided_along(axis, self)
+            numbers = jax.sharding.reshard(numbers, jax.NamedSharding(mesh, jax.P(axis)))
+        if axis is None or stacks is None:
+            return self._sum(x, chosen, share, count)
+
+        def of_device(own: Experts, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
+            chosen = chosen - numbers[0]
+            is_own = (chosen >= 0) & (chosen < len(numbers))
+            chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)
+            return lax.psum(own._sum(x, chosen, share, len(numbers)), axis)
+
+        whole, cut = jax.P(), jax.P(axis)
+        specs = (cut, cut, whole, whole, whole)
+        mapped = jax.shard_map(
+            quaxify(of_device), mesh=mesh, in_specs=specs, out_specs=whole, axis_names={axis}
+        )
+        return mapped(stacks, numbers, x, chosen, share)
+
+    def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
+        """The sum over the `count` experts on this device.
+
+        For few tokens (decoding), each looks up its experts. Many tokens pass through all experts in turn,
+        with a share of 0 for those not chosen, so that no array grows with tokens times experts, for stacks
+        of any type.
+        """
+        tokens, choices = chosen.shape
+        zeros = varying_zeros(x.shape, x.dtype, x, share)
+        if tokens * choices < count:
+            pairs = jnp.repeat(jnp.arange(tokens), choices), chosen.reshape(-1), share.reshape(-1)
+
+            def add_choice(y: Array, pair: Any) -> tuple[Array, None]:
+                token, i, part = pair
+                own = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), self)
+                return y.at[token].add(part * own._one(x[token][None])[0]), None
+
+            return lax.scan(add_choice, zeros, pairs)[0]
+        shares = jnp.zeros((tokens, count), share.dtype)
+        shares = shares.at[jnp.arange(tokens)[:, None], chosen].add(share)
+
+        def add_expert(y: Array, part: Any) -> tuple[Array, None]:
+            expert, share = part
+            return y + share[:, None] * expert._one(x), None
+
+        return lax.scan(add_expert, zeros, (self, shares.T))[0]
+
+    def _one(self, x: Hidden) -> Hidden:
+        """One expert, whose matrices have no leading axis."""
+        wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
+        if self.config.family.interleaved:  # GPT-OSS's SwiGLU
+            limit = self.config.swiglu_limit
+            gate, up = jnp.minimum(wide[:, ::2], limit), jnp.clip(wide[:, 1::2], -limit, limit)
+            wide = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        else:
+            gate, up = jnp.split(wide, 2, axis=-1)
+            wide = jax.nn.silu(gate) * up
+        return self._product(wide, self.down_proj, self.down_proj_bias)
+
+    def _product(self, x: Array, w: Array, bias: Array | None) -> Array:
+        y = x @ w if self._layout == "io" else x @ w.T
+        return y if bias is None else y + bias[None]
+
+
+def route(
+    logits: Float[Array, "tokens experts"], config: DecoderConfig
+) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
+    """The experts of each token and their shares.
+
+    If shares are normalised, the softmax is over the chosen logits alone, and the others have no gradient.
+    """
+    scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
+    share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)
+    return chosen, (share if overall else jax.nn.softmax(share)).astype(logits.dtype)

@@ -1,0 +1,108 @@
+"""Small parts that the models share."""
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from ...core.quaxify import value_of
+from ...core.values import is_value
+from ...kernels.dense_matmul import dense_matmul
+from ...sharding.meshes import rows_of
+from ..families import FAMILIES
+from .decoder_config import DecoderConfig
+
+Ids = Int[Array, " tokens"]
+Seen = Bool[Array, " tokens"]
+Hidden = Float[Array, "tokens hidden"]
+
+
+class Part(eqx.Module):
+    """A part of a decoder, whose own parts are named as in the checkpoint; missing ones are None.
+
+    A subclass lists the roles of its parts, which are Llama's names for them. It gets a field for each name
+    that the table of architectures gives to a role.
+    """
+
+    config: DecoderConfig = eqx.field(static=True)
+
+    def __init_subclass__(cls, roles: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        tables = [{}, *(family.parts for family in FAMILIES.values())]
+        names = [table.get(role, role) for table in tables for role in roles.split()]
+        cls.__annotations__ = inspect.get_annotations(cls) | dict.fromkeys(names, Any)
+
+    def _fill(self, config: DecoderConfig, **parts: Any) -> None:
+        names = {config.family.name(role): part for role, part in parts.items()}
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, names.get(field.name))
+        self.config = config
+
+    def part(self, role: str) -> Any:
+        """The part with this role."""
+        return getattr(self, self.config.family.name(role))
+
+    def normed(self, name: str, x: Array) -> Array:
+        """`x` after the norm of this name, or unchanged if there is none."""
+        if not name:
+            return x
+        norm = self.part(name)
+        if offset := self.config.family.norm_offset:
+            norm = eqx.tree_at(lambda norm: norm.weight, norm, norm.weight + offset)
+        return each(norm, x)
+
+
+class Conv1D(eqx.Module):
+    """A linear layer whose weight is stored as (in, out): `fan_in_fan_out`, in terms of PEFT."""
+
+    weight: Float[Array, "in out"]
+    bias: Float[Array, " out"]
+
+    weight_layouts: ClassVar = {"weight": "io"}
+
+    def __init__(self, n_in: int, n_out: int, use_bias: bool = True, *, key: Any) -> None:
+        self.weight = 0.02 * jax.random.normal(key, (n_in, n_out))
+        self.bias = jnp.zeros(n_out)
+
+    def __call__(self, x: Float[Array, " in"]) -> Float[Array, " out"]:
+        return x @ self.weight + self.bias
+
+
+def linears(
+    config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
+) -> dict[str, Any]:
+    """Linear layers by role; `sizes` are their numbers of outputs."""
+    make = Conv1D if config.family.conv1d else eqx.nn.Linear
+    keys = jax.random.split(key, len(sizes))
+    return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
+
+
+def norm(config: DecoderConfig, size: int) -> Any:
+    if config.family.layer_norm:
+        return eqx.nn.LayerNorm(size, eps=config.rms_norm_eps)
+    return eqx.nn.RMSNorm(size, eps=config.rms_norm_eps, use_bias=False)
+
+
+def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
+    """Applies a layer of one token to each token."""
+    if isinstance(layer, eqx.nn.Embedding):
+        return rows_of(layer, x)
+    if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
+        return jax.vmap(lambda x: layer(x))(x)  # JAX would name a module by its `repr`, which takes long
+    y = dense_matmul(x, layer.weight)
+    return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
+
+
+def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
+    """`x @ w.T` for a weight of any type, in the form that a CPU runs fast if it is an array."""
+    return x @ w.T if has_values(x, w) else dense_matmul(x, w)
+
+
+def has_values(*arrays: Any) -> bool:
+    """Whether an array is a Value, or stands for one within `quaxify`."""
+    return any(is_value(value_of(x)) for x in arrays)

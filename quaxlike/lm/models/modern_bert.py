@@ -1,0 +1,148 @@
+"""ModernBERT, an encoder with rotary positions and windows (Warner et al., 2024), named as in checkpoints."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ..folders.model_config import Config, refused, whole, windows_of
+from .attention import Context, Sight, attend
+from .layers import Hidden, Ids, Seen, each
+from .rope import Rope, rope_for, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class ModernBertConfig(Config):
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int = 8192
+    original_max_position_embeddings: int = 0
+    norm_eps: float | int = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    local_attention: int = 128
+
+    windows: tuple[bool, ...] = ()
+    """For each layer, whether its tokens see only those up to half of `local_attention` away."""
+    ropes: tuple[Rope, ...] = ()
+    """The rotations of layers without and with a window."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // max(self.num_attention_heads, 1)
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
+        """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
+        fields = {**config, "windows": None, "ropes": None}
+        out = cls.read(fields, hidden_activation=("gelu", None))
+        types, label = config.get("layer_types"), "ModernBertConfig"
+        if types is None:
+            every = whole(config, "global_attn_every_n_layers", 3, label) or 1
+            windows = tuple(i % every != 0 for i in range(out.num_hidden_layers))
+        else:
+            windows = windows_of(types, out.num_hidden_layers, label)
+        thetas = {"full_attention": ("global", 160000.0), "sliding_attention": ("local", 10000.0)}
+        given, ropes = config.get("rope_parameters") or {}, []
+        for kind, (name, theta) in thetas.items():
+            part = given.get(kind) if isinstance(given, Mapping) else given
+            if not isinstance(part, Mapping | None):
+                raise refused("rope_parameters", given, label, "an object for each kind of attention")
+            shared = {"rope_theta": config.get(f"{name}_rope_theta") or theta}
+            ropes.append(
+                rope_for({**shared, **(config.get("rope_scaling") or {}), **(part or {})}, out, label)
+            )
+        return dataclasses.replace(out, windows=windows, ropes=tuple(ropes))
+
+
+class ModernBertEmbeddings(eqx.Module):
+    tok_embeddings: eqx.nn.Embedding
+    norm: eqx.nn.LayerNorm
+
+    def __call__(self, ids: Ids) -> Hidden:
+        return each(self.norm, each(self.tok_embeddings, ids))
+
+
+class ModernBertAttention(eqx.Module):
+    Wqkv: eqx.nn.Linear
+    Wo: eqx.nn.Linear
+    n_heads: int = eqx.field(static=True)
+
+    def __call__(self, x: Hidden, context: Context) -> Hidden:
+        query, key, value = jnp.split(each(self.Wqkv, x).reshape(len(x), 3 * self.n_heads, -1), 3, axis=1)
+        query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        return each(self.Wo, attend(query, key, value, context.sight))
+
+
+class ModernBertMLP(eqx.Module):
+    Wi: eqx.nn.Linear
+    Wo: eqx.nn.Linear
+
+    def __call__(self, x: Hidden) -> Hidden:
+        x, gate = jnp.split(each(self.Wi, x), 2, axis=-1)
+        return each(self.Wo, jax.nn.gelu(x, approximate=False) * gate)
+
+
+class ModernBertLayer(eqx.Module):
+    attn_norm: eqx.nn.LayerNorm | None
+    attn: ModernBertAttention
+    mlp_norm: eqx.nn.LayerNorm
+    mlp: ModernBertMLP
+
+    def __call__(self, x: Hidden, context: Context) -> Hidden:
+        x = x + self.attn(x if self.attn_norm is None else each(self.attn_norm, x), context)
+        return x + self.mlp(each(self.mlp_norm, x))
+
+
+class ModernBert(eqx.Module):
+    """The vectors of one sequence's tokens; callers pool them into one for the sequence, as with
+    [`quaxlike.lm.models.mean_pooled`][]."""
+
+    embeddings: ModernBertEmbeddings
+    layers: list[ModernBertLayer]
+    final_norm: eqx.nn.LayerNorm
+    config: ModernBertConfig = eqx.field(static=True)
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        self.config, c = config, config
+        embed, *keys = jax.random.split(key, 1 + 4 * c.num_hidden_layers)
+        norm = lambda: eqx.nn.LayerNorm(c.hidden_size, eps=c.norm_eps, use_bias=c.norm_bias)
+
+        def layer(i: int) -> ModernBertLayer:
+            qkv, out, wide, narrow = keys[4 * i : 4 * i + 4]
+            linear = lambda n_in, n_out, bias, key: eqx.nn.Linear(n_in, n_out, use_bias=bias, key=key)
+            attention = ModernBertAttention(
+                linear(c.hidden_size, 3 * c.hidden_size, c.attention_bias, qkv),
+                linear(c.hidden_size, c.hidden_size, c.attention_bias, out),
+                c.num_attention_heads,
+            )
+            mlp = ModernBertMLP(
+                linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, wide),
+                linear(c.intermediate_size, c.hidden_size, c.mlp_bias, narrow),
+            )
+            return ModernBertLayer(norm() if i else None, attention, norm(), mlp)
+
+        table = eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed)
+        self.embeddings = ModernBertEmbeddings(table, norm())
+        self.layers = [layer(i) for i in range(c.num_hidden_layers)]
+        self.final_norm = norm()
+
+    def __call__(self, ids: Ids, seen: Seen) -> Hidden:
+        """The vectors of the tokens `ids`, of which those `seen` are not padding."""
+        x, order = self.embeddings(ids), jnp.arange(len(ids))
+        reach, length = self.config.local_attention // 2, jnp.sum(seen)
+        sights = Sight.of(seen), Sight.of(seen, before=reach, after=reach)
+        contexts = [
+            Context(rope.rotation(order, length, x.dtype), sight)
+            for rope, sight in zip(self.config.ropes, sights, strict=True)
+        ]
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            x = layer(x, contexts[window])
+        return each(self.final_norm, x)

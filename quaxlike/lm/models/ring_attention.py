@@ -1,0 +1,151 @@
+"""Attention of texts whose tokens are divided along an axis of a mesh: a ring of devices.
+
+Each device keeps the queries of its tokens. Keys and values go round: after as many turns as there are
+devices, each has met those of all, in blocks and with a running softmax, and has held no more than its share
+and one that visits. For derivatives they go round once more, and their cotangents with them, as in Ring
+Attention (Liu et al., 2023) with the backward pass of FlashAttention-2 (Dao, 2023).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ...kernels.multilinear import vary_alike, varying_zeros
+from ...sharding.meshes import mesh_of
+from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
+
+
+def of_ring(
+    query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
+) -> Array:
+    """As `of_one_device`, of arrays whose tokens are divided along an axis of their mesh."""
+    mesh = mesh_of((query, key, value))
+    ring = _Ring(axis, mesh.shape[axis], scores)
+
+    def of_device(*operands: Any) -> Array:
+        # Derivatives by what is whole are summed over devices here: within `lax.cond`, some would not come.
+        return ring(*vary_alike(operands))
+
+    own: Any = jax.P(axis)
+    whole: Any = jax.P()
+    sights = sight._replace(places=own, seen=own, before=whole, after=whole)
+    sights = sights._replace(texts=None if sight.texts is None else (own, own))
+    return jax.shard_map(
+        of_device, mesh=mesh, axis_names={axis}, in_specs=(own, own, own, sights, whole), out_specs=own,
+    )(query, key, value, sight, sinks)  # fmt: skip
+
+
+class _Ring:
+    """Attention on a ring of `count` devices, within `shard_map`; all operands vary over the axis."""
+
+    def __init__(self, axis: str, count: int, scores: Any) -> None:
+        self.axis, self.count, self.scores = axis, count, scores
+        attend = jax.custom_vjp(lambda *operands: self._forward(*operands)[0])
+        attend.defvjp(self._forward, self._backward)
+        self._attend = attend
+
+    def __call__(self, query: Array, key: Array, value: Array, sight: Sight, sinks: Any) -> Array:
+        return self._attend(query, key, value, sight, sinks)
+
+    def _forward(self, query: Array, key: Array, value: Array, sight: Sight, sinks: Any) -> Any:
+        tokens = len(query)
+        queries, keys = self._queries(query, sight), self._keys(key, value, sight)
+        empty = jax.vmap(lambda query: Sums.empty(query, key, value, sinks))(queries[0])
+
+        def turn(carry: Any, i: Any) -> Any:
+            sums, keys = carry
+            starts = self._starts(keys, tokens, i)
+
+            def block(part: Any) -> Sums:
+                queries, sums = part
+
+                def add(sums: Sums, keys: Any) -> Any:
+                    sees, mask = self._sight(sight, queries, *keys)
+                    see = lambda sums: sums.plus(self.scores(queries[0], keys[0][0], mask()), keys[0][1])
+                    return lax.cond(sees, see, lambda sums: sums, sums), None
+
+                return lax.scan(add, sums, (keys, starts))[0]
+
+            return (lax.map(block, (queries, sums)), self._passed(keys)), None
+
+        (sums, _), _ = lax.scan(turn, (empty, keys), jnp.arange(self.count))
+        out = out_of_blocks(jax.vmap(lambda sums: sums.mean(value.dtype))(sums), tokens)
+        return out, (query, key, value, sight, sinks, out, sums.positive_weight, sums.most)
+
+    def _backward(self, kept: Any, cotangent: Array) -> Any:
+        query, key, value, sight, sinks, out, weight, most = kept
+        tokens = len(query)
+        # A cotangent of scores is the weight times what that of its value exceeds their mean by.
+        mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
+        means = jnp.moveaxis(in_blocks(mean), 1, -1)
+        queries, keys = self._queries(query, sight), self._keys(key, value, sight)
+        of_queries = queries, in_blocks(cotangent), weight, most, means
+        zeros = lambda x: varying_zeros(x.shape, jnp.float32, query, key, value)
+
+        def turn(carry: Any, i: Any) -> Any:
+            dqueries, keys, dkeys = carry
+            starts = self._starts(keys, tokens, i)
+
+            def block(dqueries: Any, part: Any) -> Any:
+                keys, dkeys, start = part
+
+                def add(dkeys: Any, part: Any) -> Any:
+                    queries, dquery = part
+                    sees, mask = self._sight(sight, queries[0], keys, start)
+                    see = lambda dkeys, dquery: self._with_cotangents(dkeys, dquery, queries, keys, mask())
+                    return lax.cond(sees, see, lambda *sums: sums, dkeys, dquery)
+
+                dkeys, dqueries = lax.scan(add, dkeys, (of_queries, dqueries))
+                return dqueries, dkeys
+
+            dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
+            return (dqueries, self._passed(keys), self._passed(dkeys)), None
+
+        begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
+        (dqueries, _, dkeys), _ = lax.scan(turn, begin, jnp.arange(self.count))
+        like = lambda x, blocks: out_of_blocks(blocks, tokens).astype(x.dtype)
+        dsinks = None
+        if sinks is not None:
+            of_queries = jax.vmap(lambda *of: jnp.exp(sinks - of[0]) / of[1] * of[2])(most, weight, means)
+            dsinks = -jnp.sum(of_queries, axis=(0, -1))[..., None]
+        return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
+
+    def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
+        """The cotangents of keys, values and queries, with what a block of queries and one of keys add."""
+        (query, *_), cotangent, weight, most, mean = queries
+        (dkey, dvalue), (key, value, *_) = dkeys, keys
+        found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
+        weights = jnp.exp(found - most[..., None]) / weight[..., None]
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        dvalue += product("hgqk,qhgd->khd", weights.astype(value.dtype), cotangent)
+        above = product("qhgd,khd->hgqk", cotangent, value) - mean[..., None]
+        of_query, of_key = back(weights * above)
+        return (dkey + of_key.astype(jnp.float32), dvalue), dquery + of_query.astype(jnp.float32)
+
+    def _queries(self, query: Array, sight: Sight) -> Any:
+        """Blocks of queries, of their places, and of their texts."""
+        return jax.tree.map(in_blocks, (query, sight.places, sight.texts and sight.texts[0]))
+
+    def _keys(self, key: Array, value: Array, sight: Sight) -> Any:
+        """Blocks of keys and values, of which are seen, and of their texts."""
+        return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
+
+    def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
+        """The places of the first keys of the blocks that visit in turn `i`."""
+        owner = (lax.axis_index(self.axis) - i) % self.count
+        return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
+
+    def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
+        """Whether a block of queries may see any of a block of keys, and a function that makes their mask."""
+        (_, places, text), (_, _, seen, other) = queries, keys
+        near = sight._replace(places=places, seen=seen, texts=None if text is None else (text, other))
+        return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)
+
+    def _passed(self, tree: Any) -> Any:
+        """What the device before had."""
+        along = [(i, (i + 1) % self.count) for i in range(self.count)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, along), tree)

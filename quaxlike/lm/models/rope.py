@@ -1,0 +1,140 @@
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and ways to scale them for longer texts.
+
+The formulas are those of transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et
+al., 2024), and Llama 3's.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..folders.model_config import check_numbers, computing, refused
+
+_LARGEST_HEAD = 1 << 16  # far beyond any model, so that a damaged number takes no memory
+_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+class Rope(NamedTuple):
+    """The angle per position of each pair of features, and the factor of their cosines and sines.
+
+    `long` holds the frequencies for texts of more than `switch` tokens, if these differ. Unless `growth` is
+    0, queries grow with the logarithm of their position, in steps of `step` tokens (Ministral 3).
+    """
+
+    frequencies: tuple[float | int, ...]
+    scale: float | int = 1.0
+    long: tuple[float | int, ...] | None = None
+    switch: int = 0
+    growth: float | int = 0
+    step: int = 1
+
+    def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
+        """Cosines and sines of each token, `(tokens, features)`, for a text of this length."""
+        frequencies = jnp.asarray(self.frequencies, jnp.float32)
+        if self.long is not None:
+            frequencies = jnp.where(length > self.switch, jnp.asarray(self.long, jnp.float32), frequencies)
+        angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+        angles = jnp.concatenate([angles, angles], axis=-1)
+        cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
+        # Once, and not again for each head of each layer, as XLA would fuse them.
+        return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
+
+    def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
+        """The factor of each token's queries, `(tokens,)`; None if there is none."""
+        if not self.growth:
+            return None
+        steps = jnp.floor(positions.astype(jnp.float32) / self.step)
+        return (1 + self.growth * jnp.log(1 + steps)).astype(dtype)
+
+
+_NUMBERS = (
+    *("rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
+)
+
+
+def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
+    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`. The `config` of the
+    model has the size of heads and the lengths of texts.
+
+    **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
+    """
+    with computing(rope, "rope settings", label):
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in _TYPES:
+            raise refused("rope_type", kind, label, " or ".join(map(repr, _TYPES)))
+        check_numbers(rope, _NUMBERS, label)
+        share = rope.get("partial_rotary_factor")
+        share = 1.0 if share is None else share
+        if not 0 < share <= 1:
+            raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+        if config.head_dim > _LARGEST_HEAD:
+            raise refused("head_dim", config.head_dim, label, f"heads of {_LARGEST_HEAD:,} numbers at most")
+        dim, theta = int(config.head_dim * share), rope["rope_theta"]
+        inverse = 1 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        most, given = config.max_position_embeddings, rope.get("original_max_position_embeddings")
+        original = given or config.original_max_position_embeddings or most
+        if rope.get("attn_factor") not in (None, 1):
+            raise refused(
+                "attn_factor", rope["attn_factor"], label,
+                "`attention_factor` instead, the whole factor of cosines and sines, as transformers does",
+            )  # fmt: skip
+        scale = rope.get("attention_factor")
+        if kind == "longrope":
+            factor = rope.get("factor") or most / original
+            grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            for name in ("short_factor", "long_factor"):
+                numbers = isinstance(rope[name], list) and all(type(x) in (int, float) for x in rope[name])
+                if not numbers or len(rope[name]) != len(inverse):
+                    raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
+            short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
+            return Rope(short, scale or grown, long, original)
+        kept: Any = 1.0  # the share of each frequency that is not scaled
+        if kind == "linear":
+            kept = 0.0
+        elif kind == "llama3":  # low frequencies are scaled, high ones kept, those between blended
+            turns = original * inverse / (2 * math.pi)
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            kept = np.clip((turns - low) / (high - low), 0, 1)
+        elif kind == "yarn":
+            kept = 1 - _yarn_ramp(rope, dim, theta, original)
+        inverse = kept * inverse + (1 - kept) * inverse / (1.0 if kind == "default" else rope["factor"])
+        scale = (scale or _yarn_scale(rope)) if kind == "yarn" else 1.0
+        growth = rope.get("llama_4_scaling_beta") or 0
+        return Rope(tuple(inverse.tolist()), scale, growth=growth, step=original if growth else 1)
+
+
+def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
+    grown = lambda m: 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1.0)
+
+
+def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
+    """How far each frequency is scaled: from 0 for high ones to 1 for low ones."""
+    at = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    return np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+
+
+def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
+    """Rotates the first features of each head, as many as the rotation has."""
+    if rotation is None:
+        return x
+    cos, sin = (part[:, None, :] for part in rotation)
+    dim = cos.shape[-1]
+    turned, rest = x[..., :dim], x[..., dim:]
+    first, second = jnp.split(turned, 2, axis=-1)
+    turned = turned * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, rest], axis=-1)

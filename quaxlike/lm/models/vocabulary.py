@@ -1,0 +1,153 @@
+"""`resize_vocabulary`: a model for a tokeniser with more tokens, or fewer."""
+
+import dataclasses
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ..._checked import a_or_an, check_option, checked
+from ...arrays.adapted import AdaptedArray
+from ...arrays.quantized import AbstractQuantizedArray
+from ...core.policy import MaterialisationError, on_materialise
+from ...core.quaxify import quaxify
+from ...core.values import is_value, materialise, replace_fields
+from ...surgery.trees import listing, map_arrays, named_arrays, replace
+from ..families import names_of
+from .decoder_config import DecoderConfig
+from .modern_bert import ModernBertConfig
+
+#: The names of embeddings of tokens.
+EMBEDDINGS = (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
+# Embeddings and output layers, whose arrays have a row for each token.
+_OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
+
+
+@checked
+def resize_vocabulary(model: PyTree, n: int) -> PyTree:
+    """Changes how many tokens a model knows, as for a tokeniser with tokens of its own.
+
+    [`quaxlike.lm.save`][] writes the new size to `config.json`.
+
+    **Arguments:**
+
+    - `model`: the result of [`quaxlike.lm.load`][], possibly with adapters, or stacked layers.
+    - `n`: the new number of tokens. The first ones are kept.
+
+    **Returns:**
+
+    The model with `n` rows in its embedding, and in its output layer unless that is tied to the embedding.
+    New rows are the mean of the others. Adapters change along: the mean is that of the adapted rows. Rows
+    that are kept have the same codes, if they are quantised, unless they share a block with others.
+
+    **Raises:**
+
+    `ValueError` if `n` is less than 1 or leaves out a trained token, if the model has no embedding of tokens,
+    or one of a type that gets no new rows.
+
+    !!! example
+
+        ```python
+        import jax
+        from quaxlike.lm.models import Decoder, DecoderConfig
+        from quaxlike.lm import resize_vocabulary
+
+        config = DecoderConfig.from_json({
+            "architectures": ["LlamaForCausalLM"], "vocab_size": 50,
+            "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 1, "num_attention_heads": 4,
+        })
+        model = resize_vocabulary(Decoder(config, key=jax.random.key(0)), 52)
+        model.embedding.shape  # (52, 32)
+        ```
+
+    Hewitt, Initializing New Word Embeddings for Pretrained Language Models (2021), as in transformers.
+    """
+    check_option("resize_vocabulary", "n", n, int)
+    arrays = named_arrays(model)
+    chosen = {name: x for name, x in arrays.items() if _OF_TOKENS.fullmatch(name)}
+    if not chosen:
+        raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
+    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # tied weights stay tied
+    return _described(replace(model, resized), n)
+
+
+def _resized(name: str, x: Any, n: int) -> Any:
+    if isinstance(x, AdaptedArray):
+        return _resized_adapter(name, x, n)
+    if isinstance(x, AbstractQuantizedArray):
+        try:
+            with on_materialise("error"):
+                return _with_rows(x, n)
+        except MaterialisationError:  # blocks reach over rows
+            return _quantised_again(x, _with_rows(materialise(x), n))
+    if is_value(x):
+        raise _without_rows(name, x)
+    return _with_rows(x, n)
+
+
+def _resized_adapter(name: str, x: AdaptedArray, n: int) -> Any:
+    def resize(part: Any, axis: int, like: Any = None) -> Any:
+        if is_value(part):
+            return _resized(name, part, n)
+        return _with_rows(part, n, None if like is None else _mean(like, axis), axis=axis)
+
+    try:
+        out = x.resized(max(x.ndim - 2, 0), resize)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot have {n} rows: {error}") from None
+    if out is NotImplemented:
+        raise _without_rows(name, x)
+    return out
+
+
+def _without_rows(name: str, x: Any) -> ValueError:
+    return ValueError(f"{name} is {a_or_an(type(x))}, which gets no new rows. Materialise it first.")
+
+
+def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
+    """A dense array of other rows, quantised like `x`: whole blocks that are kept have the same codes."""
+    stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
+    inner = stored.shape[x.num_lead :]
+    codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
+    return dataclasses.replace(x, codes=codes, scale=scale, inner=inner)
+
+
+def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
+    """The first `n` entries along an axis, or all of them and more, which are `mean`: by default, theirs."""
+    size = x.shape[axis]
+    if n <= size:
+        return quaxify(lambda x: jax.lax.slice_in_dim(x, 0, n, axis=axis))(x)
+    mean = _mean(x, axis) if mean is None else mean
+    new = jnp.broadcast_to(jnp.expand_dims(mean, axis), (*x.shape[:axis], n - size, *x.shape[axis + 1 :]))
+    if is_value(x):
+        assert axis == 0
+        like: Any = quaxify(lambda x: jnp.broadcast_to(x[:1], new.shape))(x)
+        new = like.requantized(new)
+    return quaxify(lambda x, new: jnp.concatenate([x, new], axis=axis))(x, new)
+
+
+def _mean(x: Any, axis: int = 0) -> jax.Array:
+    dense = materialise(x)
+    return jnp.mean(dense.astype(jnp.float32), axis=axis).astype(dense.dtype)
+
+
+def _described(node: Any, n: int) -> Any:
+    """The same arrays in a model whose parts say that there are `n` tokens."""
+    if is_value(node) or not isinstance(node, eqx.Module):
+        return node
+    is_inner = lambda x: x is not node and isinstance(x, eqx.Module)
+    out = jtu.tree_map(lambda x: _described(x, n), node, is_leaf=is_inner)
+    match out:
+        case eqx.nn.Embedding():
+            return replace_fields(out, num_embeddings=out.weight.shape[-2])
+        case eqx.nn.Linear() if out.out_features != "scalar":
+            return replace_fields(out, out_features=out.weight.shape[-2])
+    config = getattr(out, "config", None)
+    if isinstance(config, DecoderConfig | ModernBertConfig):
+        return replace_fields(out, config=dataclasses.replace(config, vocab_size=n))
+    return out

@@ -1,0 +1,198 @@
+"""`Method`: the record of one of PEFT's methods, and what its entry sees of a layer."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from ....arrays.adapted import AdaptedArray
+from ....files.errors import CheckpointError
+from ....surgery.loraify import value_for
+from ....surgery.weight_axes import Layout
+from ...folders.model_config import is_finite
+
+
+class Option(NamedTuple):
+    """An entry of the configuration: PEFT's default, and the values that are supported."""
+
+    default: Any
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def flag(default: bool = False) -> Option:
+    return Option(default, "true or false", lambda x: type(x) is bool)
+
+
+def count(default: int, least: int = 1) -> Option:
+    """A number of things, at least `least`."""
+    return Option(default, f"an integer of at least {least}", lambda x: type(x) is int and x >= least)
+
+
+def number(default: float | int) -> Option:
+    return Option(default, "a number", is_finite)
+
+
+def by_pattern(each: Option) -> Option:
+    """Values for some layers, by patterns of their names."""
+    fits = lambda x: isinstance(x, dict) and all(map(each.fits, x.values()))
+    return Option({}, f"{each.expected}, by pattern", fits)
+
+
+def one_of(default: Any, *others: Any) -> Option:
+    allowed = (default, *others)
+    found = lambda x: any(type(x) is type(y) and x == y for y in allowed)
+    return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
+
+
+#: The share of inputs, or of something else, that is dropped in training; read, and never done.
+DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
+RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
+
+
+@runtime_checkable
+class Source(Protocol):
+    """The tensors of an adapter's file."""
+
+    def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
+
+    def error(self, key: str, problem: str) -> CheckpointError: ...
+
+    def shape(self, key: str) -> tuple[int, ...]: ...
+
+
+class Layer:
+    """A layer of the model, and the tensors that the file has for it."""
+
+    def __init__(
+        self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
+        keys: Mapping[str, str], prefix: str, method: "Method",
+    ) -> None:  # fmt: skip
+        self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
+        #: What `Method.prepare` made.
+        self.shared: Any = None
+        self._file, self._keys, self._prefix, self._method = file, dict(keys), prefix, method
+        self._unread = {*keys}
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return tuple(self.w.shape[axis] for axis in self.layout.out_axes)
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        return tuple(self.w.shape[axis] for axis in self.layout.in_axes)
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.out_shape)
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.in_shape)
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The axes of the window of a convolution; none for other layers."""
+        return self.in_shape[1:] if self.layout.is_conv else ()
+
+    def option(self, name: str, pattern: str | None = None) -> Any:
+        """The value of an option; with `pattern`, of the option that has others for some layers."""
+        value = self.options[name]
+        return value if pattern is None else value_for(self.options[pattern], self.name, value)
+
+    def has(self, part: str) -> bool:
+        return part in self._keys
+
+    def shape_of(self, part: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored; raises if it is missing."""
+        if part not in self._keys:
+            key = f"{self._prefix}{self.name}{self._method.parts[part]}"
+            raise self._file.error(key, "is missing")
+        return self._file.shape(self._keys[part])
+
+    def read(self, part: str, *shape: int, integers: bool = False) -> Any:
+        """A tensor, which must have this shape."""
+        self.shape_of(part)
+        self._unread.discard(part)
+        return self._file.read(self._keys[part], shape, integers=integers)
+
+    def error(self, part: str, problem: str) -> CheckpointError:
+        self.shape_of(part)
+        return self._file.error(self._keys[part], problem)
+
+    def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
+        """The weight with an adapter of this kind."""
+        layout = self.layout
+        return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
+
+    def missing_for_all(self, name: str) -> CheckpointError:
+        """The error that a tensor of all layers is missing."""
+        key = f"{self._prefix.removesuffix('model.')}{self._method.shared[name]}"
+        return self._file.error(key, "is missing: `save_projection` says that the file holds it")
+
+    def check_all_read(self) -> None:
+        for part in sorted(self._unread):
+            raise self._file.error(self._keys[part], "is not expected with this configuration")
+
+
+class Written(NamedTuple):
+    """An adapted layer to write."""
+
+    name: str
+    array: Any
+    layout: Layout
+    bias: Any
+    """The bias of the layer, or what is in its place; None if there is none."""
+
+    @property
+    def window(self) -> tuple[int, ...]:
+        """The axes of the window of a convolution; none for other layers."""
+        into = self.layout.in_axes[1:] if self.layout.is_conv else ()
+        return tuple(self.array.w.shape[axis] for axis in into)
+
+
+class Method(NamedTuple):
+    """One of PEFT's methods."""
+
+    peft_type: str
+    type: type[AdaptedArray]
+    parts: Mapping[str, str]
+    """The endings of its tensors, by the names that `read` and `write` use."""
+    options: Mapping[str, Option]
+    """The entries of its configuration that matter, beside those that all methods have."""
+    read: Callable[[Layer], Any]
+    """The adapted weight; or a pair, with what takes the place of the bias."""
+    write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]]
+    """The tensors of a layer by part, and its options."""
+    kinds: Collection[str] = ("linear", "matrix")
+    """The kinds of layers that it adapts."""
+    conv1d: bool = True
+    """Whether PEFT adapts GPT-2's `Conv1D` with it, whose weights are `(in, out)`."""
+    patterns: Mapping[str, str] = {}
+    """Options that may differ between layers, and those with their values by pattern."""
+    settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
+    """Entries of the configuration that depend on all layers; takes these options out of the layers'."""
+    informative: Collection[str] = ()
+    """Entries of its configuration that do not affect what a trained adapter computes."""
+    shared: Mapping[str, str] = {}
+    """The names of tensors that belong to the whole model, without its prefix."""
+    prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
+    """Makes what all layers share, from these and the tensors of `shared` that the file has."""
+    write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    """The tensors and options that all layers share."""
+
+    @property
+    def refused(self) -> str:
+        """A description of the layers that it does not adapt."""
+        return f"PEFT's {self.peft_type} is for {', '.join(self.kinds)} layers"
+
+
+def as_written(x: float) -> float | int:
+    """A number that was divided by another and multiplied again, as it was before."""
+    return round(x) if abs(x - round(x)) < 1e-6 * max(1, abs(x)) else x
+
+
+def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
+    """Last components of these names, where these do not also end others; else whole names."""
+    last = lambda name: name.rpartition(".")[2]
+    theirs = {last(name) for name in others if name not in chosen}
+    return sorted({name if last(name) in theirs else last(name) for name in chosen})

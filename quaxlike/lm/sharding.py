@@ -1,0 +1,282 @@
+"""Tensor parallelism of a decoder: which axes of its weights are spread over which axes of a mesh."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._checked import checked
+from ..arrays.adapted import AdaptedArray
+from ..core.values import is_value
+from ..sharding.fsdp import check_axis, fsdp
+from ..sharding.meshes import EXPERT_AXES, MODEL_AXES, expert_axis
+from ..sharding.placing import NamedRule, leaf_specs_of, spread
+from ..surgery.records import layouts
+from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
+from ..surgery.weight_axes import Layout
+from .families import names_of
+
+# How layers are split, by the last components of their names in checkpoints of transformers, Equinox and
+# Flax; decoders in the table of architectures may have other names for these. Of "out", each device computes
+# some of the features; these are the inputs of "in".
+_KINDS = {
+    "out": (
+        *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
+        *("query_proj", "key_proj", "value_proj", "query_key_value", "Wqkv", "gate_proj", "up_proj"),
+        *("gate_up_proj", "fc1", "fc_in", "wi", "wi_0", "wi_1", "dense_h_to_4h"),
+        "intermediate.dense",
+    ),
+    "in": (
+        *("o_proj", "out_proj", "output_proj", "down_proj", "fc2", "fc_out", "wo"),
+        *("dense_4h_to_h", "output.dense", "attention.dense", "attention.out"),
+    ),
+    "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
+}
+# Stacks of matrices and of biases, one for each expert; layers may be stacked too.
+_EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
+
+
+@checked
+def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
+    """Makes Megatron's rule, which splits the layers of a model across devices.
+
+    In each attention and feed-forward block, a device has the rows of the first projections (queries, keys
+    and values; gate and up) that compute its features, and the columns of the last projection that take them
+    in, so that each block needs one sum over devices. Embeddings and the output head are split by vocabulary.
+    Experts are distributed whole, as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a
+    separate axis if the mesh has one. Other linear layers are split by outputs. Where sizes do not allow
+    that, embeddings and other layers stay whole. Biases follow the outputs; norms are replicated.
+
+    A layer's kind follows from its class (in Equinox) and its name (in transformers).
+
+    **Arguments:**
+
+    - `model`: the model, quantised and adapted or not; its arrays may be shapes.
+    - `mesh`: the devices; an abstract mesh will do.
+    - `axis`: the mesh axis to spread over. Default: "model", "tensor" or "tp", if the mesh has one of them,
+        or else the last one.
+
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for]: for this model, for parts of it that `eqx.partition` made, and
+    for anything with arrays of the same names and shapes, such as the state of an optimiser.
+
+    **Raises:** `ValueError` for an axis that the mesh lacks; and, for a projection of known kind, if the
+    devices cannot share its blocks evenly, with a number of devices that can.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, optax, quaxlike as ql
+        from quaxlike.lm import tensor_parallel
+        from quaxlike.sharding import shard
+
+        mesh = jax.make_mesh((len(jax.devices()),), ("model",))
+        model = ql.quantize(
+            eqx.nn.MLP(64, 64, 1024, depth=1, key=jax.random.key(0)), "nf4"
+        )
+        model = ql.loraify(model, rank=4, key=jax.random.key(1))
+        params, _ = eqx.partition(model, ql.trainable(model))
+        rule = tensor_parallel(model, mesh)
+        model, state = (
+            shard(model, mesh, rule),
+            shard(optax.adam(1e-3).init(params), mesh, rule),
+        )
+        ```
+
+    Source: Shoeybi et al., Megatron-LM, <https://arxiv.org/abs/1909.08053>.
+    """
+    return _by_kinds(model, mesh, _one_axis(mesh, axis))
+
+
+def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
+    """Makes the rule that distributes the experts of a model across devices, each expert as a whole.
+
+    Each device runs its own experts on all tokens of its group, and one sum over the devices of the group
+    follows. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] finds a device's experts from the
+    mesh that the arrays are on. Use [`fsdp`][quaxlike.sharding.fsdp] to spread the rest too:
+    `fsdp(mesh, over=expert_parallel(model, mesh))`.
+
+    **Arguments:**
+
+    - `model`: the model, quantised and adapted or not; its arrays may be shapes. Experts are the arrays below
+        `experts`: stacks of matrices.
+    - `mesh`: the devices; an abstract mesh will do. The axis to distribute experts along is "expert" or "ep",
+        or else "model", "tensor" or "tp".
+
+    **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].
+
+    **Raises:** `ValueError` for a mesh without such an axis, and if the devices cannot share the experts
+    evenly.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike.lm.models import Decoder, DecoderConfig
+        from quaxlike.lm import expert_parallel
+        from quaxlike.sharding import shard
+
+        mesh = jax.make_mesh((1, len(jax.devices())), ("data", "expert"))
+        config = DecoderConfig.from_json(
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "hidden_size": 32,
+                "moe_intermediate_size": 32,
+                "head_dim": 8,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "vocab_size": 50,
+            }
+        )
+        model = Decoder(config, key=jax.random.key(0))
+        model = shard(model, mesh, expert_parallel(model, mesh))
+        ```
+
+    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, without its exchange of tokens.
+    """
+    if not {*EXPERT_AXES, *MODEL_AXES} & {*mesh.shape}:
+        raise ValueError(
+            f"Experts are distributed along a mesh axis called {' or '.join(EXPERT_AXES)}; "
+            f"it has {', '.join(mesh.shape)}."
+        )
+    return _by_kinds(model, mesh, None)
+
+
+def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
+    """The function that makes the rule for a mesh, by the names of its axes; None if no axis splits
+    layers."""
+    if set(MODEL_AXES) & set(mesh.shape):
+        return tensor_parallel
+    return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
+
+
+def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
+    """The default rule: `tensor_parallel` along an axis called "model", "tensor" or "tp", `expert_parallel`
+    along one called "expert" or "ep", and with `fully`, `fsdp` along the others.
+
+    The classes of `model` identify layers. Without it, and for weights stored in a form other than the
+    model's, only the names of weights do.
+    """
+    by_layers: NamedRule | None = None
+    if rule_for := divides_layers(mesh):
+        like = {} if model is None else named_arrays(model)
+        whole: Any = None if model is None else rule_for(model, mesh)
+
+        def by_layer(name: str, leaf: Any) -> Any:
+            known = name in like and jtu.tree_structure(leaf) == jtu.tree_structure(like[name])
+            return (whole if known else rule_for({name: leaf}, mesh))(name, leaf)
+
+        by_layers = by_layer
+    return fsdp(mesh, over=by_layers) if fully else by_layers or (lambda name, leaf: None)
+
+
+def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
+    """The rule that distributes experts and, along an axis, splits layers of all kinds."""
+    of_experts = expert_axis(mesh)
+    specs: dict[str, Any] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    kinds = {name: kind for kind, roles in _KINDS.items() for role in roles for name in names_of(role)}
+    by_layer = {layer_of(name): layout for name, layout in layouts(model).items() if layout is not None}
+    for path, leaf in leaves_with_path(model):
+        name = path_of(path, model)
+        own, needed = jax.P(), False
+        if _EXPERTS.fullmatch(name):
+            stack = len(leaf.shape) - (2 if name.endswith("bias") else 3)
+            own, needed = jax.P(*[None] * stack, of_experts), axis is None
+        elif axis is not None:
+            kind, needed = _kind(model, path, name, kinds)
+            layout = by_layer.get(re.sub(r"\.(bias|b)$", "", layer_of(name)))
+            own = _layout(name, leaf, kind, axis, layout)
+        found = leaf_specs_of(name, leaf, None)
+        if any(entry is not None for entry in own):
+            found = _if_it_fits(name, leaf, own, mesh, needed, found)
+        specs |= dict(_with_parts(name, found))
+        shapes |= {below: tuple(x.shape) for below, x in _with_parts(name, leaf)}
+    return _ByName(specs, shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByName:
+    """The specs of a model's arrays, for any tree in which their names are suffixes of names."""
+
+    specs: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+
+    def __call__(self, name: str, leaf: Any) -> Any:
+        while True:
+            if name in self.specs:
+                return self.specs[name] if self.shapes.get(name) == tuple(leaf.shape) else None
+            _, dot, name = name.partition(".")
+            if not dot:
+                return None
+
+
+def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """An array or a Value, and recursively the parts of Values: in the halves that `eqx.partition` makes,
+    some parts are missing, and the others appear by themselves."""
+    yield name, x
+    if is_value(x):
+        for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
+            yield from _with_parts(f"{name}.{path_of(below)}", part)
+
+
+def _one_axis(mesh: Any, axis: str | None) -> str:
+    if axis is None:
+        return next((n for n in MODEL_AXES if n in mesh.shape), tuple(mesh.shape)[-1])
+    check_axis(mesh, axis)
+    return axis
+
+
+def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, otherwise: Any) -> Any:
+    try:
+        return spread(name, eqx.filter_eval_shape(lambda x: x, leaf), spec, mesh)[1]
+    except ValueError:
+        if needed:
+            raise
+        return otherwise
+
+
+def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
+    """Whether a layer is split by outputs ("out"), inputs ("in") or vocabulary, or not at all; and whether it
+    must be."""
+    owner, around = owner_of(model, path), owner_of(model, path[:-2])
+    if isinstance(around, eqx.nn.MLP):
+        index = path[-2].idx
+        alone = index % 2 == 0 and index == len(around.layers) - 1
+        return ("out", False) if alone else (("out", "in")[index % 2], True)
+    layer, _, field = name.rpartition(".")
+    last = layer.rsplit(".", 2)[-2:]
+    kind = next((kinds[x] for x in (last[-1], ".".join(last)) if x in kinds), None)
+    if kind is not None and field in ("weight", "kernel", "bias"):
+        return kind, kind != "vocabulary"
+    if isinstance(owner, eqx.nn.Embedding):
+        return None, False
+    return ("out" if isinstance(owner, eqx.nn.Linear) else None), False
+
+
+def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
+    """The spec of an array in a layer of this kind, whose weight has this layout."""
+    ndim = len(leaf.shape)
+    if name.endswith(("bias", ".b")):
+        n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)
+        return (
+            jax.P(*[axis if i == ndim - n_out else None for i in range(ndim)]) if kind == "out" else jax.P()
+        )
+    if kind is None or ndim < 2:
+        return jax.P()
+    if kind == "vocabulary":
+        cut = -2
+    elif isinstance(leaf, AdaptedArray) and leaf.part_axes:
+        (cut, *_) = leaf.out_axes if kind == "out" else leaf.in_axes
+    elif layout is not None and layout.is_known:
+        (cut, *_) = layout.out_axes if kind == "out" else layout.in_axes
+    else:
+        return jax.P()
+    return jax.P(*[axis if i == ndim + cut else None for i in range(ndim)])

@@ -1,0 +1,81 @@
+"""Texts as tokens, with the tokeniser of a checkpoint. Needs the package `tokenizers`."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..files.errors import file_error
+from .tokenizer import read_tokenizer
+
+
+class TextTokenizer:
+    """The tokeniser of a checkpoint, without the padding and truncation that its file may ask for.
+
+    **Raises:** as `read_tokenizer`, which says where it is; `CheckpointError` for a file that is no
+    tokeniser.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        described, file = read_tokenizer(path), Path(path, "tokenizer.json")
+        self._file = file if file.is_file() else Path(path)
+        if (growth := _growth(described)) > _MAX_GROWTH:
+            raise file_error(
+                self._file,
+                None,
+                f"the normalisers make texts up to {growth:.3g} times as long: they would fill the memory",
+            )
+        with self._as_file_errors("is not a tokeniser"):
+            self._tokenizer: Any = Tokenizer.from_str(described)
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+
+    def encode(self, text: str, *, special: bool = True) -> Any:
+        """The tokens of a text, with the special ones that mark its ends unless `special` is False. Raises
+        `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser."""
+        text.encode()  # raises for a lone surrogate
+        with self._as_file_errors("the tokeniser is damaged"):
+            return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Raises `CheckpointError` for a damaged tokeniser."""
+        with self._as_file_errors("the tokeniser is damaged"):
+            return self._tokenizer.decode(tokens)
+
+    @contextlib.contextmanager
+    def _as_file_errors(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The package raises plain Exception, and panics, which are not Exceptions.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise file_error(self._file, None, f"{problem}: {error}") from None
+
+
+_MAX_GROWTH = 100_000
+
+
+def _growth(described: str) -> float:
+    """The factor by which normalisers that replace texts may lengthen a character."""
+    try:
+        described = json.loads(described)
+    except (ValueError, RecursionError):
+        return 1.0  # the package says what is wrong
+    waiting = [described.get("normalizer")] if isinstance(described, dict) else []
+    growth = 1.0
+    while waiting:
+        match waiting.pop():
+            case {"normalizers": list(steps)}:
+                waiting += steps
+            case {"content": str(put), "pattern": {"String": str(found)}} if found:
+                growth *= max(1.0, len(put) / len(found))
+            case {"content": str(put)} | {"prepend": str(put)}:
+                growth *= 1.0 + len(put)
+            case _:
+                pass
+    return growth

@@ -1,0 +1,160 @@
+"""A decoder as a GGUF file, which llama.cpp runs."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..files.errors import CheckpointError, quoted
+from .checkpoints.checkpoint import open_checkpoint
+from .families import FAMILIES
+from .gguf.config import config_of, metadata_of, rope_tensors
+from .gguf.metadata import as_python
+from .gguf.names import family_of, llama_cpp_names
+from .gguf.tokenizer import vocabulary_of
+from .gguf.writer import TYPES, write
+from .models.decoder_config import DecoderConfig
+from .models.rope import Rope
+from .models.vocabulary import EMBEDDINGS
+from .tokenizer import read_templates
+
+#: The name of the file in a folder.
+NAME = "model.gguf"
+# Fields of a configuration that no computation depends on, or that others are derived from.
+_APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes")
+
+
+def save_gguf(
+    path: Path, arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, quantize: str | None
+) -> None:
+    """Writes the arrays of a decoder to a file, or to `model.gguf` in a folder, with the metadata and the
+    tokeniser that llama.cpp needs; `source` is the checkpoint with the latter.
+
+    **Raises:** `ValueError` for another `quantize` than `gguf.writer` has; `CheckpointError` for a model or a
+    tokeniser that llama.cpp would not follow; nothing is written then.
+    """
+    if quantize is not None and quantize not in TYPES:
+        raise ValueError(f"GGUF is written with quantize={', '.join(map(repr, TYPES))}; found {quantize!r}.")
+    if path.suffix != ".gguf":
+        if any(path.glob("*.safetensors*")):
+            raise CheckpointError(
+                f"{path} holds safetensors, which readers prefer; name a .gguf file instead."
+            )
+        path = path / NAME
+    tensors, metadata = described(arrays, config, source)
+    write(path, tensors, metadata, quantize)
+
+
+def described(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a GGUF file and its metadata, for the arrays of a model, or shapes for them.
+
+    **Raises:** `CheckpointError` for what llama.cpp would not follow; `FileNotFoundError` without a
+    tokeniser.
+    """
+    checkpoint, config = open_checkpoint(source), _with_rounded_ramp(config, source)
+    if checkpoint.format == "gguf":
+        metadata = dict(checkpoint.metadata)
+        factors = {name: checkpoint[name] for name in checkpoint if name.startswith("rope_f")}
+    else:
+        metadata, factors = _of_folder(arrays, config, source)
+    arrays, config = _with_output(arrays, config, source, metadata)
+    named = llama_cpp_names([*arrays, *factors], metadata)
+    if unknown := [name for name, out in named.items() if out == name and name not in factors]:
+        raise CheckpointError(
+            f"{source}: llama.cpp has no tensor for {unknown[0]} in models of its architecture "
+            f"{metadata['general.architecture']!r}."
+        )
+    shapes = {named[name]: tuple(x.shape) for name, x in {**arrays, **factors}.items()}
+    read = lambda name: np.asarray(factors[name])
+    found = config_of(source, as_python(metadata), shapes, read)
+    _check_held(config, found, source, metadata)
+    return {**factors, **arrays}, metadata
+
+
+def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, Any]:
+    """The configuration with the bounds of YaRN's ramp rounded, as llama.cpp does for every model."""
+    for entry in ("rope_parameters", "rope_scaling"):
+        rope = config.get(entry)
+        if isinstance(rope, Mapping) and rope.get("truncate") is False:
+            warnings.warn(
+                f"{source}: llama.cpp rounds the bounds of YaRN's ramp, and this model does not "
+                "(truncate=False). Its logits will differ from those of transformers, as with every GGUF "
+                "file of such a model (GPT-OSS).",
+                stacklevel=2,
+            )
+            config = {**config, entry: {**rope, "truncate": True}}
+    return config
+
+
+def _of_folder(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
+    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
+    if names:
+        parsed = DecoderConfig.from_json(config)
+        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
+        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
+    try:
+        keys = metadata_of(whole)
+        factors = rope_tensors(whole)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+    ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
+    rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
+    keys |= vocabulary_of(source, config, rows, *read_templates(source))
+    return {"general.type": "model", **keys}, factors
+
+
+def _with_output(
+    arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays and the configuration, with a copy of a tied embedding where llama.cpp wants one."""
+    family, head = family_of(as_python(metadata)), "lm_head.weight"
+    output = family.gguf.output if family and family.gguf else ""
+    if family and output == "own" and head not in arrays:
+        return {**arrays, head: arrays[f"{family.name('model.embed_tokens')}.weight"]}, {
+            **config,
+            "tie_word_embeddings": False,
+        }
+    if output == "tied" and head in arrays:
+        name = metadata["general.architecture"]
+        raise CheckpointError(
+            f"{source}: {head} is not tied to the embedding; that of {name!r} must be in GGUF."
+        )
+    return dict(arrays), dict(config)
+
+
+def _check_held(
+    config: Mapping[str, Any], found: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
+) -> None:
+    """Raises unless the model that the metadata describes computes as the one in `config.json` does."""
+    ours, theirs = DecoderConfig.from_json(config), DecoderConfig.from_json(found)
+    fields = [field.name for field in dataclasses.fields(ours) if field.name not in _APART]
+    lost = [name for name in fields if getattr(ours, name) != getattr(theirs, name)]
+    lost += [] if _same_ropes(ours.ropes, theirs.ropes) else ["ropes"]
+    if lost:
+        lost_entries = ", ".join(f"{name}={quoted(getattr(ours, name))}" for name in lost)
+        taken = ", ".join(f"{name}={quoted(getattr(theirs, name))}" for name in lost)
+        raise CheckpointError(
+            f"{source}: GGUF cannot say {lost_entries} of a model of the architecture "
+            f"{metadata['general.architecture']!r}; llama.cpp would take {taken}. If that does as well, say "
+            "it in the config.json of a copy, and pass that as `source`."
+        )
+
+
+def _same_ropes(ours: tuple[Rope, ...], theirs: tuple[Rope, ...]) -> bool:
+    def numbers(rope: Rope) -> np.ndarray:
+        long = rope.frequencies if rope.long is None else rope.long
+        switch = rope.switch if long != rope.frequencies else 0
+        return np.asarray([*rope.frequencies, *long, rope.scale, switch, rope.growth, rope.step])
+
+    pairs = zip(map(numbers, ours), map(numbers, theirs), strict=False)
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and np.allclose(a, b, rtol=1e-6, atol=0) for a, b in pairs
+    )

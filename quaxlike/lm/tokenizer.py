@@ -1,0 +1,103 @@
+"""The tokeniser of a checkpoint, its chat templates and its special tokens, as texts."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._checked import checked
+from ..files.errors import CheckpointError, file_error, hub_hint, quoted
+from ..files.json_text import read_json_file
+from .gguf.container import holds_gguf, open_gguf
+from .gguf.metadata import as_python
+from .gguf.tokenizer import tokenizer_of
+
+# By their names in GGUF.
+_TOKENS = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
+    "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
+}  # fmt: skip
+
+
+@checked
+def read_tokenizer(path: str | os.PathLike[str]) -> str:
+    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
+
+    **Arguments:**
+
+    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
+
+    **Returns:** the text of `tokenizer.json`.
+
+    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
+    vocabulary that cannot be read.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json"
+    if file.is_file():
+        return _text(file)
+    if not holds_gguf(path):
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hub_hint(path)}")
+    gguf = open_gguf(path)
+    return json.dumps(tokenizer_of(gguf.path, as_python(gguf.metadata)))
+
+
+def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The chat templates by name ("default", "tool_use", …), and the special tokens ("bos_token", …): of a
+    folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or of a GGUF file.
+
+    **Raises:** `CheckpointError` for templates or tokens that are no texts.
+    """
+    path, settings = directory / "tokenizer_config.json", {}
+    if path.is_file():
+        settings = read_json_file(path, "the settings of the tokeniser")
+    elif holds_gguf(directory):
+        settings = _of_gguf(as_python(open_gguf(directory).metadata))
+    found = settings.get("chat_template") or []
+    try:
+        sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}
+        if not all(isinstance(text, str) for pair in sources.items() for text in pair):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise CheckpointError(
+            f"{path} has chat_template={repr(found)[:60]}; it must be a text, or a list of objects with the "
+            "texts name and template."
+        ) from None
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
+    special = {}
+    for name in _TOKENS:
+        token = settings.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise CheckpointError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
+        if token:
+            special[name] = token
+    return sources, special
+
+
+def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a GGUF file holds of the tokeniser, under the names of `tokenizer_config.json`."""
+    key = "tokenizer.chat_template"
+    templates = {
+        name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")
+    }
+    templates |= {"default": metadata[key]} if key in metadata else {}
+    settings: dict[str, Any] = {
+        "chat_template": [{"name": name, "template": text} for name, text in templates.items()]
+    }
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    for name, theirs in _TOKENS.items():
+        number = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            settings[name] = tokens[number]
+    return settings
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise file_error(path, None, f"is not UTF-8 text: {error}") from None

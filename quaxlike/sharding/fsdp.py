@@ -1,0 +1,88 @@
+"""Fully sharded data parallelism: every device has an equal part of each weight."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+
+from .._checked import checked
+from ..core.values import is_value
+from .placing import NamedRule, axes_of, leaf_specs_of, unnested
+
+
+@checked
+def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
+    """Makes the rule that gives every device an equal part of each weight, to be gathered for use.
+
+    Parts of Values (codes, scales, the factors of adapters) are split independently, along any axis that the
+    devices can share evenly, so that packed codes are gathered, whatever their blocks. Vectors, such as norm
+    scales and biases, are replicated.
+
+    **Arguments:**
+
+    - `mesh`: the devices; an abstract mesh will do.
+    - `axis`: the mesh axis, or axes, to spread over. Default: all, or with `over` all that it leaves free.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]'s, whose parts are
+        split further. Default: none.
+
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for], for any model and the states of its optimisers.
+
+    **Raises:** `ValueError` for an axis that the mesh lacks.
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+        from quaxlike.sharding import fsdp, shard
+
+        mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        mlp = ql.quantize(
+            eqx.nn.MLP(64, 64, 64, depth=2, key=jax.random.key(0)),
+            "nf4",
+            double_quant=True,
+        )
+        mlp = shard(mlp, mesh, fsdp(mesh))
+        ```
+
+    Source: Rajbhandari et al., ZeRO, <https://arxiv.org/abs/1910.02054>.
+    """
+    axes = tuple(mesh.shape) if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    for one in axes:
+        check_axis(mesh, one)
+
+    def rule(name: str, leaf: Any) -> Any:
+        first = leaf_specs_of(name, leaf, None if over is None else over(name, leaf))
+        if not is_value(leaf) and len(leaf.shape) < 2:
+            return first
+        if jtu.tree_structure(first) != jtu.tree_structure(leaf):
+            leaf = eqx.filter_eval_shape(unnested, leaf)
+        return jtu.tree_map(lambda x, spec: _cut_further(x, spec, mesh, axes), leaf, first)
+
+    return rule
+
+
+def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
+    """The spec with an axis of the array also spread over the free mesh axes: preferably the one that is
+    spread already, so that gathering keeps its order, or else the longest."""
+    entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
+    used = {name for entry in entries for name in entry}
+    free = tuple(name for name in axes if name not in used and mesh.shape[name] > 1)
+
+    def shared_evenly(i: int) -> bool:
+        devices = math.prod(mesh.shape[name] for name in (*entries[i], *free))
+        return x.shape[i] > 0 and x.shape[i] % devices == 0
+
+    fits = [i for i in range(len(x.shape)) if shared_evenly(i)]
+    if not free or not fits:
+        return spec
+    entries[max(fits, key=lambda i: (bool(entries[i]), x.shape[i]))] += free
+    return jax.P(*[None if not names else names[0] if len(names) == 1 else names for names in entries])
+
+
+def check_axis(mesh: Any, axis: str) -> None:
+    if axis not in mesh.shape:
+        raise ValueError(f"The mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}.")

@@ -1,0 +1,144 @@
+"""PEFT on adapters that quaxlike writes, and quaxlike on those of PEFT."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.lm import load, peft
+from tests.fixtures import fixture, has_fixture
+from tests.lm.clients.suite import client, logits_of_transformers
+from tests.lm.models.fixtures import adapter, expected, family, folder, has_adapter, of_peft
+
+pytestmark = client("torch", "transformers", "peft")
+
+_ADAPTERS = [
+    "qwen3_moe/all_linear", "gpt_oss/experts_rslora", "mixtral/legacy_per_expert", "qwen2/trainable_tokens",
+    "gemma3/embed_lora", "qwen3/all_linear_rslora", "phi3/fused",
+]  # fmt: skip
+
+
+def _theirs(directory, z, adapter):
+    """The logits of PEFT, in float32."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    model = PeftModel.from_pretrained(model, adapter).eval()
+    return logits_of_transformers(model, z["input_ids"], z["attention_mask"])[z["valid"]]
+
+
+@pytest.mark.parametrize("case", [case for case in _ADAPTERS if has_adapter(case)])
+def test_adapters_have_the_logits_of_peft(case, compare, tmp_path):
+    """Routers, stacks of experts and trained tokens among them, in the files that we write."""
+    name, _, which = case.partition("/")
+    base, _ = load(folder(name))
+    model = peft.load_adapter(adapter(case), base)
+    peft.save_adapter(tmp_path, model, base_model="base", task_type="CAUSAL_LM")
+    z = expected(name)
+    wanted = of_peft(case)[f"{which}/logits"][z["valid"]]
+    compare("PEFT", "adapters", family(name), "logits", _theirs(folder(name), z, tmp_path), wanted, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen2_moe", {"target_modules": ["gate_proj", "up_proj", "down_proj"]}),
+        ("qwen2", {"target_modules": ["lm_head"]}),
+        ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("gemma3", {"target_modules": ["lm_head", "embed_tokens"]}),
+    ],
+)
+def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
+    """Layers beside experts, which are parameters; output layers that are tied to an embedding."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "modules_to_save" in key:
+                weight += 0.1 * torch.randn(weight.shape)
+    model.save_pretrained(tmp_path)
+    z = expected(name)
+    adapted = peft.load_adapter(tmp_path, load(folder(name))[0])
+    run = jax.jit(lambda model, ids, seen: jax.vmap(ql.quaxify(model))(ids, seen))
+    ours = run(adapted, z["input_ids"], z["attention_mask"].astype(bool))[z["valid"]]
+    assert np.abs(ours - z["logits"][z["valid"]]).max() > 0.01
+    check = partial(compare, "PEFT", "adapters", family(name), "logits")
+    check(_theirs(folder(name), z, tmp_path), ours, 5e-4)
+    peft.save_adapter(tmp_path / "ours", adapted, task_type="CAUSAL_LM")
+    check(_theirs(folder(name), z, tmp_path / "ours"), ours, 5e-4)
+
+
+def test_recurrent_cells_have_the_weights_of_peft(compare, tmp_path):
+    import torch
+    from peft import PeftModel
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = torch.nn.GRUCell(5, 4)
+
+    net = Net()
+    base = {name: jnp.asarray(x.numpy()) for name, x in net.state_dict().items()}
+    model = ql.loraify(base, rank=2, where=["weight_ih", "weight_hh"], key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.5) if isinstance(x, ql.LoraArray) else x
+    model = jax.tree.map(move, model, is_leaf=ql.is_value)
+    peft.save_adapter(tmp_path, model)
+    merged = PeftModel.from_pretrained(net, tmp_path).merge_and_unload().state_dict()
+    for name, x in ql.merge(model).items():
+        compare("PEFT", "adapters", "recurrent cells", "merged weights", merged[name].numpy(), x, 1e-6)
+
+
+_METHODS = [
+    "ia3", "oft_cayley", "hra", "vera", "loha", "lokr", "shira", "hira", "miss", "c3a", "delora", "adalora",
+    "gralora", "randlora", "boft_block_size", "fourierft",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [x for x in _METHODS if has_fixture(f"peft_methods/llama/{x}")])
+def test_methods_have_the_logits_of_peft(case, compare, tmp_path):
+    """Adapters other than LoRA, in the files that we write."""
+    of_methods = fixture("peft_methods") / "llama"
+    base, _ = load(of_methods / "base")
+    of_case = fixture(f"peft_methods/llama/{case}")
+    peft.save_adapter(tmp_path, peft.load_adapter(of_case, base), task_type="CAUSAL_LM")
+    io = np.load(of_methods / "io.npz")
+    z = {name: io[name] for name in ("input_ids", "attention_mask")} | {"valid": io["attention_mask"] > 0}
+    wanted = np.load(of_case / "ref.npz")["logits"][z["valid"]]
+    compare("PEFT", "adapters", case, "logits", _theirs(of_methods / "base", z, tmp_path), wanted, 2e-5)
+
+
+def test_activated_lora_continues_texts_as_peft_does(compare, tmp_path):
+    """Logits and greedy tokens of texts that invoke it, with a cache, in the files that we write."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    of_methods = fixture("peft_methods") / "llama"
+    adapted = peft.load_adapter(of_methods / "lora_alora", load(of_methods / "base")[0])
+    peft.save_adapter(tmp_path, adapted, task_type="CAUSAL_LM")
+    theirs = AutoModelForCausalLM.from_pretrained(of_methods / "base", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    io = np.load(of_methods / "io.npz")
+    ids, seen = io["input_ids_alora"].astype(np.int32), io["attention_mask"] > 0
+    wanted = np.load(of_methods / "lora_alora" / "ref.npz")["logits"][seen]
+    found = logits_of_transformers(theirs, ids, seen)[seen]
+    compare("PEFT", "adapters", "lora_alora", "logits", found, wanted, 2e-5)
+
+    for row in ([34, 5, 9, 42, 5, 9, 39], [47, 7, 5, 9], [5, 8, 9, 20]):  # the last one does not invoke it
+        prompt = torch.tensor([row])
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        with torch.no_grad():
+            tokens = theirs.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        ours = ql.lm.generate(adapted, np.array([row]), max_new_tokens=12)
+        compare("PEFT", "adapters", "lora_alora", "greedy tokens", tokens[:, len(row) :].numpy(), ours)

@@ -1,0 +1,334 @@
+"""transformers on merged and on quantised models, and quaxlike on the models of transformers."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.files.tensors import open_tensors, write_tensors
+from quaxlike.lm import generate, load, save
+from tests.lm.clients.suite import client, logits_of_transformers
+from tests.lm.models.fixtures import MODELS, expected, family, folder
+
+pytestmark = client("torch", "transformers")
+
+_SIZES = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 5, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_CASES = {
+    "olmo3": ("Olmo3", {"sliding_window": 4, "rope_scaling": _YARN, "rope_theta": 5e5}),
+    "olmo3, all layers alike": ("Olmo3", {"layer_types": ["full_attention"] * 5}),
+    "granite": ("Granite", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625,
+        "logits_scaling": 8.0, "rope_theta": 1e4,
+    }),
+    "granite, tied": ("Granite", {"tie_word_embeddings": True, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True}),
+    "smollm3, windows": ("SmolLM3", {
+        "use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2,
+    }),
+    "smollm3, listed": ("SmolLM3", {"no_rope_layers": [1, 0, 0, 1, 1]}),
+    "ministral3": ("Ministral3", {"rope_parameters": {
+        **_YARN, "rope_theta": 1e6, "original_max_position_embeddings": 5, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+    }}),
+    "ministral3, windows": ("Ministral3", {"sliding_window": 4}),
+}  # fmt: skip
+
+
+def _made(kind, options, folder):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight += 0.1 * torch.randn(weight.shape)
+            else:
+                weight *= 3  # so that tokens differ
+    model.save_pretrained(folder)
+    return model
+
+
+def _merged(model):
+    """The model with an adapter that is not zero, merged."""
+    adapted = ql.loraify(model, rank=2, init="gaussian", key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.05) if isinstance(x, ql.LoraArray) else x
+    return ql.merge(jax.tree.map(move, adapted, is_leaf=ql.is_value))
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_logits_and_greedy_tokens(name, compare, tmp_path):
+    """Of models with random weights, that it wrote; and of those that are written back."""
+    import torch
+
+    compare = partial(compare, "transformers", "safetensors", name.partition(",")[0])
+    kind, options = _CASES[name]
+    theirs = _made(kind, options, tmp_path / "base")
+    ids = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32)
+    seen = np.ones((2, 11), bool)
+    seen[1, :4] = False
+    wanted = logits_of_transformers(theirs, ids, seen)[seen]
+    model, _ = load(tmp_path / "base")
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    compare("logits", run(model)[seen], wanted, 2e-4)
+    compare("logits", run(model.stacked())[seen], wanted, 2e-4)
+
+    with torch.no_grad():
+        tokens = theirs.generate(
+            torch.tensor(ids), attention_mask=torch.tensor(seen).long(), max_new_tokens=12, do_sample=False,
+            eos_token_id=None,
+        )[:, 11:]  # fmt: skip
+    compare("greedy tokens", generate(model, ids, mask=seen, max_new_tokens=12), tokens.numpy())
+
+    merged = _merged(model)
+    save(tmp_path / "merged", merged, tmp_path / "base")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == json.loads(
+        (tmp_path / "base" / "config.json").read_text()
+    )
+    again = type(theirs).from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    ours = np.asarray(run(merged)[seen])
+    assert np.abs(ours - wanted).max() > 0.01
+    compare("logits of merged models", logits_of_transformers(again, ids, seen)[seen], ours, 5e-4)
+
+
+_ENCODERS = {
+    "windows": {"local_attention": 6, "global_attn_every_n_layers": 3},
+    "biases": {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "global_attn_every_n_layers": 1},
+    "thetas": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 3e4},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }, "local_attention": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _ENCODERS)
+def test_modern_bert(name, compare, tmp_path):
+    """Of texts with padding behind them, and in front; with an adapter, too."""
+    import torch
+    from transformers import ModernBertConfig, ModernBertModel
+
+    compare = partial(compare, "transformers", "safetensors", "modernbert")
+    torch.manual_seed(0)
+    sizes = {k: v for k, v in _SIZES.items() if k not in ("head_dim", "num_key_value_heads")}
+    theirs = ModernBertModel(ModernBertConfig(**{**sizes, **_ENCODERS[name]})).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight += 0.1 * torch.randn(weight.shape)
+    theirs.save_pretrained(tmp_path / "base")
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 13)).astype(np.int32), np.ones((2, 13), bool)
+    seen[0, 10:] = seen[1, :4] = False
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+
+    def vectors(model):
+        with torch.no_grad():
+            mask = torch.tensor(seen).long()
+            return model(input_ids=torch.tensor(ids), attention_mask=mask).last_hidden_state.numpy()[seen]
+
+    model, _ = load(tmp_path / "base")
+    compare("vectors", run(model)[seen], vectors(theirs), 2e-4)
+    merged = _merged(model)
+    save(tmp_path / "merged", merged, tmp_path / "base")
+    again = ModernBertModel.from_pretrained(tmp_path / "merged").eval()
+    compare("vectors of merged models", vectors(again), run(merged)[seen], 5e-4)
+
+
+_TOWERS = {
+    "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
+    "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
+    "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **_CASES["ministral3"][1]}),
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", _TOWERS)
+def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
+    """In the names of transformers 5, and in those of published files; written as decoders alone."""
+    import torch
+    import transformers
+
+    compare = partial(compare, "transformers", "safetensors", name, "logits")
+    kind, vision, options = _TOWERS[name]
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = getattr(transformers, f"{vision}Config")(**small, image_size=28, patch_size=14)
+    kinds = {"mistral": "Mistral", "ministral3": "Ministral3"}
+    text = "Gemma3Text" if name == "gemma3" else kinds[options["model_type"]]
+    sizes = {k: v for k, v in {**_SIZES, **options}.items() if k != "model_type"}
+    tied = {"tie_word_embeddings": name == "gemma3"}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=getattr(transformers, f"{text}Config")(**{**sizes, **tied}), vision_config=seen, **tied
+    )
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path / "base")
+    tensors = dict(open_tensors(tmp_path / "base"))
+    own, others = "model.language_model.", "language_model.model."
+    if legacy:
+        own, others = others, own
+        tensors = {f"language_model.{n}" if n == "lm_head.weight" else n: x for n, x in tensors.items()}
+    else:
+        tensors = {n.replace("language_model.lm_head", "lm_head"): x for n, x in tensors.items()}
+    tensors = {n.replace(others, own): x for n, x in tensors.items()}
+    assert any(n.startswith(own) for n in tensors)
+    write_tensors(tmp_path / "base" / "model.safetensors", tensors, {"format": "pt"})
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32), np.ones((2, 11), bool)
+    with torch.no_grad():
+        wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
+    model, config = load(tmp_path / "base")
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    compare(run(model), wanted, 2e-4)
+    save(tmp_path / "text", model, tmp_path / "base")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
+    assert type(again).__name__ == config["architectures"][0]
+    compare(logits_of_transformers(again, ids, seen), wanted, 2e-4)
+
+
+def _read(folder, **options):
+    """The model in float32, as transformers reads it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options = {"attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+def _run(model, z):
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(z["input_ids"], z["attention_mask"].astype(bool)))
+    return np.asarray(run(model))[z["valid"]]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "mxfp4" not in name])
+def test_merged_models(name, compare, tmp_path):
+    z = expected(name)
+    base, _ = load(folder(name))
+    merged = _merged(base)
+    save(tmp_path, merged, folder(name))
+    ours = _run(merged, z)
+    assert np.abs(ours - z["logits"][z["valid"]]).max() > 0.01
+    theirs = logits_of_transformers(_read(tmp_path), z["input_ids"], z["attention_mask"])[z["valid"]]
+    compare("transformers", "safetensors", family(name), "logits of merged models", theirs, ours, 5e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes(dtype, compare, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, _ = load(folder("qwen3"))
+    save(tmp_path, jax.tree.map(lambda x: x.astype(dtype), model), folder("qwen3"))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weight = read.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == getattr(torch, dtype)
+    wanted = model.model.layers[0].mlp.up_proj.weight.astype(dtype).astype(jnp.float32)
+    what = "weights in bfloat16 and float16"
+    compare("transformers", "safetensors", "qwen3", what, weight.detach().float().numpy(), wanted)
+
+
+_SCHEMES = {
+    "nf4": ("bitsandbytes NF4", {}),
+    "nf4, double": ("bitsandbytes NF4", {"double_quant": True}),
+    "fp4": ("bitsandbytes FP4", {}),
+    "int8": ("compressed-tensors int8", {}),
+    "int8_block": ("compressed-tensors packed", {}),
+    "int4_block": ("compressed-tensors packed", {}),
+    "fp8": ("compressed-tensors FP8", {}),
+}
+# The CPU kernels of bitsandbytes 0.50 decode only rows that are whole blocks of 64.
+_WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+_LINEAR = ["Llama", "Qwen2", "Qwen3"]
+_IDS = {
+    "input_ids": np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32),
+    "attention_mask": np.ones((2, 11), np.int32),
+    "valid": np.ones((2, 11), bool),
+}
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("kind", _LINEAR)
+def test_quantised_models(kind, scheme, compare, tmp_path):
+    """Without asymmetric integers: transformers 5.24 expects their zero points in other shapes than those
+    in which compressed-tensors writes them."""
+    form, options = _SCHEMES[scheme]
+    for package in ("bitsandbytes", "compressed_tensors"):
+        pytest.importorskip(package, reason=f"not installed: {package}")
+    _made(kind, _WHOLE_BLOCKS, tmp_path / "base")
+    model, _ = load(tmp_path / "base", quantize={"scheme": scheme.partition(",")[0], **options})
+    save(tmp_path / "small", model, tmp_path / "base")
+    # In evaluation, bitsandbytes computes in bfloat16 on CPUs that can.
+    theirs = _read(tmp_path / "small").train("bitsandbytes" in form)
+    logits = logits_of_transformers(theirs, _IDS["input_ids"], _IDS["attention_mask"])[_IDS["valid"]]
+    compare("transformers", form, kind.lower(), "logits", logits, _run(model, _IDS), 5e-4)
+
+
+_SPARSE = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+}
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8_block", "int4_block"])
+@pytest.mark.parametrize("name", _SPARSE)
+def test_quantised_experts(name, scheme, compare, tmp_path):
+    """In the formats of which transformers 5.24 reads experts: no int8, and none of bitsandbytes."""
+    pytest.importorskip("compressed_tensors", reason="not installed: compressed_tensors")
+    kind, options = _SPARSE[name]
+    _made(kind, _WHOLE_BLOCKS | options, tmp_path / "base")
+    model, _ = load(tmp_path / "base", quantize=scheme)
+    save(tmp_path / "small", model, tmp_path / "base")
+    theirs = _read(tmp_path / "small")
+    logits = logits_of_transformers(theirs, _IDS["input_ids"], _IDS["attention_mask"])[_IDS["valid"]]
+    compare("transformers", _SCHEMES[scheme][0], name, "logits", logits, _run(model, _IDS), 5e-4)
+
+
+_OPTIONS = {
+    "nf4": ("bitsandbytes NF4", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "nf4, double": (
+        "bitsandbytes NF4",
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ),
+    "fp4": ("bitsandbytes FP4", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}),
+    "int8": ("bitsandbytes LLM.int8", {"load_in_8bit": True}),
+}
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+@pytest.mark.parametrize("kind", _LINEAR)
+def test_models_that_it_quantises(kind, name, compare, tmp_path):
+    """LLM.int8 rounds activations, too, where they are not outliers; a threshold of zero has it keep all."""
+    import torch
+
+    pytest.importorskip("bitsandbytes", reason="not installed: bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    form, options = _OPTIONS[name]
+    _made(kind, _WHOLE_BLOCKS, tmp_path / "base")
+    settings = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
+    theirs = _read(tmp_path / "base", quantization_config=settings).train()
+    theirs.save_pretrained(tmp_path / "small")
+    model, _ = load(tmp_path / "small")
+    logits = logits_of_transformers(theirs, _IDS["input_ids"], _IDS["attention_mask"])[_IDS["valid"]]
+    compare("transformers", form, kind.lower(), "logits", _run(model, _IDS), logits, 5e-4)
+
+
+@pytest.mark.skipif("gpt_oss_mxfp4" not in MODELS, reason="of the full collection of reference models")
+def test_experts_in_mxfp4(compare, tmp_path):
+    import torch
+    from transformers import Mxfp4Config
+
+    z, name = expected("gpt_oss_mxfp4"), "gpt_oss_mxfp4"
+    model, _ = load(folder(name))
+    save(tmp_path, model, folder(name))
+    theirs = _read(tmp_path, quantization_config=Mxfp4Config(dequantize=True)).to(torch.float32)
+    logits = logits_of_transformers(theirs, z["input_ids"], z["attention_mask"])[z["valid"]]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), model, is_leaf=ql.is_value)
+    compare("transformers", "MXFP4", "gpt_oss", "logits", logits, _run(wide, z), 5e-4)

@@ -1,0 +1,311 @@
+"""Models as GGUF files: the metadata, the tokeniser and the tensors that llama.cpp needs.
+
+`tests/lm/clients` has llama.cpp itself run such files.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import quaxlike as ql
+from quaxlike import lm
+from quaxlike.files import CheckpointError
+from quaxlike.lm import load, save
+from quaxlike.lm.chat import ChatTemplate
+from quaxlike.lm.gguf.container import open_gguf
+from quaxlike.lm.models import DecoderConfig
+from quaxlike.surgery.trees import named_arrays
+from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
+from tests.lm.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
+
+
+@pytest.fixture(name="checkpoint")
+def _checkpoint(tmp_path):
+    """Makes a checkpoint; returns its folder and the model."""
+    return lambda name, *options, **changes: (
+        tmp_path / name,
+        checkpoint(tmp_path / name, name, *options, **changes),
+    )
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama_llama3", "gemma3"])
+def test_a_file_is_the_model(name, checkpoint, tmp_path):
+    """Read again: the arrays, the configuration, the tokens of texts, the conversations."""
+    tokenizer = (
+        sentencepiece(340)
+        if name == "gemma3"
+        else byte_level(290, "llama-bpe" if "llama" in name else "qwen2")
+    )
+    source, model = checkpoint(name, tokenizer)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    again, config = load(tmp_path / "m.gguf")
+    for key, leaf in named_arrays(model).items():
+        np.testing.assert_allclose(named_arrays(again)[key], leaf, atol=2e-7, err_msg=key)
+    ids = jnp.arange(9)
+    logits = [jax.jit(lambda m: m(ids, jnp.ones(9, bool)))(m) for m in (model, again)]
+    np.testing.assert_allclose(*logits, atol=1e-4)
+    found = Tokenizer.from_str(lm.read_tokenizer(tmp_path / "m.gguf"))
+    for text in [*TEXTS, "漢字 🦙", "   x"]:
+        assert found.encode(text).ids == tokenizer.encode(text).ids
+    types = types_of(tmp_path / "m.gguf")
+    assert types["tokenizer.ggml.tokens"] == (ARRAY, STRING)
+    assert types["tokenizer.ggml.token_type"] == (ARRAY, I32)
+    assert types["tokenizer.ggml.add_bos_token"] == BOOL
+    assert types["tokenizer.ggml.eos_token_id"] == types["general.file_type"] == U32
+    metadata = lm.open_checkpoint(tmp_path / "m.gguf").metadata
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{config['vocab_size'] - 1}]"
+    if name == "gemma3":
+        assert types["tokenizer.ggml.scores"] == (ARRAY, F32)
+        assert metadata["tokenizer.ggml.add_bos_token"]
+        return
+    assert config["eos_token_id"] == [2, 1]  # the tokeniser's first, then those of generation
+    messages = [{"role": "user", "content": "Hi"}]
+    rendered = [ChatTemplate(path).render(messages).text for path in (source, tmp_path / "m.gguf")]
+    assert rendered[0] == rendered[1] == "<|im_start|>Hi<|im_end|>"
+
+
+def _kinds(path):
+    """llama.cpp's numbers of the tensors' types, by their names."""
+    return {name: tensor.kind for name, tensor in open_gguf(path)._tensors.items()}
+
+
+def test_the_factor_of_yarn_is_told(checkpoint, tmp_path):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 2.0}
+    source, model = checkpoint("llama_yarn", rope_parameters=yarn)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    again, _ = load(tmp_path / "m.gguf")
+    for ours, theirs in zip(model.config.ropes, again.config.ropes, strict=True):
+        np.testing.assert_allclose(theirs.scale, ours.scale, rtol=1e-6)
+        np.testing.assert_allclose(theirs.frequencies, ours.frequencies, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quantize", "kind", "output"), [("f16", 1, 1), ("bf16", 30, 30), ("q8_0", 8, 8), ("q4_0", 2, 8)]
+)
+def test_types_of_tensors(quantize, kind, output, checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    save(tmp_path / "out", model, source, format="gguf", quantize=quantize)
+    kinds = _kinds(tmp_path / "out" / "model.gguf")
+    assert kinds["blk.0.attn_q.weight"] == kinds["blk.2.ffn_down.weight"] == kind
+    assert kinds["token_embd.weight"] == output  # tied
+    assert kinds["blk.0.attn_q.bias"] == kinds["output_norm.weight"] == 0
+    again, _ = load(tmp_path / "out")
+    for key, leaf in named_arrays(model).items():
+        found = ql.materialise(named_arrays(again)[key])
+        np.testing.assert_allclose(found, leaf, atol=0.15 * float(jnp.abs(leaf).max()) + 1e-6, err_msg=key)
+
+
+def test_the_dtype_that_a_model_computes_in(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q8_0")
+    run = jax.jit(ql.quaxify(lambda model: model(jnp.arange(9), jnp.ones(9, bool))))
+    models = [load(tmp_path / "m.gguf", dtype=dtype)[0] for dtype in (None, "bfloat16")]
+    for model, dtype in zip(models, (jnp.float32, jnp.bfloat16), strict=True):
+        assert {leaf.dtype for leaf in named_arrays(model).values()} == {jnp.dtype(dtype)}
+    wide, narrow = map(run, models)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, atol=0.03 * float(jnp.abs(wide).max()))
+    # The weights are rounded to blocks before they are to bfloat16.
+    codes, of_narrow = (load(source, quantize="nf4", dtype=dtype)[0] for dtype in (None, "bfloat16"))
+    for a, b in zip(jax.tree.leaves(codes), jax.tree.leaves(of_narrow), strict=True):
+        if a.dtype == b.dtype:
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match=r"bfloat16, float16, float32, .* float64; found dtype='int8'"):
+        load(source, dtype="int8")
+
+
+def test_rows_that_no_blocks_make_up_are_of_float16(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q8_0")
+    assert _kinds(tmp_path / "m.gguf")["blk.0.attn_q.weight"] == 1  # 48 inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_stacks_of_experts_are_cut_in_two(name, checkpoint, tmp_path):
+    source, model = checkpoint(name, sliding_window=None)
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    kinds = _kinds(tmp_path / "m.gguf")
+    assert "blk.1.ffn_gate_exps.weight" in kinds
+    assert "blk.1.ffn_up_exps.weight" in kinds
+    again, config = load(tmp_path / "m.gguf")
+    wanted = named_arrays(model.with_separate_head() if not config["tie_word_embeddings"] else model)
+    for key, leaf in named_arrays(again).items():
+        np.testing.assert_allclose(leaf, wanted[key], atol=2e-7, err_msg=key)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", ["gpt_oss", *LIKE])
+def test_the_configuration_is_the_same(name, checkpoint, tmp_path):
+    """Read again: every option that computations depend on, and all arrays."""
+    source, model = checkpoint(name, byte_level(290, "gpt-4o"))
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    again, config = load(tmp_path / "m.gguf")
+    wanted, found = (dict(vars(m.config)) for m in (model, again))
+    ropes = [config.pop("ropes") for config in (wanted, found)]
+    assert found | {"pad_token_id": 0, "original_max_position_embeddings": 0} == wanted
+    numbers = lambda rope: [*rope.frequencies, rope.scale, rope.growth, rope.step]
+    for ours, theirs in zip(*ropes, strict=True):
+        np.testing.assert_allclose(numbers(theirs), numbers(ours), rtol=1e-6)
+    arrays = named_arrays(model.with_separate_head() if not config["tie_word_embeddings"] else model)
+    for key, leaf in named_arrays(again).items():
+        np.testing.assert_allclose(leaf, arrays.pop(key), atol=2e-7, err_msg=key)
+    assert not arrays
+
+
+@pytest.mark.slow
+def test_experts_of_mxfp4_keep_their_codes(checkpoint, tmp_path):
+    """From GPT-OSS's own format to GGUF, and from there to another file, to the bit."""
+    source, model = checkpoint("gpt_oss", hidden_size=64)
+    save(tmp_path / "mxfp4", ql.quantize(model, "mxfp4", where=["gate_up_proj", "down_proj"]), source)
+    stored, _ = load(tmp_path / "mxfp4")
+    save(tmp_path / "m.gguf", stored, tmp_path / "mxfp4", format="gguf")
+    kinds = _kinds(tmp_path / "m.gguf")
+    for part in ("gate", "up", "down"):
+        assert kinds[f"blk.1.ffn_{part}_exps.weight"] == 39
+        assert kinds[f"blk.1.ffn_{part}_exps.bias"] == 0
+    again, _ = load(tmp_path / "m.gguf")
+    for ours, theirs in zip(stored.layers, again.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            a, b = (getattr(layer.mlp.experts, name) for layer in (ours, theirs))
+            assert isinstance(b, ql.BlockArray)
+            np.testing.assert_array_equal(a.codes, b.codes)
+            np.testing.assert_array_equal(a.scale.scale, b.scale.scale)
+    save(tmp_path / "again.gguf", again, tmp_path / "m.gguf", format="gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
+def test_quantised_models(checkpoint, tmp_path):
+    """Weights of other types are rounded to the file's; its own stay as they are; adapters are refused."""
+    source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    nf4 = ql.quantize(model, "nf4")
+    with pytest.raises(CheckpointError, match=r"an NF4Array has no place in the file"):
+        save(tmp_path / "new" / "m.gguf", nf4, source, format="gguf")
+    adapted = ql.loraify(model, rank=2, key=jax.random.key(0))
+    with pytest.raises(CheckpointError, match=r"a LoraArray has no place in the file: merge adapters"):
+        save(tmp_path / "new" / "m.gguf", adapted, source, format="gguf", quantize="q8_0")
+    assert not (tmp_path / "new").exists()
+    save(tmp_path / "m.gguf", nf4, source, format="gguf", quantize="q8_0")
+    dense = ql.materialise(nf4).model.layers[0].mlp.up_proj.weight
+    found = ql.materialise(load(tmp_path / "m.gguf")[0].model.layers[0].mlp.up_proj.weight)
+    np.testing.assert_allclose(found, dense, atol=0.01 * float(jnp.abs(dense).max()))
+    # From a GGUF file to a GGUF file, to the bit.
+    again, _ = load(tmp_path / "m.gguf")
+    save(tmp_path / "again.gguf", again, tmp_path / "m.gguf", format="gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+_SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "qwen3",
+            {"use_sliding_window": True},
+            "GGUF cannot say sliding_window=7, windows=.* 'qwen3'",
+        ),
+        ("gemma3", {"query_pre_attn_scalar": 20}, "has query_pre_attn_scalar=20; GGUF has no key for it"),
+        ("qwen2", {"model_type": "gpt2"}, "has model_type='gpt2'; metadata of GGUF is known for llama, "),
+        ("gpt_oss", {"swiglu_limit": 2.0}, "GGUF cannot say swiglu_limit=2.0 .* would take swiglu_limit=7.0"),
+        ("gpt_oss", {"attention_bias": False}, "GGUF cannot say attention_bias=False"),
+        ("llama_yarn", {"rope_parameters": _YARN | {"beta_fast": 4.0}}, "has beta_fast=4.0 .* takes 32"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, "GGUF cannot say windows="),
+        ("smollm3", {"attention_bias": True}, "GGUF cannot say attention_bias=True"),
+        ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
+    ],
+)
+def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message, checkpoint, tmp_path):
+    source, model = checkpoint(name, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        save(tmp_path / "new" / "m.gguf", model, source, format="gguf")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):
+    """As in every GGUF file of GPT-OSS; the file that results is read as llama.cpp reads it."""
+    source, model = checkpoint("gpt_oss", rope_parameters=_YARN | {"truncate": False})
+    with pytest.warns(UserWarning, match=r"rounds the bounds of YaRN's ramp.*truncate=False"):
+        save(tmp_path / "m.gguf", model, source, format="gguf")
+    found, rounded = load(tmp_path / "m.gguf")[0].config.ropes, {**_YARN, "truncate": True}
+    config = json.loads((source / "config.json").read_text()) | {"rope_parameters": rounded}
+    for rope, wanted in zip(found, DecoderConfig.from_json(config).ropes, strict=True):
+        np.testing.assert_allclose(rope.frequencies, wanted.frequencies, rtol=1e-6)
+
+
+def _changed(**changes):
+    return lambda described: described | changes
+
+
+def _deep(key, **changes):
+    return lambda described: described | {key: described[key] | changes}
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_deep("model", type="WordPiece"), "'model': GGUF is written for 'BPE'; found 'WordPiece'"),
+        (_deep("model", merges=[["a"]]), "'merges': expected pairs of tokens"),
+        (_deep("model", vocab={"a": 10**6}), "the token 'a' is number 1000000: the embedding has"),
+        (_deep("model", dropout=0.1), "'dropout': llama.cpp does without; found 0.1"),
+        (_changed(normalizer={"type": "Lowercase"}), "'normalizer': llama.cpp does without any but NFC"),
+        (_changed(pre_tokenizer={"type": "Whitespace"}), "'pre_tokenizer': llama.cpp has nothing like"),
+        (_changed(pre_tokenizer=_SPLIT), r"known are those of .*qwen2.* Found \['x'\]"),
+        (_changed(post_processor={"type": "BertProcessing"}), "'post_processor': llama.cpp has nothing like"),
+        (
+            _changed(added_tokens=[{"id": 0, "content": "<|endoftext|>", "lstrip": True}]),
+            "'<|endoftext|>' has lstrip=true",
+        ),
+        (
+            _changed(added_tokens=[{"id": 0, "content": "<|endoftext|>", "rstrip": True}]),
+            "tokens have rstrip=true; llama.cpp keeps",
+        ),
+        (_changed(added_tokens=[{"id": 5, "content": "new"}]), "'new' is number 5, which is another token's"),
+    ],
+)  # fmt: skip
+def test_tokenisers_that_llama_cpp_would_not_follow(change, message, checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    path = source / "tokenizer.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(CheckpointError, match=message.replace("|", r"\|")):
+        save(tmp_path / "new" / "m.gguf", model, source, format="gguf")
+    assert not (tmp_path / "new").exists()
+
+
+def test_pairs_that_llama_cpp_would_merge_and_the_tokeniser_does_not(checkpoint, tmp_path):
+    source, model = checkpoint("gemma3", sentencepiece(340))
+    path = source / "tokenizer.json"
+    described = json.loads(path.read_text())
+    del described["model"]["merges"][-1]
+    path.write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"are not merged, and llama\.cpp would merge them to a token"):
+        save(tmp_path / "m.gguf", model, source, format="gguf")
+
+
+def test_arguments(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    with pytest.raises(ValueError, match=r"models\.save writes format='safetensors' or 'gguf'; found 'onnx'"):
+        save(tmp_path / "m", model, source, format="onnx")
+    with pytest.raises(ValueError, match=r"quantize='q8_0' is for format='gguf'; call `quaxlike\.quantize`"):
+        save(tmp_path / "m", model, source, quantize="q8_0")
+    with pytest.raises(ValueError, match=r"GGUF is written with quantize='f32', .*; found 'q4_k'"):
+        save(tmp_path / "m", model, source, format="gguf", quantize="q4_k")
+    with pytest.raises(CheckpointError, match=r"holds safetensors, which readers prefer"):
+        save(source, model, source, format="gguf")
+    large = jax.tree.map(lambda x: 1e5 * x, model)
+    with pytest.raises(CheckpointError, match=r"has numbers that float16 has no place for; choose 'bf16'"):
+        save(tmp_path / "m.gguf", large, source, format="gguf", quantize="f16")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"which GGUF takes the tokeniser from"):
+        save(tmp_path / "m.gguf", model, source, format="gguf")
+    assert not list(tmp_path.glob("*.gguf"))

@@ -1,0 +1,225 @@
+"""PEFT's adapters of today's models: experts, tied embeddings, trained tokens."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.files import CheckpointError
+from quaxlike.files.tensors import open_tensors, write_tensors
+from quaxlike.lm import load, peft
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.surgery.trees import named_arrays
+from tests.lm.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft
+
+_ALL = [
+    "qwen3_moe/all_linear", "qwen3_moe/experts", "qwen3_moe/experts_down_only_rslora", "mixtral/experts",
+    "mixtral/legacy_per_expert", "gpt_oss/all_linear_and_experts_of_one_layer", "gpt_oss/experts_rslora",
+    "qwen2/embed_lora", "qwen2/embed_lora_tied", "qwen2/modules_to_save_embed",
+    "qwen2/modules_to_save_embed_tied", "qwen2/trainable_tokens", "gemma3/embed_lora",
+    "gemma3/trainable_tokens", "llama_llama3/qv", "qwen3/all_linear_rslora", "phi3/fused",
+]  # fmt: skip
+#: Most travel with the repository; where the full collection is, the tests run on all of them.
+CASES = [case for case in _ALL if has_adapter(case)]
+QUICK = ["qwen3_moe/experts_down_only_rslora", "qwen2/embed_lora_tied"]
+#: PEFT writes the embedding along, or every adapter of an expert on its own; we do not.
+WRITTEN_OTHERWISE = ("embed_lora", "embed_lora_tied", "legacy_per_expert")
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
+    name, _, which = case.partition("/")
+    z, wanted = expected(name), of_peft(case)
+    base, _ = load(folder(name))
+    model = peft.load_adapter(adapter(case), base)
+    run = jax.jit(lambda model, ids, seen: jax.vmap(ql.quaxify(model))(ids, seen))
+    with ql.on_materialise("error"):
+        out = run(model, z["input_ids"], z["attention_mask"].astype(bool))
+    agree(out[z["valid"]], wanted[f"{which}/logits"][z["valid"]])
+
+    merged, before = named_arrays(ql.merge(model)), named_arrays(base)
+    for key in wanted:
+        if key.startswith(f"{which}/merged_weight::"):
+            weight = key.partition("::")[2]
+            agree(merged[weight], wanted[key], 1e-6)
+            assert not np.array_equal(merged[weight], before[weight])
+
+    peft.save_adapter(tmp_path, model, base_model="base", task_type="CAUSAL_LM")
+    again = peft.load_adapter(tmp_path, base)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(WRITTEN_OTHERWISE)])
+def test_files_are_those_of_peft(case, tmp_path):
+    base, _ = load(folder(case.partition("/")[0]))
+    peft.save_adapter(tmp_path, peft.load_adapter(adapter(case), base))
+    file = "adapter_model.safetensors"
+    assert (tmp_path / file).read_bytes() == (adapter(case) / file).read_bytes()
+    found, wanted = (
+        json.loads((path / "adapter_config.json").read_text()) for path in (tmp_path, adapter(case))
+    )
+    tokens = wanted.get("trainable_token_indices")
+    assert found["trainable_token_indices"] == (
+        tokens["embed_tokens"] if isinstance(tokens, dict) else tokens
+    )
+    # What is no layer of PyTorch is named as a parameter, in full: stacks of experts and routers.
+    for entry in ("target_modules", "target_parameters"):
+        short = {name.rpartition(".")[2] for name in wanted.get(entry) or ()}
+        assert {name.rpartition(".")[2] for name in found.get(entry) or ()} == short
+
+
+def test_adapters_of_single_experts(tmp_path):
+    """As PEFT wrote them for transformers 4, and for some matrices alone."""
+    base, _ = load(folder("mixtral"))
+    stack = named_arrays(base)["model.layers.1.mlp.experts.gate_up_proj"]
+    layer, size = "model.layers.1.block_sparse_moe.experts.{}.w3", stack.shape[1] // 2
+    draw = np.random.default_rng(0).standard_normal
+    a, b = (draw((stack.shape[0], *shape)).astype(np.float32) for shape in ((2, stack.shape[2]), (size, 2)))
+    tensors = {}
+    for i in range(stack.shape[0]):
+        head = f"base_model.model.{layer.format(i)}"
+        tensors |= {f"{head}.lora_A.weight": a[i], f"{head}.lora_B.weight": b[i]}
+    write_tensors(tmp_path / "adapter_model.safetensors", tensors, {})
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["w3"],
+        "layers_to_transform": 1,
+    }
+    write = lambda **more: (tmp_path / "adapter_config.json").write_text(json.dumps(config | more))
+    for rslora, scale in ((False, 3 / 2), (True, 3 / 2**0.5)):
+        write(use_rslora=rslora)
+        lora = named_arrays(peft.load_adapter(tmp_path, base))["model.layers.1.mlp.experts.gate_up_proj"]
+        change = np.asarray(ql.materialise(lora) - stack)
+        np.testing.assert_allclose(change[:, :size], 0, atol=1e-6)
+        np.testing.assert_allclose(change[:, size:], scale * b @ a, atol=1e-4)
+    write(target_modules=["w3", "w2"])
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w2\.lora_A\.weight.* is missing"):
+        peft.load_adapter(tmp_path, base)
+    write(target_modules=["w2"])
+    with pytest.raises(CheckpointError, match=r"w3\.lora_A\.weight.* target_modules does not name"):
+        peft.load_adapter(tmp_path, base)
+    write(alpha_pattern={"experts.0.w3": 9})
+    with pytest.raises(CheckpointError, match="must have one rank and one alpha"):
+        peft.load_adapter(tmp_path, base)
+
+
+def test_modules_do_not_name_stacks_of_experts(tmp_path):
+    """PEFT's usual names for Qwen2-MoE: the layers of the shared experts alone, since experts are parameters;
+    and with adapters of single experts, as for transformers 4."""
+    base, _ = load(folder("qwen2_moe"))
+    arrays, names = named_arrays(base), ["gate_proj", "up_proj", "down_proj"]
+    draw = np.random.default_rng(0).standard_normal
+
+    def written(layers):
+        tensors = {}
+        for layer, (out, into) in layers.items():
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = draw((2, into)).astype(np.float32)
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = draw((out, 2)).astype(np.float32)
+        write_tensors(tmp_path / "adapter_model.safetensors", tensors, {})
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": names}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        model = peft.load_adapter(tmp_path, base)
+        return {name for name, leaf in named_arrays(model).items() if isinstance(leaf, ql.LoraArray)}
+
+    layer, experts = "model.layers.{}.mlp.shared_expert.{}.weight", "model.layers.{}.mlp.experts.{}"
+    shared = {layer.format(i, name) for i in range(len(base.layers)) for name in names}
+    shapes = {name.removesuffix(".weight"): arrays[name].shape for name in shared}
+    assert written(shapes) == shared
+    for i in range(len(base.layers)):
+        count, out, into = arrays[experts.format(i, "down_proj")].shape
+        for j in range(count):
+            one = experts.format(i, j)
+            shapes |= {f"{one}.gate_proj": (into, out), f"{one}.up_proj": (into, out)}
+            shapes |= {f"{one}.down_proj": (out, into)}
+    stacks = {experts.format(i, x) for i in range(len(base.layers)) for x in ("gate_up_proj", "down_proj")}
+    assert written(shapes) == shared | stacks
+
+
+@pytest.mark.slow
+def test_all_linear_layers_and_experts(tmp_path):
+    base, _ = load(folder("gpt_oss"), quantize="nf4")
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0))
+    adapted = {name for name, leaf in named_arrays(model).items() if isinstance(leaf, ql.LoraArray)}
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"} <= adapted
+    peft.save_adapter(tmp_path, model)
+    again = peft.load_adapter(tmp_path, base)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+def test_a_tied_head_is_in_the_file_too(tmp_path):
+    base, _ = load(folder("qwen2"))
+    model = ql.loraify(base, rank=2, where=["embed_tokens"], init="gaussian", key=jax.random.key(0))
+    peft.save_adapter(tmp_path, model)
+    stored = open_tensors(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model."
+    np.testing.assert_array_equal(
+        stored[f"{prefix}lm_head.lora_B.weight"], stored[f"{prefix}model.embed_tokens.lora_embedding_A"].T
+    )
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["ensure_weight_tying"] is True
+
+
+@pytest.mark.parametrize(
+    "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_adapter_of_a_tied_output_layer(options, tmp_path):
+    """The embedding stays as it is, as in PEFT."""
+    base, _ = load(folder("qwen2"))
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(0), **options)
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text()).get("ensure_weight_tying") is None
+    again = peft.load_adapter(tmp_path, base)
+    assert again.embedding is base.embedding
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+def test_experts_that_differ_in_shape(tmp_path):
+    model, _ = load(folder("qwen3_moe"))
+    where = lambda model: model.model.layers[0].mlp.experts.down_proj
+    model = eqx.tree_at(where, model, jnp.zeros((8, 48, 20)))
+    with pytest.raises(CheckpointError, match=r"expected shape \(24, 20\); found \(24, 24\)"):
+        peft.load_adapter(adapter(QUICK[0]), model)
+
+
+_SIZES = {"vocab_size": 20, "num_attention_heads": 2}
+_BODIES = {
+    "LlamaForCausalLM": ({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}, "layers.0."),
+    "GPT2LMHeadModel": ({"n_embd": 8, "n_layer": 1, "n_head": 2}, "h.0."),
+}
+
+
+@pytest.mark.parametrize("architecture", _BODIES)
+def test_names_of_embedding_models(architecture, tmp_path):
+    """PEFT puts an adapter for feature extraction on `AutoModel`, whose names are those of the body alone."""
+    sizes, start = _BODIES[architecture]
+    config = DecoderConfig.from_json({**_SIZES, **sizes, "architectures": [architecture]})
+    base = Decoder(config, key=jax.random.key(0))
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model, task_type="FEATURE_EXTRACTION")
+    names = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert all(name.startswith(f"base_model.model.{start}") for name in names)
+    again = peft.load_adapter(tmp_path, base)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+def test_names_of_a_model_of_ones_own(tmp_path):
+    """Those that it has, as PEFT keeps the names of a module that it wraps."""
+    base = {"model": eqx.nn.MLP(4, 4, 8, depth=1, key=jax.random.key(0))}
+    model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(1))
+    peft.save_adapter(tmp_path, model, task_type="FEATURE_EXTRACTION")
+    names = open_tensors(tmp_path / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    again = peft.load_adapter(tmp_path, base)
+    assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
