@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 import quaxlike as ql
+from quaxlike import adapters
 from quaxlike.demo import experiment
 from quaxlike.demo.experiment import ADAPTED, Digits
 from quaxlike.demo.model import VisionTransformer
-from quaxlike.surgery import methods
 from quaxlike.surgery.trees import replace
 
 RECORD = pathlib.Path(__file__).with_name("adapters.json")
@@ -65,18 +65,22 @@ def _method(start: Callable[..., Any], option: str | None = None, unit: int = 1)
 def _vera(model: Any, size: int, key: Any) -> Any:
     """With random matrices that reach over the largest weight."""
     a, b = _normal(key, (32 * size, 2 * WIDTH), (2 * WIDTH, 32 * size))
-    start = functools.partial(methods.vera, a=a / WIDTH**0.5, b=b / (32 * size) ** 0.5)
+    start = functools.partial(_start("vera"), a=a / WIDTH**0.5, b=b / (32 * size) ** 0.5)
     return ql.adapt(model, start, where=ADAPTED, key=key)
 
 
 def _randlora(model: Any, size: int, key: Any) -> Any:
     a, b = _normal(key, (size, 1, WIDTH), (2 * WIDTH, -(-WIDTH // size), size))
-    return ql.adapt(model, functools.partial(methods.randlora, a=a, b=b), where=ADAPTED, key=key)
+    return ql.adapt(model, functools.partial(_start("randlora"), a=a, b=b), where=ADAPTED, key=key)
 
 
 def _normal(key: Any, *shapes: tuple[int, ...]) -> list[jax.Array]:
     keys = jax.random.split(key, len(shapes))
     return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def _start(name: str) -> Any:
+    return adapters.METHODS[name].start
 
 
 METHODS: dict[str, Make] = {
@@ -85,22 +89,22 @@ METHODS: dict[str, Make] = {
     "DoRA": _lora(dora=True),
     "PiSSA": _lora(init="pissa"),
     "LoRA over NF4": lambda model, size, key: _lora()(ql.quantize(model, "nf4", where=ADAPTED), size, key),
-    "(IA)³": _method(functools.partial(methods.ia3, of_inputs=False)),
-    "OFT": _method(methods.oft, "block_size"),
-    "BOFT": _method(methods.boft, "block_size"),
-    "HRA": _method(methods.hra, "rank"),
+    "(IA)³": _method(functools.partial(_start("ia3"), of_inputs=False)),
+    "OFT": _method(_start("oft"), "block_size"),
+    "BOFT": _method(_start("boft"), "block_size"),
+    "HRA": _method(_start("hra"), "rank"),
     "VeRA": _vera,
     "RandLoRA": _randlora,
-    "AdaLoRA": _method(methods.adalora, "rank"),
-    "DeLoRA": _method(methods.delora, "rank"),
-    "MiSS": _method(methods.miss, "rank"),
-    "GraLoRA": _method(methods.gralora, "rank"),
-    "LoHa": _method(methods.loha, "rank"),
-    "LoKr": _method(methods.lokr, "rank"),
-    "HiRA": _method(methods.hira, "rank"),
-    "SHiRA": _method(methods.shira, "rank"),
-    "C³A": _method(methods.c3a, "block_size"),
-    "FourierFT": _method(methods.fourierft, "n_frequency", 32),
+    "AdaLoRA": _method(_start("adalora"), "rank"),
+    "DeLoRA": _method(_start("delora"), "rank"),
+    "MiSS": _method(_start("miss"), "rank"),
+    "GraLoRA": _method(_start("gralora"), "rank"),
+    "LoHa": _method(_start("loha"), "rank"),
+    "LoKr": _method(_start("lokr"), "rank"),
+    "HiRA": _method(_start("hira"), "rank"),
+    "SHiRA": _method(_start("shira"), "rank"),
+    "C³A": _method(_start("c3a"), "block_size"),
+    "FourierFT": _method(_start("fourierft"), "n_frequency", 32),
     "all of these weights": _in_full,
 }
 

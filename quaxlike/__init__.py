@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .arrays.adapted import AdaptedArray
     from .arrays.annotated import AnnotatedArray
     from .arrays.dot_axes import DotAxes, dot_axes
+    from .arrays.layout import Layout
     from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
     from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
     from .arrays.sparse import BlockSparseArray, SparseArray
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from .surgery.to_lora import to_lora
     from .surgery.trainable import train_scales, trainable
     from .surgery.trees import path_of
-    from .surgery.weight_axes import Layout
 
 __all__ = [  # noqa: RUF022 (grouped by purpose)
     "__version__",
@@ -156,6 +156,7 @@ _NAMES = {
         "DotAxes",
         "dot_axes",
     ),
+    "arrays.layout": ("Layout",),
     "arrays.lora": (
         "LoraArray",
         "LoraBias",
@@ -218,7 +219,6 @@ _NAMES = {
         "trainable",
     ),
     "surgery.trees": ("path_of",),
-    "surgery.weight_axes": ("Layout",),
 }
 _MODULES = (
     *(

@@ -7,6 +7,7 @@ import math
 import numbers
 import re
 import reprlib
+import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -204,3 +205,8 @@ def as_array(x: Any) -> jax.Array:
     except (TypeError, ValueError):
         found = reprlib.repr(x)
     raise TypeError(f"expected an array or a number; found {found}, {a_or_an(type(x))}.")
+
+
+def is_finite(x: Any) -> bool:
+    """Whether `x` is a number of Python, and neither infinite nor NaN."""
+    return type(x) in (int, float) and abs(x) <= sys.float_info.max

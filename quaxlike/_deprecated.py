@@ -16,6 +16,11 @@ _REMOVED_IN = "0.3"
 #: Old modules of the package and where each is now. What is below a module moved with it.
 _MODULES = {
     "arrays.adapters": "adapters",
+    # Files that held several methods; pickles name them.
+    **dict.fromkeys(
+        (f"arrays.adapters.{x}" for x in ("low_rank", "products", "rotated", "scaled")), "adapters"
+    ),
+    "arrays.adapters.activated": "adapters.alora",
     "finetune": "lm.finetune",
     "generate": "lm.generate",
     "interop.bitsandbytes": "lm.bitsandbytes",
@@ -42,6 +47,7 @@ _PACKAGES = {
         "safetensors": "files",
         "save": "lm.write",
     },
+    "surgery.methods": {"": "adapters.METHODS"},
     "models": {
         "": "lm.models",
         **dict.fromkeys(("Conversation", "FAMILIES", "UnsupportedConfigError", "generate", "load"), "lm"),

@@ -1,16 +1,55 @@
-"""Methods of adaptation as array types, and what they are made of: sums, scaled and rotated weights."""
+"""Methods of adaptation, one file each, and what they are made of: sums, scaled and rotated weights.
+
+A file has the array type of its method, the function that puts a new adapter on a weight, and the record of
+its files in PEFT's format. To add a method, list its record here.
+"""
 
 # Imported to register rules.
 from . import rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from .activated import ALoRAArray
+from .adalora import ADALORA, AdaLoRAArray
+from .alora import ALoRAArray
+from .boft import BOFT, BOFTArray
+from .c3a import C3A, C3AArray
 from .combinators import HadamardArray, RotatedArray, ScaledArray, SumArray
-from .low_rank import AdaLoRAArray, DeLoRAArray, GraLoRAArray, MiSSArray, RandLoRAArray, VeRAArray
+from .delora import DELORA, DeLoRAArray
+from .fourierft import FOURIERFT, FourierFTArray
+from .gralora import GRALORA, GraLoRAArray
+from .hira import HIRA, HiRAArray
+from .hra import HRA, HRAArray
+from .ia3 import IA3, IA3Array
+from .loha import LOHA, LoHaArray
+from .lokr import LOKR, LoKrArray
 from .method import MethodArray
-from .products import C3AArray, FourierFTArray, HiRAArray, LoHaArray, LoKrArray, SHiRAArray
-from .rotated import BOFTArray, HRAArray, OFTArray
-from .scaled import IA3Array
+from .miss import MISS, MiSSArray
+from .oft import OFT, OFTArray
+from .randlora import RANDLORA, RandLoRAArray
+from .shira import SHIRA, SHiRAArray
+from .vera import VERA, VeRAArray
+
+_ALL = (
+    IA3,
+    OFT,
+    BOFT,
+    HRA,
+    VERA,
+    LOHA,
+    LOKR,
+    HIRA,
+    SHIRA,
+    MISS,
+    C3A,
+    DELORA,
+    ADALORA,
+    GRALORA,
+    RANDLORA,
+    FOURIERFT,
+)
+
+#: The records by their names, such as "vera".
+METHODS = {method.name: method for method in _ALL}
 
 __all__ = [
+    "METHODS",
     "ALoRAArray",
     "AdaLoRAArray",
     "BOFTArray",

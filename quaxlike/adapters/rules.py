@@ -21,7 +21,7 @@ from ..core.quaxify import quaxify
 from ..core.rules import register, register_on_either_side
 from ..core.values import ArrayValue, is_value
 from ..kernels import dense_matmul
-from .activated import ALoRAArray
+from .alora import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
 
 

@@ -12,13 +12,13 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.adapted import AdaptedArray
+from ..arrays.layout import Layout
 from ..core.values import is_value
 from ..sharding.fsdp import check_axis, fsdp
 from ..sharding.meshes import EXPERT_AXES, MODEL_AXES, expert_axis
 from ..sharding.placing import NamedRule, leaf_specs_of, spread
 from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
-from ..surgery.weight_axes import Layout
 from .families import names_of
 
 # How layers are split, by the last components of their names in checkpoints of transformers, Equinox and

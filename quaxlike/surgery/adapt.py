@@ -12,12 +12,12 @@ from jaxtyping import PyTree
 
 from .._checked import a_or_an, checked
 from ..arrays.adapted import AdaptedArray
+from ..arrays.layout import Layout
 from ..arrays.lora import TrainableArray, TrainableRows, in_float32
 from ..core.values import is_value
 from .records import Layouts, Record, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace, suggestion
-from .weight_axes import Layout
 
 
 @checked

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from .._checked import a_or_an, checked
+from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray
 from ..arrays.lora.matrices import as_array, as_matrix, halves, in_size, svd, with_factors
 from ..core.values import is_value, materialise
 from .quantize import quantize_array
-from .weight_axes import Layout
 
 # (name of the weight, its array with an adapter of zeros, key) -> the array with its adapter
 Init = Callable[[str, LoraArray, Any], LoraArray]

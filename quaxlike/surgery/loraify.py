@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
+from .._patterns import PatternError, matches_layer, value_for
+from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
 from .adapt import adapters_on, weights_to_adapt
 from .inits import Init, initialise
-from .patterns import PatternError, fullmatch
 from .records import Layouts
 from .select import Where
 from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion
-from .weight_axes import Layout
 
 _OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "invocation_tokens")
 _FLAGS = ("rslora", "dora", "lora_bias", "train_base")
@@ -127,10 +127,10 @@ def loraify(
     checked_patterns("alpha_pattern", alpha_pattern, arrays)
 
     def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
-        r = value_for(rank_pattern, name, rank)
+        r = value_for(rank_pattern, layer_of(name), rank)
         lora = blank(
             w, layout, r, dtype=dtype,
-            alpha=value_for(alpha_pattern, name, r if alpha is None else alpha),
+            alpha=value_for(alpha_pattern, layer_of(name), r if alpha is None else alpha),
             rslora=rslora, dropout=dropout, train_base=train_base,
         )  # fmt: skip
         lora = initialise(init, layout.kind, name, lora, key)
@@ -208,22 +208,13 @@ def with_trained_extras(
     return replace(model, beside)
 
 
-def pattern_matches(pattern: str, name: str) -> bool:
-    """Whether a key of rank_pattern or alpha_pattern matches a weight, by PEFT's convention."""
-    return fullmatch(rf"(.*\.)?({pattern})$", layer_of(name))
-
-
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a pattern that matches none of the adapted arrays."""
     for pattern in patterns:
         try:
-            found = any(pattern_matches(pattern, name) for name in arrays)
+            found = any(matches_layer(pattern, layer_of(name)) for name in arrays)
         except PatternError as error:
             raise ValueError(f"{pattern!r} in {option}: {error}.") from None
         if not found:
             hint = suggestion(pattern, arrays)
             raise ValueError(f"{pattern!r} in {option} matches none of the adapted layers. {hint}")
-
-
-def value_for(patterns: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    return next((value for pattern, value in patterns.items() if pattern_matches(pattern, name)), otherwise)

@@ -12,6 +12,7 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an, checked
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
+from ..arrays.layout import Layout
 from ..arrays.quantized import (
     CODECS,
     AbstractQuantizedArray,
@@ -28,7 +29,7 @@ from .calibrate import fit
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
-from .weight_axes import MATRIX, Layout
+from .weight_axes import MATRIX
 
 _TYPES: dict[str, Callable[..., Any]] = {
     "nf4": NF4Array.quantize,

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from .._checked import checked
+from ..arrays.layout import Layout
 from . import weight_axes
 from .trees import bias_of, leaves_with_path, matches, named_arrays, owner_of, path_of, suggestion
-from .weight_axes import MATRIX, Layout
+from .weight_axes import MATRIX
 
 LayoutLike = str | Layout | None
 Layouts = LayoutLike | Mapping[str, LayoutLike]

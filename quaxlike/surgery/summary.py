@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost
+from ..arrays.layout import Layout
 from ..arrays.quantized import BlockArray, CacheArray
 from ..core.values import is_value
 from .records import Layouts, records_of
 from .trainable import trained_leaves
-from .weight_axes import Layout
 
 
 @dataclasses.dataclass(frozen=True)

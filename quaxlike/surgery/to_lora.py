@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from .._checked import checked
+from .._patterns import value_for
 from ..arrays.adapted import AdaptedArray
 from ..arrays.lora.low_rank import as_lora, as_lora_bias, is_other_bias
-from .loraify import checked_patterns, value_for
+from .loraify import checked_patterns
 from .records import Layouts, records_of, require_layout
 from .trees import layer_of, map_arrays, replace
 
@@ -77,7 +78,7 @@ def to_lora(
     if not adapted:
         raise ValueError("The model has no adapters; to_lora takes the result of `adapt` or the like.")
     checked_patterns("rank_pattern", rank_pattern, adapted)
-    ranks = {name: value_for(rank_pattern, name, rank) for name in adapted}
+    ranks = {name: value_for(rank_pattern, layer_of(name), rank) for name in adapted}
     if (least := min(ranks.values())) < 1:
         raise ValueError(f"to_lora takes a rank of at least 1; found {least}.")
 

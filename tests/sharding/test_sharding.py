@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.adapters import METHODS
 from quaxlike.arrays.unitful import Unit, Unitful
 from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
-from quaxlike.surgery import methods
 from tests.array_types import TYPES
 from tests.differential.program import under
 from tests.samples import normal
@@ -51,7 +51,7 @@ def _run(model, x):
 
 
 def test_what_adapters_share_is_placed_once():
-    model = ql.adapt(_mlp(), methods.vera, key=KEY)
+    model = ql.adapt(_mlp(), METHODS["vera"].start, key=KEY)
     first, second = (layer.weight for layer in shard(model, MESH, RULE).layers)
     assert first.a is second.a
     assert first.b is second.b

@@ -10,12 +10,15 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import adapters
-from quaxlike.adapters import MethodArray
+from quaxlike.adapters import METHODS, MethodArray
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
-from quaxlike.surgery import methods
-from quaxlike.surgery.methods import METHODS
 from tests.samples import normal, wrong_types
+
+
+def _start(name, **options):
+    return functools.partial(METHODS[name].start, **options)
+
 
 KEY = jax.random.key(0)
 # For a weight of 6 outputs and 8 inputs: options, and how many numbers are trained.
@@ -44,7 +47,7 @@ NO_STACKS = ("shira",)
 
 def _make(name):
     options, count = STARTS[name]
-    return functools.partial(getattr(methods, name.partition(",")[0]), **options), count
+    return _start(name.partition(",")[0], **options), count
 
 
 def test_all_methods_are_here():
@@ -83,7 +86,7 @@ def test_they_add_nothing_and_are_trained(name):
     assert any(np.any(np.asarray(part)) for part in parts if part.dtype != jax.dtypes.float0)
 
 
-@pytest.mark.parametrize("start", [methods.vera, functools.partial(methods.randlora, rank=2)])
+@pytest.mark.parametrize("start", [_start("vera"), _start("randlora", rank=2)])
 def test_layers_share_their_random_matrices(start, tmp_path):
     """Those of PEFT for its seed, so that files need not hold them; stacked layers keep them once."""
     sizes, keys = [(8, 6), (8, 6), (4, 12)], jax.random.split(KEY, 3)
@@ -131,15 +134,15 @@ def test_factors_of_layers_with_a_bias(tmp_path):
         "a": eqx.nn.Linear(8, 6, key=key), "b": eqx.nn.Linear(8, 6, use_bias=False, key=key),
         "conv": conv(2, 4, 3, key=key),
     }  # fmt: skip
-    model = ql.adapt(layers, methods.ia3, where=[*layers])
+    model = ql.adapt(layers, _start("ia3"), where=[*layers])
     factors = {name: [*model[name].weight.trained()] for name in layers}
     assert factors == {"a": ["inputs"], "b": ["outputs"], "conv": ["channels"]}
     peft.save_adapter(tmp_path, model)
     assert eqx.tree_equal(peft.load_adapter(tmp_path, layers), model)
     grouped = {"conv": conv(2, 4, 3, groups=2, key=key)}
     with pytest.raises(ValueError, match="does not tell how many channels"):
-        ql.adapt(grouped, methods.ia3, where=["conv"])
-    outputs = ql.adapt(layers, functools.partial(methods.ia3, of_inputs=False), where=["a"])
+        ql.adapt(grouped, _start("ia3"), where=["conv"])
+    outputs = ql.adapt(layers, _start("ia3", of_inputs=False), where=["a"])
     assert outputs["a"].weight.trained() == ["outputs"]
 
 
@@ -152,26 +155,29 @@ def _trained(layers):
 
 def test_matrices_that_nobody_draws():
     with pytest.raises(ValueError, match="VeRA needs both matrices, `a` and `b`, which all layers share"):
-        methods.vera(normal(6, 8), key=KEY, layout=ql.Layout.parse("oi"))
+        _start("vera")(normal(6, 8), key=KEY, layout=ql.Layout.parse("oi"))
     with pytest.raises(ValueError, match="needs both matrices"):
-        ql.adapt({"a.weight": normal(6, 8)}, functools.partial(methods.vera, a=normal(2, 8)))
+        ql.adapt({"a.weight": normal(6, 8)}, _start("vera", a=normal(2, 8)))
 
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (functools.partial(methods.oft, block_size=3), "a block_size that divides 8; found 3"),
-        (functools.partial(methods.hra, rank=3), "pairs of reflections; found a rank of 3"),
-        (functools.partial(methods.c3a, block_size=4), "a block_size that divides 6 and 8; found 4"),
-        (functools.partial(methods.gralora, rank=3), "a k that divides 3 and 6 and 8; found 2"),
-        (functools.partial(methods.shira, rank=4), r"trains 56 elements of one matrix; .* shape \(6, 8\)"),
+        (_start("oft", block_size=3), "a block_size that divides 8; found 3"),
+        (_start("hra", rank=3), "pairs of reflections; found a rank of 3"),
+        (_start("c3a", block_size=4), "a block_size that divides 6 and 8; found 4"),
+        (_start("gralora", rank=3), "a k that divides 3 and 6 and 8; found 2"),
+        (
+            _start("shira", rank=4),
+            r"trains 56 elements of one matrix; .* shape \(6, 8\)",
+        ),
         pytest.param(
-            functools.partial(methods.randlora, rank=2, sparsity="none"),
+            _start("randlora", rank=2, sparsity="none"),
             "'very_sparse'; found 'none'",
             marks=wrong_types,
         ),
-        (functools.partial(methods.fourierft, n_frequency=0), "n_frequency from 1 to 48; found 0"),
+        (_start("fourierft", n_frequency=0), "n_frequency from 1 to 48; found 0"),
     ],
 )
 def test_sizes_that_there_are_not(make, message):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaxlike.surgery.patterns import PatternError, compiled, fullmatch, startmatch
+from quaxlike._patterns import PatternError, compiled, fullmatch, startmatch
 
 _ATOMS = st.sampled_from(
     ["a", "b", ".", r"\.", r"\d", r"\w", "[ab]", "[^a.]", "[a-c1]", "^", "$", r"\b", r"\B", "(?=a)", "(?!b)",

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike.adapters.scaled import ScaledBias
+from quaxlike.adapters import METHODS
+from quaxlike.adapters.ia3 import ScaledBias
 from quaxlike.lm import peft
-from quaxlike.surgery.methods import METHODS
 from tests.samples import drawn, normal
 
 KEY = jax.random.key(0)
@@ -211,7 +211,7 @@ def test_methods_that_are_a_lora_lose_nothing(name, monkeypatch, tmp_path):
     def formed(self):
         raise AssertionError("the change was formed")
 
-    start = functools.partial(METHODS[name], rank=4)
+    start = functools.partial(METHODS[name].start, rank=4)
     model = ql.adapt(eqx.nn.MLP(12, 6, 8, depth=1, key=KEY), start, key=KEY)
     moved = lambda x: x.replace(**{part: normal(*getattr(x, part).shape, seed=4) for part in x.trained()})
     model = jax.tree.map(lambda x: moved(x) if ql.is_value(x) else x, model, is_leaf=ql.is_value)

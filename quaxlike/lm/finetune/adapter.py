@@ -8,8 +8,8 @@ from typing import Any
 
 import quaxlike as ql
 
+from ...adapters import METHODS
 from ...surgery.adapt import check_make
-from ...surgery.methods import METHODS
 from ...surgery.trees import named_arrays
 from .settings import FinetuneError, Settings
 
@@ -24,7 +24,7 @@ def make_of(text: str) -> Callable[..., Any]:
     """
     module, colon, name = text.partition(":")
     if text in METHODS:
-        return METHODS[text]
+        return METHODS[text].start
     if not (module and colon and name):
         raise FinetuneError(
             "--adapter takes MODULE:NAME, such as mymodule:MyAdapter, or one of "

@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ..._checked import is_finite
 from ...files.errors import ErrorAboutFiles, quoted, shortened
 
 _C = TypeVar("_C", bound="Config")
@@ -51,10 +51,6 @@ class Config:
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
     return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
-
-
-def is_finite(x: Any) -> bool:
-    return type(x) in (int, float) and abs(x) <= sys.float_info.max  # which NaN is not, either
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:

@@ -15,12 +15,12 @@ import ml_dtypes
 import numpy as np
 
 from ..._checked import a_or_an
+from ..._patterns import PatternError, startmatch
 from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ...core.values import is_value
 from ...files.errors import file_error, quoted
 from ...files.tensors import Tensors, are_sizes
 from ...kernels.bits import pack, unpack
-from ...surgery.patterns import PatternError, startmatch
 from .float8 import read_float8, read_nvfp4
 from .format import (
     E4M3,

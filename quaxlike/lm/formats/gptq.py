@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ..._patterns import PatternError, startmatch
 from ...files.errors import quoted
 from ...files.json_text import read_json_file
 from ...files.tensors import Tensors
 from ...kernels.bits import unpack
-from ...surgery.patterns import PatternError, startmatch
 from .format import (
     INT32,
     Format,

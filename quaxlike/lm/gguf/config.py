@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..._checked import is_finite
 from ...files.errors import file_error, quoted
 from ..families import FAMILIES, Gguf
-from ..folders.model_config import is_finite
 from .names import family_of
 
 # Entries of `config.json`, by metadata keys without the architecture's prefix.

@@ -6,15 +6,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..._checked import is_finite
+from ..._patterns import PatternError, compiled, fullmatch, value_for
+from ...adapters import METHODS
+from ...adapters.record import DROPOUT, Method
 from ...files.errors import file_error, quoted
 from ...files.json_text import read_json_file
-from ...surgery.loraify import value_for
-from ...surgery.patterns import PatternError, compiled, fullmatch
+from ...surgery.trees import layer_of
 from ..folders.file_pair import Pair
-from ..folders.model_config import is_finite
-from .methods import DROPOUT, METHODS, Method
 
 PREFIX = "base_model.model."
+#: The methods beside LoRA, by the entry `peft_type` of a configuration.
+BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
 # Entries that do not affect what a trained adapter computes.
 _INFORMATIVE = {
@@ -66,10 +69,10 @@ class AdapterConfig(NamedTuple):
     options: Mapping[str, Any] = {}
 
     def rank(self, name: str) -> int:
-        return value_for(self.rank_pattern, name, self.r)
+        return value_for(self.rank_pattern, layer_of(name), self.r)
 
     def alpha(self, name: str) -> float:
-        return float(value_for(self.alpha_pattern, name, self.lora_alpha))
+        return float(value_for(self.alpha_pattern, layer_of(name), self.lora_alpha))
 
     def targets(self, layer: str) -> bool:
         """Whether the adapter was put on this layer. Not defined for `"all-linear"`."""
@@ -188,10 +191,10 @@ def read_config(path: Path) -> AdapterConfig:
             path, "peft_type", "'LILY' is not supported: what it adds to a layer depends on all tokens of a "
             "batch, and is no product with a weight",
         )  # fmt: skip
-    if not isinstance(kind, str) or kind not in METHODS:
-        expected = ", ".join(map(repr, ("LORA", *METHODS)))
+    if not isinstance(kind, str) or kind not in BY_TYPE:
+        expected = ", ".join(map(repr, ("LORA", *BY_TYPE)))
         raise file_error(path, "peft_type", f"expected one of {expected}; found {quoted(kind)}")
-    return _read_method(path, fields, METHODS[kind])
+    return _read_method(path, fields, BY_TYPE[kind])
 
 
 def _check_known(path: Path, fields: Mapping[str, Any], names: Collection[str]) -> None:

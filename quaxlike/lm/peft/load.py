@@ -12,23 +12,24 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._checked import checked
+from ..._patterns import PatternError
 from ...adapters import ALoRAArray
+from ...adapters.record import Layer, Method
 from ...arrays.adapted import innermost
+from ...arrays.layout import Layout
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value
 from ...files.errors import CheckpointError, file_error, hub_hint
 from ...files.tensors import Tensors, open_tensors
 from ...surgery.inits import initialise
 from ...surgery.loraify import blank
-from ...surgery.patterns import PatternError
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
 from ...surgery.trees import layer_of, named_arrays, replace, suggestion
-from ...surgery.weight_axes import MATRIX, Layout
+from ...surgery.weight_axes import MATRIX
 from ..families import names_of
 from ..folders.file_pair import consistent
 from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
-from .methods import Layer, Method
 from .stored import (
     ENDINGS,
     TOKENS,

@@ -14,21 +14,21 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..._checked import a_or_an, checked
-from ...adapters.activated import ALoRAArray
-from ...adapters.low_rank import AdaLoRAArray
-from ...adapters.scaled import ScaledBias
+from ...adapters.adalora import AdaLoRAArray
+from ...adapters.alora import ALoRAArray
+from ...adapters.ia3 import ScaledBias
+from ...adapters.record import Method, Written
 from ...arrays.adapted import AdaptedArray
+from ...arrays.layout import Layout
 from ...arrays.lora import RANK, LoraArray, LoraBias, TrainableArray, TrainableRows, labels, padded_to
 from ...core.values import is_value
 from ...surgery.inits import as_matrix, halves, svd, taken_by, with_factors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
-from ...surgery.weight_axes import Layout
 from ..families import FAMILIES, names_of
-from .config import CHANGES_BASE, PREFIX, files_of
+from .config import BY_TYPE, CHANGES_BASE, PREFIX, files_of
 from .load import ROOT, Rename, names_in_file
-from .methods import METHODS, Method, Written
 from .stored import ENDINGS, TOKENS, is_parameter, parts_as_stored, stored_as, why_unsupported, wrapped_names
 
 
@@ -117,7 +117,7 @@ def save_adapter(
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
     of_all: dict[str, Any] = {}
-    if (method := METHODS.get(kind)) is None:
+    if (method := BY_TYPE.get(kind)) is None:
         of_layers, entries = _lora_entries(model, names, in_file, adapters, lora_bias, trained)
         entries = {**trained_config, **entries}
         if invocation is not None:
@@ -175,7 +175,7 @@ def _for_all_tokens(model: PyTree) -> tuple[PyTree, tuple[int, ...] | None]:
 
 
 # The type of array of each method, by its name in PEFT.
-_TYPES = {"LORA": LoraArray} | {method.peft_type: method.type for method in METHODS.values()}
+_TYPES = {"LORA": LoraArray} | {kind: method.type for kind, method in BY_TYPE.items()}
 
 
 def _kind_of(arrays: Mapping[str, Any]) -> str:

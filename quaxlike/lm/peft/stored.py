@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ...arrays.layout import Layout
 from ...arrays.lora import LoraArray
 from ...surgery.trees import layer_of
-from ...surgery.weight_axes import Layout, is_norm
+from ...surgery.weight_axes import is_norm
 
 #: The endings of an adapter's tensors, by its parts, for embeddings and for all other layers.
 ENDINGS = {

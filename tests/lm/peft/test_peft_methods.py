@@ -13,11 +13,11 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import adapters
-from quaxlike.adapters.scaled import ScaledBias
+from quaxlike.adapters.ia3 import ScaledBias
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft
-from quaxlike.lm.peft.methods import METHODS
+from quaxlike.lm.peft.config import BY_TYPE as METHODS
 from quaxlike.surgery.trees import layer_of, named_arrays, replace
 from tests.samples import drawn
 

@@ -1,14 +1,21 @@
-"""`Method`: the record of one of PEFT's methods, and what its entry sees of a layer."""
+"""`Method`: the record of one published method: its array type, how it starts, and how its files look."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from ....arrays.adapted import AdaptedArray
-from ....files.errors import CheckpointError
-from ....surgery.loraify import value_for
-from ....surgery.weight_axes import Layout
-from ...folders.model_config import is_finite
+import jax
+import jax.numpy as jnp
+
+from .._checked import is_finite
+from .._patterns import value_for
+from ..arrays.adapted import AdaptedArray
+from ..arrays.dot_axes import in_float32
+from ..arrays.layout import Layout
+
+Start = Callable[..., Any]
 
 
 class Option(NamedTuple):
@@ -55,7 +62,7 @@ class Source(Protocol):
 
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
 
-    def error(self, key: str, problem: str) -> CheckpointError: ...
+    def error(self, key: str, problem: str) -> ValueError: ...
 
     def shape(self, key: str) -> tuple[int, ...]: ...
 
@@ -115,7 +122,7 @@ class Layer:
         self._unread.discard(part)
         return self._file.read(self._keys[part], shape, integers=integers)
 
-    def error(self, part: str, problem: str) -> CheckpointError:
+    def error(self, part: str, problem: str) -> ValueError:
         self.shape_of(part)
         return self._file.error(self._keys[part], problem)
 
@@ -124,7 +131,7 @@ class Layer:
         layout = self.layout
         return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
 
-    def missing_for_all(self, name: str) -> CheckpointError:
+    def missing_for_all(self, name: str) -> ValueError:
         """The error that a tensor of all layers is missing."""
         key = f"{self._prefix.removesuffix('model.')}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
@@ -150,11 +157,76 @@ class Written(NamedTuple):
         return tuple(self.array.w.shape[axis] for axis in into)
 
 
+class Weight(NamedTuple):
+    """A weight and the shapes of its batch axes, outputs and inputs."""
+
+    w: Any
+    layout: Layout
+    batch: tuple[int, ...]
+    out: tuple[int, ...]
+    into: tuple[int, ...]
+    dtype: Any
+    """Of the parts: the weight's, or float32 for 16-bit weights."""
+    keys: Any
+
+    @property
+    def outputs(self) -> int:
+        return math.prod(self.out)
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.into)
+
+    def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
+        return kind(
+            self.w, *parts, out_axes=self.layout.out_axes, in_axes=self.layout.in_axes, **options
+        )  # fmt: skip
+
+    def zeros(self, *shape: int) -> jax.Array:
+        return jnp.zeros((*self.batch, *shape), self.dtype)
+
+    def ones(self, *shape: int) -> jax.Array:
+        return jnp.ones((*self.batch, *shape), self.dtype)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
+        return scale * jax.random.normal(next(self.keys), (*self.batch, *shape), self.dtype)
+
+    def kaiming(self, *shape: int, fan_in: int) -> jax.Array:
+        """PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
+        bound = fan_in**-0.5
+        return jax.random.uniform(next(self.keys), (*self.batch, *shape), self.dtype, -bound, bound)
+
+    def must_divide(self, method: str, option: str, n: int, *sizes: int) -> None:
+        if n < 1 or any(size % n for size in sizes):
+            found = " and ".join(map(str, sizes))
+            raise ValueError(f"{method} needs {option} that divides {found}; found {n}.")
+
+
+def starts(start: Callable[..., Any]) -> Start:
+    """`make` from a function of a `Weight` and options."""
+
+    @functools.wraps(start)
+    def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
+        shape = tuple(w.shape)
+        out, into = (tuple(shape[axis] for axis in axes) for axes in (layout.out_axes, layout.in_axes))
+        keys = iter(() if key is None else jax.random.split(key, 4))
+        weight = Weight(w, layout, layout.batch_shape(shape), out, into, in_float32(w.dtype), keys)
+        return start(weight, **options)
+
+    _, *own = inspect.signature(start).parameters.values()
+    named = [inspect.Parameter("w", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    named += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("key", "layout")]
+    make.__signature__ = inspect.Signature([*named, *own])  # pyright: ignore[reportAttributeAccessIssue]
+    return make
+
+
 class Method(NamedTuple):
     """One of PEFT's methods."""
 
     peft_type: str
     type: type[AdaptedArray]
+    start: Start
+    """Puts a new adapter on a weight: the function for [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
     """The endings of its tensors, by the names that `read` and `write` use."""
     options: Mapping[str, Option]
@@ -179,6 +251,11 @@ class Method(NamedTuple):
     """Makes what all layers share, from these and the tensors of `shared` that the file has."""
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """The tensors and options that all layers share."""
+
+    @property
+    def name(self) -> str:
+        """The name of the method in Python."""
+        return self.peft_type.lower()
 
     @property
     def refused(self) -> str:

@@ -8,7 +8,7 @@ each part of an expression maps the set of positions where it may begin to the s
 import functools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _MOST_STEPS = 50_000  # positions that the parts are tried at; names of layers take some hundreds
@@ -164,3 +164,13 @@ def _repeated(part: _Part, token: str) -> _Part:
         return reached
 
     return repeated
+
+
+def matches_layer(pattern: str, layer: str) -> bool:
+    """Whether a key of PEFT's rank_pattern or alpha_pattern matches the name of a layer."""
+    return fullmatch(rf"(.*\.)?({pattern})$", layer)
+
+
+def value_for(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
+    """The value of the first pattern that matches the name of a layer."""
+    return next((value for pattern, value in patterns.items() if matches_layer(pattern, layer)), otherwise)

@@ -1,0 +1,109 @@
+"""GraLoRA: a low-rank change for each block of a weight."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from ..arrays.lora.array import LoraArray
+from ..arrays.structured import (
+    BlockDiagonalMatrix,
+)
+from .method import MethodArray
+from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, flag, number, starts
+
+
+class GraLoRAArray(MethodArray):
+    """Granular low-rank adaptation: the weight is a grid of `k x k` blocks, each with a low-rank change of
+    its own.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value.
+    - `a`: for each of `k` groups of inputs, the first factors of all blocks in its column: shape
+        `(..., k, inputs / k, rank)`.
+    - `b`: for each of `k` groups of outputs, the second factors of all blocks in its row: shape
+        `(..., k, rank, outputs / k)`.
+    - `general_a`, `general_b`: a low-rank change of the whole, as `a` and `b` of [`quaxlike.LoraArray`][].
+        Default: None.
+    - `scaling`: the factor of all. Default: 1.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        w, a, b = jnp.ones((4, 6)), jnp.ones((2, 3, 2)), jnp.zeros((2, 2, 2))
+        gralora = ql.adapters.GraLoRAArray(w, a, b)
+        ql.quaxify(jnp.matmul)(gralora, jnp.arange(6.0))
+        ```
+
+    Jung et al., GraLoRA: Granular Low-Rank Adaptation for Parameter-Efficient Fine-Tuning (2025).
+    """
+
+    a: Any
+    b: Any
+    general_a: Any = None
+    general_b: Any = None
+    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+
+    part_axes: ClassVar[Mapping[str, str]] = {
+        "a": "k in_group rank", "b": "k rank out_group", "general_a": "h columns", "general_b": "rows h"
+    }  # fmt: skip
+
+    def adds_nothing(self) -> bool:
+        return True
+
+    def composed(self) -> LoraArray:
+        k, rank, size = self.b.shape[-3:]
+        # The rank of the whole is (n, j, q): the group of inputs, that of outputs, and the rank of a block.
+        b = jnp.reshape(self.scaling * self.b, (*self.b.shape[:-3], k, k, rank // k, size))
+        eye = jnp.eye(k, dtype=b.dtype)
+        b = jnp.einsum("...jnqo,jl->...jonlq", b, eye)
+        b = jnp.reshape(b, (*b.shape[:-5], k * size, k * rank))
+        x = self.low_rank(BlockDiagonalMatrix(jnp.matrix_transpose(self.a)), b)
+        if self.general_a is None:
+            return x
+        return self.low_rank(self.general_a, self.scaling * self.general_b).with_base(x)
+
+
+@starts
+def gralora(x: Weight, *, rank: int = 32, alpha: float = 64, k: int = 2) -> GraLoRAArray:
+    x.must_divide("GraLoRA", "a k", k, rank, x.outputs, x.inputs)
+    a = x.kaiming(k, x.inputs // k, rank, fan_in=x.inputs // k)
+    return x.on(GraLoRAArray, a, x.zeros(k, rank, x.outputs // k), scaling=alpha / rank)
+
+
+def _read_gralora(layer: Layer) -> Any:
+    r, k, h = (layer.option(name) for name in ("r", "gralora_k", "hybrid_r"))
+    if r % k or layer.inputs % k or layer.outputs % k:
+        raise layer.error("a", f"gralora_k must divide the rank, {layer.inputs} inputs and {layer.outputs} "
+                          f"outputs; found rank {r} and gralora_k {k}")  # fmt: skip
+    a, b = layer.read("a", k, layer.inputs // k, r), layer.read("b", k, r, layer.outputs // k)
+    general = {"general_a": layer.read("general_a", h, layer.inputs),
+               "general_b": layer.read("general_b", layer.outputs, h)} if h else {}  # fmt: skip
+    return layer.on(GraLoRAArray, a, b, **general, scaling=layer.option("alpha") / (r + h))
+
+
+def _write_gralora(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
+    x = layer.array
+    k, r, h = *x.b.shape[-3:-1], 0 if x.general_a is None else x.general_a.shape[-2]
+    parts = {"a": x.a, "b": x.b, "general_a": x.general_a, "general_b": x.general_b}
+    options = {"r": r, "hybrid_r": h, "gralora_k": k, "alpha": as_written(x.scaling * (r + h))}
+    return {name: part for name, part in parts.items() if part is not None}, options
+
+
+GRALORA = Method(
+    "GRALORA", GraLoRAArray, gralora,
+    parts={
+        "a": ".gralora_A", "b": ".gralora_B",
+        "general_a": ".gralora_A_general.weight", "general_b": ".gralora_B_general.weight",
+    },
+    options={
+        "r": count(32), "hybrid_r": count(0, 0), "alpha": number(64), "gralora_k": count(2),
+        "gralora_dropout": DROPOUT, "fan_in_fan_out": flag(),
+    },
+    read=_read_gralora, write=_write_gralora,
+)  # fmt: skip

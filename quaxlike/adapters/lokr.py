@@ -1,0 +1,161 @@
+"""LoKr: a Kronecker product, whose factors may be of low rank."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import equinox as eqx
+
+from ..arrays.structured import (
+    KroneckerMatrix,
+)
+from .combinators import SumArray
+from .lycoris import KINDS, OPTIONS, PATTERNS, tucker
+from .method import MethodArray
+from .record import (
+    Layer,
+    Method,
+    Weight,
+    Written,
+    as_written,
+    count,
+    flag,
+    starts,
+)
+
+
+class LoKrArray(MethodArray):
+    """LoKr: adds `scaling` times the Kronecker product of two matrices, each of which may be low-rank.
+
+    **Arguments:**
+
+    - `w`: the base, an array or a Value.
+    - `first`: shape `(..., o_1, i_1)`, or `(..., o_1, r)` if there is a `first_b`.
+    - `second`: shape `(..., o_2, i_2)`, or `(..., o_2, r)` if there is a `second_b`. `o_1 o_2` and `i_1 i_2`
+        count outputs and inputs; several axes of either are flattened.
+    - `first_b`, `second_b`: what they are multiplied by, `(..., r, i_1)` and `(..., r, i_2)`. Default: None.
+    - `core`: for kernels of convolutions in the form of Tucker, `(r, r, *window)`: the second matrix is then
+        `core`, multiplied by `second` and by `second_b`, of shape `(r, channels)`. Default: None.
+    - `alpha`, `rank`: `scaling = alpha / rank`, whatever the ranks of the matrices are. Default: 1.
+    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, quaxlike as ql
+
+        first, second = jnp.ones((2, 2)), jnp.zeros((2, 3))
+        lokr = ql.adapters.LoKrArray(jnp.ones((4, 6)), first, second)
+        ql.quaxify(jnp.matmul)(lokr, jnp.arange(6.0))
+        ```
+
+    Yeh et al., Navigating Text-To-Image Customization (2023), as in LyCORIS.
+    """
+
+    first: Any
+    second: Any
+    first_b: Any = None
+    second_b: Any = None
+    core: Any = None
+    alpha: float = eqx.field(static=True, default=1.0, kw_only=True, converter=float)
+    rank: int = eqx.field(static=True, default=1, kw_only=True)
+
+    part_axes: ClassVar[Mapping[str, str]] = {
+        "first": "o_1 i_1", "second": "o_2 i_2", "first_b": "r i_1", "second_b": "r i_2",
+        "core": "r s height width",
+    }  # fmt: skip
+
+    def adds_nothing(self) -> bool:
+        return True
+
+    def composed(self) -> SumArray:
+        first = self.first if self.first_b is None else tucker(None, self.first, self.first_b)
+        second = self.second if self.second_b is None else tucker(self.core, self.second, self.second_b)
+        return self.on(SumArray, KroneckerMatrix(self.alpha / self.rank * first, second))
+
+
+@starts
+def lokr(x: Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = -1) -> LoKrArray:
+    (o_1, o_2), (i_1, i_2) = (two_factors(n, decompose_factor) for n in (x.outputs, x.inputs))
+    options: dict[str, Any] = {"alpha": float(alpha), "rank": rank}
+    if rank >= max(o_2, i_2) / 2:
+        return x.on(LoKrArray, x.zeros(o_1, i_1), x.kaiming(o_2, i_2, fan_in=i_2), **options)
+    second, second_b = x.kaiming(o_2, rank, fan_in=rank), x.kaiming(rank, i_2, fan_in=i_2)
+    return x.on(LoKrArray, x.zeros(o_1, i_1), second, second_b=second_b, **options)
+
+
+def two_factors(n: int, limit: int) -> tuple[int, int]:
+    """Two factors of `n`, as near to each other as can be; if `limit` is positive, the first is at most that.
+    PEFT's `factorization`."""
+    if limit > 0 and n % limit == 0:
+        return limit, n // limit
+    most = math.isqrt(n) if limit <= 0 else min(math.isqrt(n), limit)
+    first = next(m for m in range(most, 0, -1) if n % m == 0)
+    return first, n // first
+
+
+def _read_lokr(layer: Layer) -> Any:
+    r, alpha = layer.option("r", "rank_pattern"), layer.option("alpha", "alpha_pattern")
+    window, inputs = layer.window, layer.inputs // math.prod(layer.window)
+    limit = layer.option("decompose_factor")
+    (o_1, o_2), (i_1, i_2) = two_factors(layer.outputs, limit), two_factors(inputs, limit)
+    if layer.has("first"):
+        parts = {"first": layer.read("first", o_1, i_1)}
+    else:
+        parts = {"first": layer.read("first_a", o_1, r), "first_b": layer.read("first_b", r, i_1)}
+    if layer.has("second"):
+        parts["second"] = layer.read("second", o_2, i_2, *window).reshape(o_2, -1)
+    elif layer.has("core"):
+        parts["core"] = layer.read("core", r, r, *window)
+        parts |= {"second": layer.read("second_a", r, o_2).T, "second_b": layer.read("second_b", r, i_2)}
+    else:
+        parts["second"] = layer.read("second_a", o_2, r)
+        parts["second_b"] = layer.read("second_b", r, i_2 * math.prod(window))
+    return layer.on(LoKrArray, **parts, alpha=float(alpha), rank=r)
+
+
+def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
+    x, window = layer.array, layer.window
+    options = {"r": x.rank, "alpha": as_written(x.alpha)}
+    parts = {"first_b": x.first_b, "second_b": x.second_b, "core": x.core}
+    parts["first" if x.first_b is None else "first_a"] = x.first
+    if x.second_b is None:
+        parts["second"] = x.second.reshape(len(x.second), -1, *window)
+    else:
+        parts["second_a"] = x.second if x.core is None else x.second.T
+        options |= {"use_effective_conv2d": x.core is not None} if math.prod(window) > 1 else {}
+    return {name: part for name, part in parts.items() if part is not None}, options
+
+
+def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The limit of the factors, and whether PEFT takes first matrices to be low-rank with these ranks."""
+    shapes: dict[str, Any] = {}  # of both matrices, without the window
+    for name, layer in layers.items():
+        x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)
+        o_1, i_1 = len(x.first), (x.first if x.first_b is None else x.first_b).shape[-1]
+        shapes[name] = (o_1, i_1), (x.num_outputs // o_1, inputs // i_1)
+    factors = [pair for matrices in shapes.values() for pair in zip(*matrices, strict=True)]
+    limits = (-1, *range(1, max(map(max, factors)) + 1))
+    limit = next((n for n in limits if all(two_factors(x * y, n) == (x, y) for x, y in factors)), None)
+    if limit is None:
+        raise ValueError(f"PEFT's LoKr has one `decompose_factor` for all layers; none gives {shapes}.")
+    both = any(layer.array.first_b is not None for layer in layers.values())
+    for name, (first, second) in shapes.items():
+        x = layers[name].array
+        low = lambda shape, r=x.rank: r < max(shape) / 2
+        if low(second) == (x.second_b is None) or (low(first) and both) == (x.first_b is None):
+            raise ValueError(
+                f"PEFT's LoKr of rank {x.rank} has low-rank matrices where that is less than half of their "
+                f"size, and the first only if all layers have; {name} has others."
+            )
+    return {"decompose_factor": limit, "decompose_both": both}
+
+
+LOKR = Method(
+    "LOKR", LoKrArray, lokr,
+    parts={"first": ".lokr_w1", "first_a": ".lokr_w1_a", "first_b": ".lokr_w1_b", "second": ".lokr_w2",
+           "second_a": ".lokr_w2_a", "second_b": ".lokr_w2_b", "core": ".lokr_t2"},
+    options={**OPTIONS, "decompose_both": flag(), "decompose_factor": count(-1, -1),
+             "rank_dropout_scale": flag()},
+    read=_read_lokr, write=_write_lokr, settle=_settle_lokr, kinds=KINDS, conv1d=False, patterns=PATTERNS,
+)  # fmt: skip
