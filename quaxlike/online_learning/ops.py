@@ -123,7 +123,8 @@ def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, h
 
 
 def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
-    return jnp.matmul(jnp.matmul(x, b), a) * jnp.asarray(scale, x.dtype)
+    y = jnp.matmul(jnp.matmul(x, b), a)
+    return y * jnp.asarray(scale, y.dtype)
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -373,9 +374,10 @@ def _conv_general(
     dilation: tuple[int, ...] | None = None,
 ) -> jax.Array:
     axes = _SPATIAL[len(_SPATIAL) - (kernel.ndim - 2) :]
+    dtype = jnp.result_type(x, kernel)
     return lax.conv_general_dilated(
-        x,
-        kernel,
+        x.astype(dtype),
+        kernel.astype(dtype),
         strides or (1,) * len(axes),
         padding,
         rhs_dilation=dilation,
@@ -417,6 +419,7 @@ def _conv_instant(
     x: Any, g: Any, weights: Mapping[str, Any], *, has_bias: bool = False, **params: Any
 ) -> dict[str, Any]:
     patches = _patches(x, weights["weight"], **params)[..., None]
+    patches = patches.astype(jnp.result_type(patches, g))
     return {"weight": patches * _beside_window(g, patches.ndim)} | ({"bias": g} if has_bias else {})
 
 
