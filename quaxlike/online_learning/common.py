@@ -1,4 +1,4 @@
-"""Common subexpressions of a step, so that what is found out about it does not depend on how it is written."""
+"""Common subexpressions of a step, merged: what is found out about it does not depend on how it is written."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
@@ -84,7 +85,8 @@ class _Numbers:
 
         def read(atom: Any) -> int:
             if isinstance(atom, Literal):
-                return self._number(_of_array(np.asarray(atom.val, atom.aval.dtype)))
+                aval: Any = atom.aval
+                return self._number(_of_array(np.asarray(atom.val, aval.dtype)))
             return env[atom]
 
         numbers: list[int | None] = []
@@ -118,7 +120,7 @@ class _Numbers:
         return name, self._of_value(params["call_jaxpr"]), derivative
 
     def _of_derivative(self, eqn: JaxprEqn) -> Hashable:
-        primals = [v.aval for v in eqn.invars]
+        primals: list[Any] = [v.aval for v in eqn.invars]
         moving = [i for i, aval in enumerate(primals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
         def push(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -176,7 +178,7 @@ class _Same:
 
 def _of_array(x: Any) -> Hashable:
     """A key of an array: its numbers, if they are known and here."""
-    is_here = not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
+    is_here = not isinstance(x, jax.Array) or (not isinstance(x, Tracer) and x.is_fully_addressable)
     dtype = jnp.result_type(x) if is_here else None
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
         return _Same(x)
@@ -184,7 +186,7 @@ def _of_array(x: Any) -> Hashable:
     return array.shape, str(dtype), array.tobytes()
 
 
-def _is_identity(eqn: JaxprEqn) -> bool:
+def _is_identity(eqn: Any) -> bool:
     name, params = eqn.primitive.name, eqn.params
     if name not in _IDENTITIES or len(eqn.invars) > 1:
         return False
