@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import itertools
 import os
 import pathlib
 import sys
@@ -304,14 +305,29 @@ BWD_RETURNS_LOGS = flattree is not None
 
 
 @functools.cache
-def named_primitives() -> dict[str, jexc.Primitive]:
-    """Every primitive that has rules in JAX's tables, by name."""
+def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
+    """Every primitive that has rules in JAX's tables, by name: several if libraries chose the same name, but
+    only JAX's where that is one of its public ones."""
     tables = (mlir._lowerings, ad.primitive_jvps, batching.fancy_primitive_batchers)
-    found = {p.name: p for table in tables for p in list(table) if isinstance(p, jexc.Primitive)}
+    found: dict[str, dict[jexc.Primitive, None]] = {}
+    for primitive in itertools.chain.from_iterable(map(list, tables)):
+        replaced = getattr(getattr(primitive, "root", primitive), "is_replaced", False)
+        if isinstance(primitive, jexc.Primitive) and not replaced:
+            found.setdefault(primitive.name, {})[primitive] = None
+    return {name: tuple(those) for name, those in found.items()} | _public_primitives()
+
+
+def _public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
+    found: dict[str, tuple[jexc.Primitive, ...]] = {}
     for attribute, primitive in vars(jexc.primitives).items():
         if isinstance(primitive, jexc.Primitive):
-            found[attribute.removesuffix("_p")] = found[primitive.name] = primitive
+            found[attribute.removesuffix("_p")] = found[primitive.name] = (primitive,)
     return found
+
+
+def is_name_of_jax(name: str) -> bool:
+    """Whether a public primitive of JAX has this name."""
+    return name in _public_primitives()
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
