@@ -1,4 +1,4 @@
-"""Common subexpressions of a step, merged: what is found out about it does not depend on how it is written."""
+"""Common subexpressions of a step, merged: what a learner finds does not depend on how it is written."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any

@@ -68,8 +68,8 @@ def define_primitive(
 
     **Arguments:**
 
-    - `name`: the primitive's name, an identifier that no primitive of JAX has, nor one defined in this way. If
-        another library has one, rules for either are registered by the primitive itself, not by its name.
+    - `name`: the primitive's name, an identifier that no primitive of JAX has, nor one defined in this way.
+        If another library has one, rules for either are registered by the primitive itself, not by its name.
     - `impl`: a function of arrays (or pytrees of them) by position and static parameters by
         keyword. Derivatives are derived from it; side effects such as printing are repeated where they
         recompute it.

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import quaxlike
+from quaxlike import NF4Array
 from quaxlike.online_learning import (
     DRTRL,
     PPProp,
@@ -213,6 +215,26 @@ def test_values():
     np.testing.assert_allclose(
         conv(signal, kernel, b, padding="VALID"), np.einsum("bsiw,wio->bso", windows, kernel) + b
     )
+
+
+VALUES = {
+    "matmul": lambda x, w: matmul(x, w),
+    "bias": lambda x, w: matmul(x, w, bias=w[0]),
+    "lora": lambda x, w: lora_matmul(x, w[:, :2], w[:2]),
+    "elementwise": lambda x, w: elementwise(w=w),
+    "embedding": lambda x, w: embedding(np.array([1, 0]), w),
+    "conv": lambda x, w: conv(x[None], w[None]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_outside_of_quaxify(name):
+    x, w = _normal(0, 3, 64), NF4Array.quantize(jnp.asarray(_normal(1, 64, 64), jnp.float32))
+    x = jnp.asarray(x, jnp.float32)
+    found, expected = (quaxlike.materialise(VALUES[name](x, w)) for w in (w, quaxlike.materialise(w)))
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    inside = quaxlike.quaxify(lambda x: VALUES[name](x, w))(x)
+    np.testing.assert_allclose(quaxlike.materialise(inside), expected, 1e-4, 1e-4)
 
 
 def test_patterns():

@@ -210,7 +210,9 @@ def _with_rule(fun):
     f = custom_dce(fun)
     factor = fun(1.0, 0.0)[0]
     parts = [lambda *args, i=i: factor * _rounded(*args)[i] for i in (0, 1)]
-    f.def_dce(lambda used, *args: tuple(part(*args) if u else None for u, part in zip(used, parts)))
+    f.def_dce(
+        lambda used, *args: tuple(part(*args) if u else None for u, part in zip(used, parts, strict=True))
+    )
     return f
 
 
