@@ -69,7 +69,8 @@ def test_options_are_those_of_the_standard_library():
     """As an editor shows them: by name, with their defaults."""
     ours, stdlib = (inspect.signature(d).parameters for d in (dataclass, dataclasses.dataclass))
     differing = {name for name, p in ours.items() if stdlib[name].default != p.default}
-    assert ours.keys() == stdlib.keys() and differing == {"frozen"}
+    assert ours.keys() == stdlib.keys()
+    assert differing == {"frozen"}
     of_field = inspect.signature(dataclasses.field).parameters
     for made in (field, lens_field):
         found = inspect.signature(made).parameters
@@ -303,7 +304,7 @@ def test_static_fields_need_not_be_hashable(value):
     assert jax.lax.scan(lambda c, _: (c, None), named, length=2)[0] == other
     assert jax.vmap(lambda x: x)(named).name == value
     assert jax.grad(lambda x: x.value.sum())(named).name == value
-    with pytest.raises(ValueError, match="structure|mismatch"):
+    with pytest.raises(ValueError, match=r"structure|mismatch"):
         jax.tree.map(jnp.add, named, Named(jnp.ones(2), {"mode": "clip"}))
     with pytest.raises(TypeError, match="unhashable"):
         hash(named)

@@ -213,7 +213,9 @@ def test_nodes_that_match_and_have_options(wrap):
 
 def test_a_leaf_with_options_is_no_array():
     class Opaque:
-        scatter_args: ScatterArgs = {}
+        @property
+        def scatter_args(self) -> ScatterArgs:
+            return {}
 
     with pytest.raises(TypeError, match="found Opaque, not an array"):
         tree_scatter_set(Opaque(), Opaque(), jnp.array([0]), {})

@@ -330,8 +330,8 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
         raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}")
     if len(found) > 1:
         raise ValueError(
-            f"{len(found)} primitives are called {primitive!r}, of different libraries. Pass the one that you "
-            "mean instead of its name: `register(primitive)`."
+            f"{len(found)} primitives are called {primitive!r}, of different libraries. Pass the one that "
+            "you mean instead of its name: `register(primitive)`."
         )
     return found[0]
 
