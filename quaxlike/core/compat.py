@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import itertools
 import os
 import pathlib
 import sys
@@ -308,26 +307,17 @@ BWD_RETURNS_LOGS = flattree is not None
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
     """Every primitive that has rules in JAX's tables, by name: several if libraries chose the same name, but
     only JAX's where that is one of its public ones."""
-    tables = (mlir._lowerings, ad.primitive_jvps, batching.fancy_primitive_batchers)
     found: dict[str, dict[jexc.Primitive, None]] = {}
-    for primitive in itertools.chain.from_iterable(map(list, tables)):
-        replaced = getattr(getattr(primitive, "root", primitive), "is_replaced", False)
-        if isinstance(primitive, jexc.Primitive) and not replaced:
-            found.setdefault(primitive.name, {})[primitive] = None
-    return {name: tuple(those) for name, those in found.items()} | _public_primitives()
+    for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
+        if isinstance(p, jexc.Primitive) and not getattr(getattr(p, "root", p), "is_replaced", False):
+            found.setdefault(p.name, {})[p] = None
+    return {name: tuple(those) for name, those in found.items()} | public_primitives()
 
 
-def _public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    found: dict[str, tuple[jexc.Primitive, ...]] = {}
-    for attribute, primitive in vars(jexc.primitives).items():
-        if isinstance(primitive, jexc.Primitive):
-            found[attribute.removesuffix("_p")] = found[primitive.name] = (primitive,)
-    return found
-
-
-def is_name_of_jax(name: str) -> bool:
-    """Whether a public primitive of JAX has this name."""
-    return name in _public_primitives()
+def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
+    """Those of JAX that `jax.extend.core.primitives` shows."""
+    shown = {n: p for n, p in vars(jexc.primitives).items() if isinstance(p, jexc.Primitive)}
+    return {name: (p,) for n, p in shown.items() for name in (n.removesuffix("_p"), p.name)}
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:

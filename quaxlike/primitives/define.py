@@ -113,7 +113,7 @@ def define_primitive(
                 "pass `replace=True` to redefine it"
             )
         # Another library may have one of this name: primitives are told apart by identity.
-        if compat.is_name_of_jax(name):
+        if name in compat.public_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         platforms: dict[str | None, Callable[..., Any] | None]
         platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}

@@ -277,7 +277,7 @@ def test_a_name_that_another_library_has(theirs_first):
     x = Negated(jnp.ones(()))
     assert isinstance(quaxlike.quaxify(ours)(x), Negated)
     assert quaxlike.quaxify(jax.jit(theirs.bind))(x) == jnp.cos(-1.0)
-    with pytest.raises(ValueError, match=f"2 primitives are called '{name}', of different libraries"):
+    with pytest.raises(ValueError, match=f"2 primitives of different libraries are called '{name}'"):
         quaxlike.register(name)
 
 
