@@ -304,14 +304,20 @@ BWD_RETURNS_LOGS = flattree is not None
 
 
 @functools.cache
-def named_primitives() -> dict[str, jexc.Primitive]:
-    """Every primitive that has rules in JAX's tables, by name."""
-    tables = (mlir._lowerings, ad.primitive_jvps, batching.fancy_primitive_batchers)
-    found = {p.name: p for table in tables for p in list(table) if isinstance(p, jexc.Primitive)}
-    for attribute, primitive in vars(jexc.primitives).items():
-        if isinstance(primitive, jexc.Primitive):
-            found[attribute.removesuffix("_p")] = found[primitive.name] = primitive
-    return found
+def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
+    """Every primitive that has rules in JAX's tables, by name: several if libraries chose the same name, but
+    only JAX's where that is one of its public ones."""
+    found: dict[str, dict[jexc.Primitive, None]] = {}
+    for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
+        if isinstance(p, jexc.Primitive) and not getattr(getattr(p, "root", p), "is_replaced", False):
+            found.setdefault(p.name, {})[p] = None
+    return {name: tuple(those) for name, those in found.items()} | public_primitives()
+
+
+def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
+    """Those of JAX that `jax.extend.core.primitives` shows."""
+    shown = {n: p for n, p in vars(jexc.primitives).items() if isinstance(p, jexc.Primitive)}
+    return {name: (p,) for n, p in shown.items() for name in (n.removesuffix("_p"), p.name)}
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:

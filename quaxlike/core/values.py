@@ -148,6 +148,10 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """For a type whose `on_materialise` is "error": what would be lost, and how to get a dense array on
     purpose. Messages say it in place of how to allow it."""
 
+    to_unify: ClassVar[str] = ""
+    """What to do where two such values, in branches or before and after an iteration, have no form in common.
+    Messages say it in place of how a type unifies them."""
+
     linear: ClassVar[bool] = False
     """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
 

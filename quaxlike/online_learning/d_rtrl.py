@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .graph import Op, Relation
+from .graph import Op, Relation, widest
 from .learner import Learner, Linearised, Weights, over_lead
 from .step import Step
 
@@ -64,7 +64,8 @@ class DRTRL(Learner):
                     "init_drtrl", f"a dict of arrays whose last axis is of size {num}", first
                 )
             lead = group.shape[: relation.lead]
-            traces.append({key: jnp.zeros((*lead, *t.shape), t.dtype) for key, t in first.items()})
+            dtypes = {key: widest(t.dtype, group.dtype) for key, t in first.items()}
+            traces.append({key: jnp.zeros((*lead, *t.shape), dtypes[key]) for key, t in first.items()})
         return traces
 
     def _advance(self, here: Linearised, traces: PyTree) -> PyTree:
@@ -86,10 +87,10 @@ class DRTRL(Learner):
         own = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape[relation.lead : -1], t.dtype), trace)
         instant = over_lead(lambda g: _instant(op, num_batch, own)(x, g, weights), relation.lead, True)
 
-        by_state = by_state.astype(by_output.dtype)
+        by_state = by_state.astype(_dtype_of(trace))
 
         def to_state(i: int) -> dict[str, Any]:
-            total = instant(by_output[..., i])
+            total = jax.tree.map(lambda x, t: x.astype(t.dtype), instant(by_output[..., i]), trace)
             for j in range(by_output.shape[-1]):
                 carried = scale(by_state[..., i, j], jax.tree.map(lambda t: t[..., j], trace))
                 total = jax.tree.map(jnp.add, total, carried)
@@ -103,8 +104,10 @@ class DRTRL(Learner):
     ) -> Weights:
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
+        dtype = _dtype_of(traces[number])
+        weights = {key: w.astype(widest(w.dtype, dtype)) for key, w in weights.items()}
         solve = over_lead(lambda g, trace: _solve(op)(g, trace, weights), relation.lead, True, True)
-        signal = signal.astype(op.y_var.aval.dtype)
+        signal = signal.astype(dtype)
         total = None
         for i in range(signal.shape[-1]):
             found = solve(signal[..., i], jax.tree.map(lambda t: t[..., i], traces[number]))
@@ -112,6 +115,10 @@ class DRTRL(Learner):
             total = found if total is None else jax.tree.map(jnp.add, total, found)
         assert total is not None
         return total
+
+
+def _dtype_of(trace: dict[str, Any]) -> Any:
+    return widest(*(t.dtype for t in trace.values()))
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:

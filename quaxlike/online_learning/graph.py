@@ -1,12 +1,14 @@
 """The parts of a recurrent network's step that matter for learning forward in time."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from ..core import compat
@@ -14,7 +16,7 @@ from ..core.high_level import as_call
 from ..primitives import DefinedPrimitive
 from .primitive import RULES, ETPPrimitive
 
-_INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
+INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat")
 _CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -77,6 +79,16 @@ class Op:
     def has_rule(self, slot: str) -> bool:
         return self.primitive.slot(slot).registered
 
+    @property
+    def told(self) -> str:
+        """The name of the primitive, and the line that uses it."""
+        line = next((f" at {line}" for line in compat.lines_of(self.eqn)), "")
+        return f"{self.primitive.name!r}{line}"
+
+    def with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
+        fixed = self.weights.values()
+        return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
+
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """The input and the weights among the operands."""
         i = self.primitive.x_invar_index
@@ -94,6 +106,18 @@ def _form(x: Any) -> str:
     return repr(x)
 
 
+def widest(*dtypes: Any) -> Any:
+    """The dtype that holds the numbers of all, also where NumPy knows of none: float16 and bfloat16."""
+
+    def wider(a: Any, b: Any) -> Any:
+        try:
+            return np.promote_types(a, b)
+        except TypeError:
+            return np.dtype(np.float32)
+
+    return functools.reduce(wider, dtypes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """States of one shape that depend on each other elementwise."""
@@ -102,6 +126,9 @@ class Group:
     shape: tuple[int, ...]
     components: tuple[tuple[int, bool], ...]
     """The real numbers that states consist of: for each its state, and whether it is the imaginary part."""
+    dtype: Any
+    """The dtype that holds each of these numbers. Traces decay as the states do, so they are at least as
+    precise: in bfloat16, a product by 0.999 is the number itself."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +159,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
         operands = [read(atom) for atom in eqn.invars]
         written = eqn if call is None or any(compat.lines_of(eqn)) else call
         name, params = as_call(eqn.primitive, eqn.params)
-        if name in _INLINED:
+        if name in INLINED:
             inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
             results = inline(inner, operands, written)
         elif name in _CUSTOM_VJP:

@@ -124,7 +124,8 @@ class Learner(abc.ABC):
                 for of, by in ((traces, signals), (last_traces, last_signals)):
                     if group.states[0] in by:
                         found = self._solve(here, of, r, relation, _components(group, _conjugated(by)))
-                        cotangents[relation.op] = jax.tree.map(jnp.add, cotangents[relation.op], found)
+                        add = lambda total, x: total + _of_dtype(x, total.dtype)
+                        cotangents[relation.op] = jax.tree.map(add, cotangents[relation.op], found)
             operands = lambda p: _operands(step, p, traced.state, traced.inputs).items()
             by_params = jax.vjp(lambda p: {k: weights for k, (_, weights) in operands(p)}, params)[1]
             grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
@@ -172,11 +173,10 @@ class Learner(abc.ABC):
 
         for i, name in enumerate(traced.param_names):
             if any(reached(next_state, avals, i)):
+                how, use = step.way_past_traces(i)
                 message = (
-                    f"parameter model{name} acts on the state other than through an ETP primitive of its "
-                    "own, so its gradient does not reach back in time. Use it through one (such as "
-                    "online_learning.matmul or online_learning.elementwise), leave it out of `trainable`, "
-                    'or set untraced="allow"'
+                    f"parameter model{name} acts on the state {how}, so its gradient does not reach back in "
+                    f'time. {use}, leave it out of `trainable`, or set untraced="allow"'
                 )
                 if self.untraced == "error":
                     raise ValueError(message)
@@ -250,7 +250,13 @@ def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
     """Real and imaginary parts of the states of a group, along a new last axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
-    return jnp.stack(parts, axis=-1)
+    return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
+
+
+def _of_dtype(x: Array, dtype: Any) -> Array:
+    """The cotangent of a weight of this dtype, computed in a wider one."""
+    is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (x.real if is_real else x).astype(dtype)
 
 
 def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,13 @@ from jaxtyping import ArrayLike
 
 from .._checked import checked
 from ..arrays.lora import LoraArray
+from ..core.operators import anywhere
 from ..core.quaxify import quaxify
 from ..core.rules import register
+from ..core.values import is_value
 from .primitive import ETPPrimitive, register_primitive, vjp_of, zeros_like_output, zeros_like_weights
+
+_P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
@@ -25,6 +29,18 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
         given = [key for key, x in operands.items() if x is not None]
         found = ", ".join(f"`{key}` of shape {shapes[key]}" for key in given)
         raise ValueError(f"{name} takes {expected}; found {found}.")
+
+
+def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
+    """Lets a function take Values outside of `quaxify`, too. Arrays are passed on as they are."""
+    quaxified = anywhere(fn)
+
+    @functools.wraps(fn)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> jax.Array:
+        with_values = any(map(is_value, args)) or any(map(is_value, kwargs.values()))
+        return (quaxified if with_values else fn)(*args, **kwargs)
+
+    return call
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
@@ -78,6 +94,7 @@ etp_mm_p, etp_mv_p = _product(
 )  # fmt: skip
 
 
+@_takes_values
 @checked
 def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
     """`x @ w + bias`, with `w` and `bias` trained online.
@@ -123,7 +140,8 @@ def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, h
 
 
 def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
-    return jnp.matmul(jnp.matmul(x, b), a) * jnp.asarray(scale, x.dtype)
+    y = jnp.matmul(jnp.matmul(x, b), a)
+    return y * jnp.asarray(scale, y.dtype)
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -154,6 +172,7 @@ etp_lora_mm_p, etp_lora_mv_p = _product(
 )  # fmt: skip
 
 
+@_takes_values
 @checked
 def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
     """`scale * x @ b @ a`, with `b` and `a` trained online.
@@ -248,6 +267,7 @@ etp_sp_mm_p, etp_sp_mv_p = _product(
 )  # fmt: skip
 
 
+@_takes_values
 @checked
 def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
     """`x @ w` for a sparse w, with its entries trained online.
@@ -288,6 +308,7 @@ etp_elemwise_p.register_etp_rules(
 )
 
 
+@_takes_values
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
     """Marks `w` as trained online, for weights that act on the state elementwise.
@@ -333,6 +354,7 @@ etp_emb_p.register_etp_rules(
 )
 
 
+@_takes_values
 @checked
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
     """`table[indices]`, with `table` trained online.
@@ -373,9 +395,10 @@ def _conv_general(
     dilation: tuple[int, ...] | None = None,
 ) -> jax.Array:
     axes = _SPATIAL[len(_SPATIAL) - (kernel.ndim - 2) :]
+    dtype = jnp.result_type(x, kernel)
     return lax.conv_general_dilated(
-        x,
-        kernel,
+        x.astype(dtype),
+        kernel.astype(dtype),
         strides or (1,) * len(axes),
         padding,
         rhs_dilation=dilation,
@@ -417,6 +440,7 @@ def _conv_instant(
     x: Any, g: Any, weights: Mapping[str, Any], *, has_bias: bool = False, **params: Any
 ) -> dict[str, Any]:
     patches = _patches(x, weights["weight"], **params)[..., None]
+    patches = patches.astype(jnp.result_type(patches, g))
     return {"weight": patches * _beside_window(g, patches.ndim)} | ({"bias": g} if has_bias else {})
 
 
@@ -431,6 +455,7 @@ etp_conv_p.register_etp_rules(
 )
 
 
+@_takes_values
 @checked
 def conv(
     x: ArrayLike,

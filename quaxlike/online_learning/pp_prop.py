@@ -1,14 +1,16 @@
 """pp_prop: online learning with traces of inputs and outputs only."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._checked import checked
-from .graph import Op, Relation
+from .graph import Op, Relation, widest
 from .learner import Learner, Linearised, Weights
 from .step import Step
 
@@ -67,19 +69,21 @@ class PPProp(Learner):
             if op.x_var is not None:
                 zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in (op.x_var, *op.weight_vars.values())]
                 x[k] = _pp_input(op, zeros[0], dict(zip(op.weight_vars, zeros[1:], strict=True)))
-                x[k] = jnp.zeros_like(x[k])
+                x[k] = jnp.zeros(x[k].shape, _precise(x[k].dtype))
         for relation in step.relations:
             op, group = step.ops[relation.op], step.groups[relation.group]
             num = len(group.components)
             first = op.plain_rule("init_pp")(op.x_var, op.y_var, op.weight_vars, num)
             if isinstance(first, Mapping) or jnp.shape(first) != (*op.y_var.aval.shape, num):
                 raise op.wrong_result("init_pp", f"an array of shape {(*op.y_var.aval.shape, num)}", first)
-            f.append(jnp.zeros((*group.shape[: relation.lead], *first.shape), first.dtype))
+            dtype = _precise(widest(first.dtype, group.dtype))
+            f.append(jnp.zeros((*group.shape[: relation.lead], *first.shape), dtype))
         return {"x": x, "f": f, "steps": jnp.zeros((), jnp.int32)}
 
     def _advance(self, here: Linearised, traces: PyTree) -> PyTree:
         step, decay = here.step, self.decay
-        x = {k: decay * trace + _pp_input(step.ops[k], *here.operands[k]) for k, trace in traces["x"].items()}
+        inputs = {k: _pp_input(step.ops[k], *here.operands[k]) for k in traces["x"]}
+        x = {k: decay * trace + inputs[k].astype(trace.dtype) for k, trace in traces["x"].items()}
         by_state = [here.by_state(g) for g in range(len(step.groups))]
         f = []
         for relation, trace in zip(step.relations, traces["f"], strict=True):
@@ -93,12 +97,21 @@ class PPProp(Learner):
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
         # The traces start from zero; this corrects the bias of their decaying means.
-        steps = jnp.maximum(traces["steps"], 1).astype(signal.dtype)
-        f = traces["f"][number]
-        dtype = np.promote_types(signal.dtype, np.complex64) if jnp.iscomplexobj(f) else signal.dtype
-        g = jnp.sum(f.astype(dtype) * signal.astype(dtype), axis=-1) / (1 - self.decay**steps).astype(dtype)
+        f, x = traces["f"][number], traces["x"].get(relation.op)
+        steps = jnp.maximum(traces["steps"], 1).astype(f.real.dtype)
+        bias = (1 - self.decay**steps).astype(f.dtype)
+        g = jnp.sum(f * signal.astype(f.dtype), axis=-1) / bias
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
-        return op.run("xy_to_dw", traces["x"].get(relation.op), g, weights, like=weights)
+        if x is not None:
+            like = jax.eval_shape(functools.partial(_pp_input, op), *here.operands[relation.op])
+            # The rule takes operands of the dtypes that they have in the step, but a sum of integers decays.
+            x = x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
+        return op.run("xy_to_dw", x, g, weights, like=weights)
+
+
+def _precise(dtype: Any) -> Any:
+    """At least float32, in which α is other than 1."""
+    return widest(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float32)
 
 
 def _pp_input(op: Op, x: Any, weights: Weights) -> Array:

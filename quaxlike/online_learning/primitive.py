@@ -160,7 +160,7 @@ def register_primitive(
 
     **Arguments:**
 
-    - `name`: an identifier that no primitive has yet.
+    - `name`: an identifier that no primitive of JAX has, nor one defined in this way.
     - `impl_fn`: a function that computes y from arrays by position and static parameters by keyword.
     - `batched`: whether x and y have leading batch axes.
     - `gradient_enabled`: whether the path from another y, or from the last state, to the state may pass

@@ -7,14 +7,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 from jaxtyping import PyTree
 
 from ..core import compat
 from ..core.quaxify import quaxify
 from ..primitives.forms import symbolic_tangents
-from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops
+from .common import merge_common, source_of
+from .graph import Group, Op, Relation, bind, inline, refuse_hidden_ops, widest
 from .mixing import Mixed, Positions, own_place
 from .primitive import ETPPrimitive, get_trainable_invars
 
@@ -24,8 +26,8 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 class Step:
     """A traced step: from leaves of parameters, state and inputs to leaves of the next state and output.
 
-    Calls are inlined into one flat list of equations, so that every intermediate result of the step is a
-    variable that later equations use.
+    Calls are inlined into one flat list of equations, and equal equations merged, so that every intermediate
+    result of the step is one variable that later equations use.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class Step:
         self.jaxpr = compat.open_jaxpr(self.closed)
         self.num_params, self.num_state = num_params, num_state
         self.state_names = state_names
-        self.eqns: list[JaxprEqn] = list(self.jaxpr.eqns)
+        self.eqns, self.results = merge_common(self.closed)
+        self.next_vars = [source_of(var, self.eqns) for var in self.results[:num_state]]
         self.param_avals = avals[:num_params]
         self.state_avals = avals[num_params : num_params + num_state]
         self.input_avals = avals[num_params + num_state :]
@@ -55,7 +58,7 @@ class Step:
             operands = list(map(read, eqn.invars))
             results = on_op(self.ops_at[i], operands) if i in self.ops_at else bind(eqn, operands)
             env |= zip(eqn.outvars, results, strict=True)
-        results = list(map(read, self.jaxpr.outvars))
+        results = list(map(read, self.results))
         return results[: self.num_state], results[self.num_state :]
 
     def with_shifts(
@@ -80,7 +83,6 @@ class Step:
         shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
-        next_vars = self.jaxpr.outvars[: self.num_state]
         next_state: dict[int, Any] = {}
         fixed = self._coupled(last)
         for i, eqn in enumerate(self.eqns):
@@ -91,12 +93,12 @@ class Step:
                 from_inner = self._with_fixed_weights(op, given)
             seen |= zip(eqn.outvars, bind(eqn, from_seen), strict=True)
             inner |= zip(eqn.outvars, bind(eqn, from_inner), strict=True)
-            for j, var in enumerate(next_vars):
+            for j, var in enumerate(self.next_vars):
                 if any(var is v for v in eqn.outvars):
                     own = lax.stop_gradient(inner[var]) if j in fixed else inner[var]
                     next_state[j] = own + shifts[j] if j in shifts else own
                     seen[var] = next_state[j]
-        results = list(map(read_seen, self.jaxpr.outvars))
+        results = list(map(read_seen, self.results))
         return results[: self.num_state], results[self.num_state :]
 
     def _coupled(self, states: Collection[int]) -> set[int]:
@@ -114,19 +116,55 @@ class Step:
 
     def _acts_on(self, i: int) -> set[int]:
         """The next states that depend on a state, or on its next one."""
-        next_vars = self.jaxpr.outvars[: self.num_state]
-        own = (self.jaxpr.invars[self.num_params + i], next_vars[i])
+        own = (self.jaxpr.invars[self.num_params + i], self.next_vars[i])
         reached = {var for var in own if not isinstance(var, Literal)}
         for eqn in self.eqns:
             if any(not isinstance(a, Literal) and a in reached for a in eqn.invars):
                 reached.update(eqn.outvars)
-        return {j for j, var in enumerate(next_vars) if not isinstance(var, Literal) and var in reached}
+        return {j for j, var in enumerate(self.next_vars) if not isinstance(var, Literal) and var in reached}
+
+    def way_past_traces(self, param: int) -> tuple[str, str]:
+        """How a parameter acts on the state such that its trace is missing, and what to write instead."""
+        avals = [*self.param_avals, *self.state_avals, *self.input_avals]
+        n, m = len(self.param_avals), len(self.param_avals) + self.num_state
+
+        def acts_with(live: Op | None) -> bool:
+            def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
+                return bind(op.eqn, operands if op is live else op.with_fixed_weights(operands))
+
+            def next_state(*leaves: Any) -> list[Any]:
+                return self.evaluate(leaves[:n], leaves[n:m], leaves[m:], on_op)[0]
+
+            return any(reached(next_state, avals, param))
+
+        untraced = [op for k, op in enumerate(self.ops) if k not in self.traced]
+        own = None if acts_with(None) else next(filter(acts_with, untraced), None)
+        if own is None:
+            return (
+                "other than through an ETP primitive of its own",
+                "Use it through one (such as online_learning.matmul or online_learning.elementwise)",
+            )
+        then = next(op for op in self.ops if own in self._before(op))
+        return (
+            f"through its ETP primitive {own.told} and then through another, {then.told}, which traces do "
+            "not follow",
+            "Let it act on the result of the other, `gate * matmul(h, w)` in place of `matmul(gate * h, w)`",
+        )
+
+    def _before(self, op: Op) -> list[Op]:
+        """The ops on whose results the operands of an op depend."""
+        needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
+        found = []
+        for i in reversed(range(op.index)):
+            if not needed.isdisjoint(self.eqns[i].outvars):
+                needed.update(a for a in self.eqns[i].invars if not isinstance(a, Literal))
+                found += [self.ops_at[i]] if i in self.ops_at else []
+        return found
 
     def _with_fixed_weights(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         if self.ops.index(op) not in self.traced:
             return list(operands)
-        weights = op.weights.values()
-        return [lax.stop_gradient(x) if i in weights else x for i, x in enumerate(operands)]
+        return op.with_fixed_weights(operands)
 
     def _environment(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -208,7 +246,12 @@ class Step:
                 members.setdefault(root(i), []).append(i)
         parts = lambda i: (False, True) if jnp.iscomplexobj(self.state_avals[i]) else (False,)
         return [
-            Group(tuple(m), self.state_avals[m[0]].shape, tuple((i, part) for i in m for part in parts(i)))
+            Group(
+                tuple(m),
+                self.state_avals[m[0]].shape,
+                tuple((i, part) for i in m for part in parts(i)),
+                widest(*(np.empty(0, self.state_avals[i].dtype).real.dtype for i in m)),
+            )
             for m in members.values()
         ]
 

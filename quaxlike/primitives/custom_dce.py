@@ -22,7 +22,15 @@ from jax.extend.core import DebugInfo
 
 from .._checked import checked
 from ..core import compat
-from .dce_call import Narrowed, RuleInProgressError, Used, dce_call_p, memoised
+from .dce_call import (
+    Narrowed,
+    RuleInProgressError,
+    Used,
+    dce_call_p,
+    declares_derivative,
+    memoised,
+    with_derivative_of,
+)
 from .forms import merge, split
 
 _P = ParamSpec("_P")
@@ -45,7 +53,9 @@ class custom_dce(Generic[_P, _T]):
 
     The rule applies under every transform. The rule's computation is what is differentiated: results that
     neither the caller nor the backward pass uses are not computed in either. To this end, the backward pass
-    starts from the inputs, not from residuals of the forward pass; XLA merges what both compute.
+    starts from the inputs, not from residuals of the forward pass; XLA merges what both compute. But a
+    derivative that the function declares (by `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`,
+    itself or in what it calls) holds, whichever results are used.
 
     !!! example
 
@@ -207,6 +217,7 @@ def _call(
         given=given,
         returned=returned,
         out_avals=jaxpr.out_avals,
+        declares=jaxpr if declares_derivative(jaxpr) else None,
     )
     operands = (*consts, *captured, *arrays)
     out = dce_call_p.bind(*operands, jaxpr=jaxpr, rule=memoised(narrow), name=of.name)
@@ -248,6 +259,7 @@ class _Narrow:
     given: _Mixed
     returned: _Mixed
     out_avals: Sequence[Any]
+    declares: Any  # the function's jaxpr, if it has derivatives of its own
 
     def __call__(self, used: Used) -> Narrowed:
         if used in self.refused:
@@ -270,7 +282,10 @@ class _Narrow:
         # Functions that the rule calls are narrowed too, and operands that only they needed are dropped.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
-        return jaxpr, (*[False] * self.num_consts, *used_ins)
+        used_ins = (*[False] * self.num_consts, *used_ins)
+        if self.declares is None:
+            return jaxpr, used_ins
+        return with_derivative_of(self.declares, used, jaxpr, used_ins)
 
     @property
     def rule_name(self) -> str:

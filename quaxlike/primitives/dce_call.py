@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.core.primitives import while_p
 from jax.interpreters import ad, batching, mlir
 
 from ..core import compat
+from ..core.high_level import as_call
 from .forms import is_zero, merge, split, symbolic_tangents, zero_tangent
 
 Used = tuple[bool, ...]
@@ -140,6 +142,49 @@ def _jvp(
         *primals, *split(nonzero, tangents)[0], jaxpr=tangent_jaxpr, rule=narrow, name=f"{name}.jvp"
     )
     return out, merge(outputs, live, split(outputs, zeros)[1])
+
+
+_IN_REVERSE = frozenset(("custom_vjp_call", "custom_vjp_call_jaxpr"))
+_DECLARED = _IN_REVERSE | {"custom_jvp_call", "stop_gradient"}
+
+
+def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
+    """Whether a jaxpr has derivatives other than those of its computation."""
+    calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
+    return any(
+        name in by or any(declares_derivative(inner, by) for inner in jaxprs_in_params(params))
+        for name, params in calls
+    )
+
+
+def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
+    """What a rule computes, with the derivative that the function declares for these results. It takes the
+    operands that either needs: dead code may be eliminated before the derivative is taken."""
+    of_function, needed = compat.dce(function, used)
+    taken = tuple(a or b for a, b in zip(used_ins, needed, strict=True))
+    of_rule, of_derivative = split(taken, used_ins)[0], split(taken, needed)[0]
+    differentiated = lambda *operands: jaxpr_as_fun(of_function)(*split(of_derivative, operands)[0])
+
+    def narrowed(*operands: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*split(of_rule, operands)[0])
+
+    def push(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        out = in_both_modes(*primals)
+        moving = [not isinstance(t, SymbolicZero) for t in tangents]
+        found = symbolic_tangents(differentiated, moving, primals, split(moving, tangents)[0])
+        zeros = map(SymbolicZero.from_primal_value, out)
+        return out, [zero if t is None else t for t, zero in zip(found, zeros, strict=True)]
+
+    if declares_derivative(of_function, _IN_REVERSE):  # has no other: what JAX makes of it cannot be mapped
+        with_derivative = jax.custom_vjp(narrowed)
+        forward = lambda *operands: (with_derivative(*operands), jax.vjp(differentiated, *operands)[1])
+        with_derivative.defvjp(forward, lambda pull, cotangents: pull(cotangents))
+    else:
+        with_derivative = in_both_modes = jax.custom_jvp(narrowed)
+        in_both_modes.defjvp(push, symbolic_zeros=True)
+    avals = split(taken, function.in_avals)[0]
+    traced, consts = compat.trace_to_jaxpr(with_derivative, avals, compat.debug_info_of(jaxpr))
+    return compat.with_consts(traced, consts), taken
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:

@@ -15,7 +15,7 @@ from .partitioning import Partitioning
 from .primitive import DefinedPrimitive, Rules, where
 
 _lock = threading.Lock()
-_defined: dict[str, str] = {}
+_defined: dict[str, DefinedPrimitive] = {}
 
 # Our own parameters, and one of JAX's `apply_primitive`.
 _RESERVED = ("in_tree", "forms", "prim")
@@ -68,7 +68,8 @@ def define_primitive(
 
     **Arguments:**
 
-    - `name`: the primitive's name, an identifier that no primitive has yet.
+    - `name`: the primitive's name, an identifier that no primitive of JAX has, nor one defined in this way.
+        If another library has one, rules for either are registered by the primitive itself, not by its name.
     - `impl`: a function of arrays (or pytrees of them) by position and static parameters by
         keyword. Derivatives are derived from it; side effects such as printing are repeated where they
         recompute it.
@@ -108,22 +109,28 @@ def define_primitive(
     with _lock:
         if name in _defined and not replace:
             raise ValueError(
-                f"a primitive called {name!r} was already defined from {_defined[name]}; "
+                f"a primitive called {name!r} was already defined from {where(_defined[name].impl_fn)}; "
                 "pass `replace=True` to redefine it"
             )
-        if name not in _defined and name in compat.named_primitives():
-            raise ValueError(f"the name {name!r} is taken by a primitive of JAX or of a library")
-        _defined[name] = where(impl)
-    platforms: dict[str | None, Callable[..., Any] | None]
-    platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
-    return cls(
-        name,
-        {platform: fn for platform, fn in platforms.items() if fn is not None},
-        multiple_results=multiple_results,
-        rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
-        install=_install,
-        partitioning=partitioning,
-    )
+        # Another library may have one of this name: primitives are told apart by identity.
+        if name in compat.public_primitives():
+            raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
+        platforms: dict[str | None, Callable[..., Any] | None]
+        platforms = {None: impl, "cpu": cpu, "gpu": gpu, "tpu": tpu}
+        primitive = cls(
+            name,
+            {platform: fn for platform, fn in platforms.items() if fn is not None},
+            multiple_results=multiple_results,
+            rules=Rules(jvp, vjp, vjp_with_results, transpose, batching),
+            install=_install,
+            partitioning=partitioning,
+        )
+        if name in _defined:
+            _defined[name].is_replaced = True
+        _defined[name] = primitive
+        if name in compat.named_primitives():
+            compat.named_primitives.cache_clear()
+    return primitive
 
 
 def _install(p: DefinedPrimitive) -> None:

@@ -117,6 +117,8 @@ class DefinedPrimitive(Primitive):
 
     # The interpreter of Values recognises all of these primitives by this.
     family: ClassVar[str] = "defined"
+    # Whether another primitive has taken its name, by `define_primitive(..., replace=True)`.
+    is_replaced = False
 
     def __init__(
         self,

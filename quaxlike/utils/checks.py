@@ -1,14 +1,15 @@
 """Guards against tracing and against differentiation."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
 from .._checked import checked
@@ -175,8 +176,12 @@ def _identity_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 _identity.defjvp(_identity_jvp, symbolic_zeros=True)
 
 
+class _ForbiddenError(NotImplementedError):
+    pass
+
+
 def _raise(*args: Any, **params: Any) -> Any:
-    raise NotImplementedError(
+    raise _ForbiddenError(
         "A derivative passes through `non_differentiable`, which allows none. Stop it with "
         "jax.lax.stop_gradient, or differentiate with respect to something else."
     )
@@ -201,3 +206,37 @@ ad.primitive_jvps[_forbidden_tangent_p] = _forbidden_tangent_jvp
 ad.primitive_transposes[_forbidden_tangent_p] = _forbidden_tangent_transpose
 batching.defvectorized(_forbidden_tangent_p)
 mlir.register_lowering(_forbidden_tangent_p, _raise)
+
+
+def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> None:
+    """Raises if a linear function of tangents, which was recorded, has one that `non_differentiable` forbids
+    among what its result depends on."""
+    leaves, tree = jax.tree.flatten(tuple(primals))
+    avals = [jax.typeof(x) for x in leaves]
+    moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+    def of_moving(*tangents: Any) -> list[Any]:
+        whole: list[Any] = [np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+        for i, t in zip(moving, tangents, strict=True):
+            whole[i] = t
+        out = jax.tree.leaves(jvp(*jax.tree.unflatten(tree, whole)))
+        return [t for t in out if t.dtype != jax.dtypes.float0]
+
+    of = [jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in moving]
+    jaxpr = jax.make_jaxpr(of_moving)(*of)
+    if not _is_forbidden(getattr(jaxpr, "jaxpr", jaxpr)):
+        return
+    pull = lambda cotangents: jax.linear_transpose(of_moving, *of)(cotangents)
+    try:
+        jax.eval_shape(pull, jax.eval_shape(of_moving, *of))
+    except _ForbiddenError:
+        raise
+    except (NotImplementedError, TypeError, ValueError):
+        return  # it has no transpose, so that what is used shows when it is called
+
+
+def _is_forbidden(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive is _forbidden_tangent_p or any(map(_is_forbidden, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypedDict, TypeVar, Unpack, cast, dataclass_transform, overload
+from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
+from .._checked import a_or_an
 from .lenses import LensField, LensSpec, make_lens_fields, make_slot_lenses
 
 _T = TypeVar("_T")
@@ -24,30 +25,24 @@ _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
 _made: set[type[Any]] = set()
 
 
-class FieldOptions(TypedDict, total=False):
-    """The options of `field`, besides the default."""
-
-    init: bool
-    repr: bool
-    hash: bool | None
-    compare: bool
-    metadata: Mapping[Any, Any] | None
-    kw_only: bool
-    static: bool
-
-
 def field(
     *,
     default: _T | _Missing = _MISSING,
     default_factory: Callable[[], _T] | _Missing = _MISSING,
-    **options: Unpack[FieldOptions],
+    init: bool = True,
+    repr: bool = True,
+    hash: bool | None = None,
+    compare: bool = True,
+    metadata: Mapping[Any, Any] | None = None,
+    kw_only: bool | _Missing = _MISSING,
+    static: bool = False,
 ) -> _T:
     """A field of a [`dataclass`][quaxlike.utils.dataclass], which may be static.
 
     **Arguments:**
 
-    - `static`: whether the field is part of the pytree's structure, as hashable metadata, instead
-        of a child. Default `False`.
+    - `static`: whether the field is part of the pytree's structure, as metadata that `==` compares,
+        instead of a child. Default `False`.
     - the others: as for `dataclasses.field`.
 
     **Returns:**
@@ -65,18 +60,31 @@ def field(
             name: str = field(default="layer", static=True)
         ```
     """
-    given: dict[str, Any] = {"default": default, "default_factory": default_factory, **options}
-    metadata, static = given.pop("metadata", None), given.pop("static", False)
     if not isinstance(metadata, Mapping | None):
         raise TypeError(f"field takes a mapping as `metadata`; found {metadata!r}.")
-    return cast(_T, dataclasses.field(**given, metadata={**(metadata or {}), "static": static}))
+    options: dict[str, Any] = {"default": default, "default_factory": default_factory, "kw_only": kw_only}
+    made: Any = dataclasses.field(
+        **options,
+        init=init,
+        repr=repr,
+        hash=hash,
+        compare=compare,
+        metadata={**(metadata or {}), "static": static},
+    )
+    return made
 
 
 def lens_field(
     *,
     default: _T | _Missing = _MISSING,
     default_factory: Callable[[], _T] | _Missing = _MISSING,
-    **options: Unpack[FieldOptions],
+    init: bool = True,
+    repr: bool = True,
+    hash: bool | None = None,
+    compare: bool = True,
+    metadata: Mapping[Any, Any] | None = None,
+    kw_only: bool | _Missing = _MISSING,
+    static: bool = False,
 ) -> LensField[_T]:
     """Like [`field`][quaxlike.utils.field], for a [`LensField`][quaxlike.utils.LensField].
 
@@ -99,35 +107,73 @@ def lens_field(
             name: LensField[str] = lens_field(default="p", static=True)
         ```
     """
-    made: Any = field(default=default, default_factory=default_factory, **options)
+    made: Any = field(
+        default=default,
+        default_factory=default_factory,
+        init=init,
+        repr=repr,
+        hash=hash,
+        compare=compare,
+        metadata=metadata,
+        kw_only=kw_only,
+        static=static,
+    )
     return cast(LensField[_T], LensSpec.of(made))
 
 
-class DataclassOptions(TypedDict, total=False):
-    """The options of `dataclasses.dataclass`."""
-
-    init: bool
-    repr: bool
-    eq: bool
-    order: bool
-    unsafe_hash: bool
-    frozen: bool
-    match_args: bool
-    kw_only: bool
-    slots: bool
-    weakref_slot: bool
-
-
 @overload
-def dataclass(cls: _C, /, **options: Unpack[DataclassOptions]) -> _C: ...
+def dataclass(
+    cls: _C,
+    /,
+    *,
+    init: bool = ...,
+    repr: bool = ...,
+    eq: bool = ...,
+    order: bool = ...,
+    unsafe_hash: bool = ...,
+    frozen: bool = ...,
+    match_args: bool = ...,
+    kw_only: bool = ...,
+    slots: bool = ...,
+    weakref_slot: bool = ...,
+) -> _C: ...
 @overload
-def dataclass(cls: None = None, /, **options: Unpack[DataclassOptions]) -> Callable[[_C], _C]: ...
+def dataclass(
+    cls: None = None,
+    /,
+    *,
+    init: bool = ...,
+    repr: bool = ...,
+    eq: bool = ...,
+    order: bool = ...,
+    unsafe_hash: bool = ...,
+    frozen: bool = ...,
+    match_args: bool = ...,
+    kw_only: bool = ...,
+    slots: bool = ...,
+    weakref_slot: bool = ...,
+) -> Callable[[_C], _C]: ...
 @dataclass_transform(frozen_default=True, field_specifiers=(field, lens_field, dataclasses.field))
-def dataclass(cls: Any = None, /, **options: Unpack[DataclassOptions]) -> Any:
+def dataclass(
+    cls: Any = None,
+    /,
+    *,
+    init: bool = True,
+    repr: bool = True,
+    eq: bool = True,
+    order: bool = False,
+    unsafe_hash: bool = False,
+    frozen: bool = True,
+    match_args: bool = True,
+    kw_only: bool = False,
+    slots: bool = False,
+    weakref_slot: bool = False,
+) -> Any:
     """Makes a class a standard dataclass that is a pytree, frozen by default.
 
-    - Fields are children; those made with `field(static=True)` are part of the structure, and their
-        values must be hashable. Fields with `init=False` are kept too.
+    - Fields are children; those made with `field(static=True)` are part of the structure, which JAX
+        compares: they hold anything but arrays, and are not changed in place. Fields with `init=False` are
+        kept too.
     - JAX rebuilds instances from their fields: neither `__init__` nor `__post_init__` runs again.
     - `==` compares arrays by shape, dtype and all their values, as `eqx.tree_equal` does, and gives
         one boolean (a traced one for traced arrays); `hash` agrees with it.
@@ -145,7 +191,7 @@ def dataclass(cls: Any = None, /, **options: Unpack[DataclassOptions]) -> Any:
 
     **Raises:**
 
-    - `TypeError`: at construction, if the value of a static field is not hashable.
+    - `TypeError`: at construction, if the value of a static field is or holds an array.
 
     !!! example
 
@@ -163,7 +209,17 @@ def dataclass(cls: Any = None, /, **options: Unpack[DataclassOptions]) -> Any:
         ```
     """
 
-    given: dict[str, Any] = {"init": True, "eq": True, "frozen": True, **options}
+    given: dict[str, Any] = {
+        "repr": repr,
+        "eq": eq,
+        "order": order,
+        "unsafe_hash": unsafe_hash,
+        "frozen": frozen,
+        "match_args": match_args,
+        "kw_only": kw_only,
+        "slots": slots,
+        "weakref_slot": weakref_slot,
+    }
 
     def decorate(cls: Any) -> Any:
         if not isinstance(cls, type):
@@ -177,10 +233,9 @@ def dataclass(cls: Any = None, /, **options: Unpack[DataclassOptions]) -> Any:
         before = dict(vars(cls))
         make_lens_fields(cls)
         # A hand-written `__init__` stays in any case; `init=False` lets lenses know about it.
-        own_init = {"init": given["init"] and "__init__" not in before}
-        cls = dataclasses.dataclass(cls, **given | own_init)
+        cls = dataclasses.dataclass(cls, init=init and "__init__" not in before, **given)
         make_slot_lenses(cls)
-        if given["eq"] and "__eq__" not in before:
+        if eq and "__eq__" not in before:
             cls.__eq__ = _equal
         if vars(cls).get("__hash__") not in (None, before.get("__hash__")):
             cls.__hash__ = _hash_of
@@ -201,16 +256,26 @@ def _checking_static_fields(init: Callable[..., None]) -> Callable[..., None]:
             if not _is_static(f) or not hasattr(self, f.name):
                 continue
             value = getattr(self, f.name)
-            try:
-                hash(value)
-            except TypeError as error:
+            if not _is_hashable(value) and any(map(_is_array, jax.tree.leaves(value))):
                 raise TypeError(
-                    f"The static field {f.name!r} of {type(self).__name__} must be hashable, for "
-                    f"JAX to compare structures by it; found {type(value).__name__} ({error}). Use "
-                    "a hashable value such as a tuple, or make the field a child: `static=False`."
-                ) from error
+                    f"The static field {f.name!r} of {type(self).__name__} must not hold an array, for JAX "
+                    f"to compare structures by it; found {_told(value)}. Make the field a child: leave out "
+                    "`static=True`. Or hold the numbers as a tuple."
+                )
 
     return checked_init
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _told(value: Any) -> str:
+    return "an array" if _is_array(value) else f"{a_or_an(type(value))} with an array in it"
 
 
 # The names of the children, and the names and values of the static fields.

@@ -81,13 +81,13 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 
 @checked
 def skip_post_init_if_disabled(
-    f: Callable[Concatenate[_T, _P], None],
+    post_init: Callable[Concatenate[_T, _P], None],
 ) -> Callable[Concatenate[_T, _P], None]:
     """Lets [`no_post_init`][quaxlike.utils.no_post_init] skip a `__post_init__` method.
 
     **Arguments:**
 
-    - `f`: the `__post_init__` method.
+    - `post_init`: the `__post_init__` method.
 
     **Returns:**
 
@@ -109,9 +109,9 @@ def skip_post_init_if_disabled(
         ```
     """
 
-    @functools.wraps(f)
-    def post_init(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    @functools.wraps(post_init)
+    def unless_disabled(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if _enabled.get():
-            f(self, *args, **kwargs)
+            post_init(self, *args, **kwargs)
 
-    return post_init
+    return unless_disabled

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_che
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_map_with_path, treedef_is_leaf
 from jax.typing import ArrayLike
 
 from .._checked import checked
@@ -105,17 +106,16 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
 
 def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any, ...]) -> Any:
-    if isinstance(item, HasScatterArgs):
-        args = cast(ScatterArgs, {**item.scatter_args, **args})
-
     def visit(path: tuple[Any, ...], node: Any, new: Any) -> Any:
-        if isinstance(node, HasScatterArgs):
-            return _set(node, new, idxs, args, prefix + path)
-        return _set_leaf(prefix + path, node, new, idxs, args)
+        path = prefix + path
+        if not isinstance(node, HasScatterArgs) or treedef_is_leaf(jax.tree.structure(node)):
+            return _set_leaf(path, node, new, idxs, args)
+        # The node has matched its counterpart, which it must do once: go on with its children.
+        passed = cast(ScatterArgs, {**node.scatter_args, **args})
+        child = lambda at, inner, new: _set(inner, new, idxs, passed, path + at)
+        return tree_map_with_path(child, node, new, is_leaf=lambda inner: inner is not node)
 
-    return map_with_path(
-        visit, item, value, is_leaf=lambda n: n is not item and isinstance(n, HasScatterArgs)
-    )
+    return map_with_path(visit, item, value, is_leaf=lambda node: isinstance(node, HasScatterArgs))
 
 
 def _set_leaf(path: tuple[Any, ...], leaf: Any, value: Any, idxs: Any, args: Mapping[str, Any]) -> jax.Array:

@@ -3,42 +3,73 @@
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from typing import Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import Any, Literal, TypeVar, TypeVarTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
 
 from .._checked import checked
+from .checks import check_differentiable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
 _Aux = TypeVar("_Aux")
 
-
-class JitOptions(TypedDict, total=False):
-    """The options of `jax.jit`, of this release of JAX and others."""
-
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: int | Sequence[int] | None
-    static_argnames: str | Iterable[str] | None
-    donate_argnums: int | Sequence[int] | None
-    donate_argnames: str | Iterable[str] | None
-    keep_unused: bool
-    device: Any
-    backend: str | None
-    inline: Any
-    abstracted_axes: Any
-    compiler_options: Mapping[str, Any] | None
+UNSPECIFIED: Any = inspect.signature(jax.jit).parameters["in_shardings"].default
 
 
 @overload
-def jit(fn: _F, **options: Unpack[JitOptions]) -> _F: ...
+def jit(
+    fn: _F,
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: Any = ...,
+    backend: str | None = ...,
+    inline: Any = ...,
+    abstracted_axes: Any = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
+) -> _F: ...
 @overload
-def jit(fn: None = None, **options: Unpack[JitOptions]) -> Callable[[_F], _F]: ...
+def jit(
+    fn: None = None,
+    *,
+    in_shardings: Any = ...,
+    out_shardings: Any = ...,
+    static_argnums: int | Sequence[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    donate_argnums: int | Sequence[int] | None = ...,
+    donate_argnames: str | Iterable[str] | None = ...,
+    keep_unused: bool = ...,
+    device: Any = ...,
+    backend: str | None = ...,
+    inline: Any = ...,
+    abstracted_axes: Any = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
+) -> Callable[[_F], _F]: ...
 @checked
-def jit(fn: Any = None, **options: Unpack[JitOptions]) -> Any:
+def jit(
+    fn: Any = None,
+    *,
+    in_shardings: Any = UNSPECIFIED,
+    out_shardings: Any = UNSPECIFIED,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    device: Any = None,
+    backend: str | None = None,
+    inline: Any = False,
+    abstracted_axes: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
     """`jax.jit` that keeps the type of the function, and can be used as a decorator with options.
 
     It returns what `jax.jit` returns, with `.lower`, `.trace` and `.clear_cache`. Type checkers,
@@ -47,8 +78,7 @@ def jit(fn: Any = None, **options: Unpack[JitOptions]) -> Any:
     **Arguments:**
 
     - `fn`: the function, or method; absent when used with options alone.
-    - the others: as for `jax.jit`, with its defaults. Only given ones are passed on; None counts as not given
-        for an option that the installed JAX lacks.
+    - the others: as for `jax.jit`, with its defaults. Only those that differ from these are passed on.
 
     **Returns:**
 
@@ -70,10 +100,23 @@ def jit(fn: Any = None, **options: Unpack[JitOptions]) -> Any:
         power(jnp.arange(4.0), 3)
         ```
     """
-    known = inspect.signature(jax.jit).parameters.keys()
-    optional = JitOptions.__annotations__.keys() - known  # where None changes nothing
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None or k not in optional}
-    unknown = given.keys() - known
+    options: dict[str, Any] = {
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "keep_unused": keep_unused,
+        "device": device,
+        "backend": backend,
+        "inline": inline,
+        "abstracted_axes": abstracted_axes,
+        "compiler_options": compiler_options,
+    }
+    defaults = inspect.signature(jit).parameters
+    given = {name: x for name, x in options.items() if x is not defaults[name].default}
+    unknown = given.keys() - inspect.signature(jax.jit).parameters.keys()
     if unknown:
         raise TypeError(
             f"jax.jit of JAX {jax.__version__} has no option {', '.join(sorted(unknown))}. Leave it out."
@@ -295,6 +338,11 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
     `(output, jvp)`, where `jvp` takes tangents shaped as the primals to a tangent shaped as the
     output; with `has_aux`, `(output, jvp, aux)`.
 
+    **Raises:**
+
+    - `NotImplementedError`: if the derivative passes through
+        [`non_differentiable`][quaxlike.utils.non_differentiable].
+
     !!! example
 
         ```python
@@ -304,4 +352,6 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
         jvp(1.0)  # cos(0.0)
         ```
     """
-    return jax.linearize(fn, *primals, has_aux=has_aux)
+    out = jax.linearize(fn, *primals, has_aux=has_aux)
+    check_differentiable(out[1], primals)
+    return out

@@ -39,7 +39,7 @@ def select_and_scatter(select, scatter):
     for key, fn in (("select", select), ("scatter", scatter)):
         jaxpr = jax.make_jaxpr(fn)(number, number)
         params |= {f"{key}_jaxpr": jaxpr.jaxpr, f"{key}_consts": ()}
-    primitive = compat.named_primitives()["select_and_scatter"]
+    primitive = compat.named_primitives()["select_and_scatter"][0]
     return lambda x, source: primitive.bind(x, source, jnp.float32(0), **params)
 
 

@@ -197,7 +197,21 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
 # What is refused, while tracing
 
 
-@pytest.mark.quick(21)
+def _filled(y, fill):
+    """Steps of `y`, as solvers of equations make them: with buffers of zeros, one for numbers."""
+
+    def body(carry):
+        i, numbers, ks, y = carry
+        ks = fill(ks, y)
+        return i + 1, numbers.at[i].set(1.0), ks, y + ks[0]
+
+    init, buffers = (0, jnp.zeros(4), jnp.zeros(2), y), lambda carry: (carry[1], carry[2])
+    return eqx.internal.while_loop(
+        lambda carry: carry[0] < 4, body, init, max_steps=4, buffers=buffers, kind="lax"
+    )
+
+
+@pytest.mark.quick(23)
 @pytest.mark.parametrize(
     ("f", "match"),
     [
@@ -212,7 +226,10 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
         (lambda x, t: jnp.where(x > Y, x, t), "`select_n` takes arrays in the same unit"),
         (lambda x, t: jax.lax.population_count(x.astype(int)), "without a dimension"),
         (lambda x, t: jax.lax.erf_inv(x), "without a dimension"),
-        (lambda x, t: jax.lax.cond(True, lambda: x, lambda: t), "cannot be unified"),
+        (
+            lambda x, t: jax.lax.cond(True, lambda: x, lambda: t),
+            r"cannot be unified: .* s on one side, .* m on the other. Give both (.|\n)*test_unitful",
+        ),
         (
             lambda x, t: jax.lax.cond(True, lambda: x[0], lambda: 1.0),
             "An array without a unit takes the place of one in m",
@@ -222,7 +239,7 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
         (lambda x, t: x.at[0].set(NUMBERS[0]), r"found \(m, dimensionless\)"),
         (
             lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c * t, x),
-            "The carry changed structure: carry .* cannot be unified",
+            r"The carry changed structure: carry .* cannot be unified: .* m on .* m·s on .*Give both sides",
         ),
         (lambda x, t: jax.lax.fori_loop(0, 3, lambda i, c: c + t, x), "`add` takes arrays in the same unit"),
         # Loop counters start from zero, but do not stay so.
@@ -232,6 +249,14 @@ def test_the_largest_have_the_unit_and_their_places_none(largest):
             r"found \(m, dimensionless\)",
         ),
         (lambda x, t: jax.jit(lambda n: x**n)(2.0), "needs an exponent that is one number"),
+        (
+            lambda x, t: _filled(t[0], lambda ks, y: ks.at[0].set(y * x[0])),
+            r"`add` takes arrays in the same unit; found \(s, m·s\)\.\n  at .*test_unitful.py",
+        ),
+        (
+            lambda x, t: _filled(t[0], lambda ks, y: ks.at[0].set(x[0]).at[1].set(t[0])),
+            r"`maybe_set` meets arrays in different units, \(no unit, m, s\)",
+        ),
     ],
 )
 @pytest.mark.parametrize("jit", [False, True])

@@ -160,3 +160,30 @@ def test_a_mistake_in_the_equations_is_found_while_tracing():
     forgotten_mass = lambda t, y, args: (y[1], -(args[0] * y[0] + args[1] * y[1]))
     with pytest.raises(DimensionError, match=r"takes arrays in the same unit; found \(m·s⁻¹, m·kg·s⁻¹\)"):
         ql.quaxify(lambda *inputs: solve(*inputs, field=forgotten_mass))(*VALUES)
+
+
+def pendulum(t, state, args):
+    angle, speed = state
+    gravity, length = args
+    return speed, -gravity / length * jnp.sin(angle)
+
+
+# Solved for an angle, which has no unit, beside a speed. The first mistake is the forgotten length.
+MISTAKES = {
+    "length": (lambda t, y, a: (y[1], -a[0] * jnp.sin(y[0])), r"`add` .* found \(s⁻¹, m·s⁻¹\)"),
+    "speed": (lambda t, y, a: (y[1] * a[1], -a[0] / a[1] * jnp.sin(y[0])), r"`add` .* \(dimensionless, m\)"),
+    "angle": (lambda t, y, a: (y[1], -a[0] / a[1] * jnp.sin(y[1])), r"`sin` .* found \(s⁻¹\)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [diffrax.Tsit5(), diffrax.Euler(), diffrax.Heun()])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_equations_of_a_pendulum(mistake, solver):
+    args = Unitful(9.81, "m/s^2"), Unitful(2.0, "m")
+    start, t1, dt = (jnp.array(0.3), Unitful(0.1, "1/s")), Unitful(1.5, "s"), Unitful(0.01, "s")
+    swing = lambda field: ql.quaxify(lambda *inputs: solve(*inputs, field=field, solver=solver))
+    assert swing(pendulum)(args, start, t1, dt)[1].unit == Unit("1/s")
+    wrong, match = MISTAKES[mistake]
+    with pytest.raises(DimensionError, match=match + r"(.|\n)*\n  at .*test_unitful_diffrax.py"):
+        swing(wrong)(args, start, t1, dt)

@@ -243,6 +243,26 @@ def test_a_parameter_without_a_trace_is_told():
     DRTRL(step, untraced="allow", mixing="allow").init(model, h, xs[0])
 
 
+def _gated(m, h, x):
+    gate = jax.nn.sigmoid(matmul(x, m["gate"]))
+    h = jnp.tanh(matmul(x, m["w"]) + m["mix"](gate, h, m["u"]))
+    return h, h
+
+
+def test_a_gate_in_front_of_another_product_is_told_with_the_reason():
+    model = {"gate": normal(IN, HIDDEN, seed=2), "w": normal(IN, HIDDEN), "u": jnp.eye(HIDDEN)}
+    h, x = jnp.zeros((BATCH, HIDDEN)), normal(BATCH, IN)
+    before = model | {"mix": lambda gate, h, u: matmul(gate * h, u)}
+    with pytest.warns(
+        UntracedParameterWarning, match="through its ETP primitive 'etp_mm' at .* then through"
+    ) as told:
+        DRTRL(_gated).init(before, h, x)
+    (message,) = (str(w.message) for w in told)
+    assert r"model['gate']" in message
+    assert "`gate * matmul(h, w)` in place of `matmul(gate * h, w)`" in message
+    DRTRL(_gated).init(model | {"mix": lambda gate, h, u: gate * matmul(h, u)}, h, x)
+
+
 def _init(step, model, state, x):
     return DRTRL(step, untraced="allow").init(model, state, x)
 

@@ -1,10 +1,14 @@
 """Each built-in ETP primitive computes what it says, and learns exactly where D-RTRL is exact."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import quaxlike
+from quaxlike import NF4Array
 from quaxlike.online_learning import (
     DRTRL,
     PPProp,
@@ -40,8 +44,9 @@ def _normal(seed, *shape):
 def _cell(use):
     """A leaky cell with a non-linear read-out."""
 
-    def step(model, h, x):
-        h = jax.nn.sigmoid(elementwise(model["leak"])) * h + use(model, x)
+    def step(model, last, x):
+        h = jax.nn.sigmoid(elementwise(model["leak"])) * last + use(model, x)
+        h = h.astype(last.dtype)
         return h, jnp.sin(h)
 
     return step
@@ -90,6 +95,72 @@ def test_d_rtrl_is_exact(case):
     step, *problem = _problem(case)
     errors = errors_by_leaf(online(DRTRL(step), *problem), backpropagated(step, *problem))
     assert max(jax.tree.leaves(errors)) < 1e-13
+
+
+# The dtypes of weights, inputs and the state.
+MIXED = {
+    "weights_bfloat16": ("bfloat16", "float32", "float32"),
+    "weights_float16": ("float16", "float32", "float32"),
+    "state_float32": ("bfloat16", "bfloat16", "float32"),
+    "inputs_bfloat16": ("float32", "bfloat16", "float32"),
+    "state_bfloat16": ("float32", "float32", "bfloat16"),
+    "all_float16": ("float16", "float16", "float16"),
+    "weights_float32": ("float32", "float64", "float64"),
+}
+
+
+def _in_dtypes(weights, inputs, state, case, steps=STEPS):
+    step, model, h, xs, targets = _problem(case, steps)
+    model = jax.tree.map(lambda w: w.astype(weights), model)
+    xs = xs if jnp.issubdtype(xs.dtype, jnp.integer) else xs.astype(inputs)
+    return step, model, h.astype(state), xs, targets.astype(state)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("case", CASES)
+def test_d_rtrl_in_mixed_precision(case, mixed):
+    step, *problem = _in_dtypes(*MIXED[mixed], case)
+    found = online(DRTRL(step), *problem)
+    expected = backpropagated(step, *problem)
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, expected)
+    errors = errors_by_leaf(
+        *(jax.tree.map(lambda g: np.asarray(g, np.float64), t) for t in (found, expected))
+    )
+    assert max(jax.tree.leaves(errors)) < (1e-6 if mixed == "weights_float32" else 2e-2)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("case", CASES)
+def test_pp_prop_in_mixed_precision(case, mixed):
+    """As in double precision, for the numbers that the weights, inputs and states have."""
+    step, *problem = _in_dtypes(*MIXED[mixed], case)
+    precise, *rounded = _in_dtypes("float64", "float64", "float64", case)
+    found = online(PPProp(step, decay=0.9), *problem)
+    expected = online(PPProp(precise, decay=0.9), *rounded)
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, problem[0])
+    found = jax.tree.map(lambda g: np.asarray(g, np.float64), found)
+    errors = errors_by_leaf(found, expected)
+    assert max(jax.tree.leaves(errors)) < (1e-5 if mixed == "weights_float32" else 0.2)  # terms cancel
+
+
+@pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.999)])
+def test_traces_in_half_precision_decay_as_slowly_as_the_state(learner):
+    """In bfloat16, 0.999 is 1."""
+
+    def step(w, h, x):
+        h = 0.999 * h + matmul(x, w).astype(h.dtype)
+        return h, h
+
+    def at_the_end(dtype):
+        w, h, x = jnp.ones((1, 1), dtype), jnp.zeros((1, 1), jnp.float32), jnp.ones((1, 1), dtype)
+        of = learner(step)
+        learn = lambda w, h, traces: of.value_and_grad(jnp.sum, w, h, traces, x)
+        next_ = lambda carry, _: (learn(w, *carry)[2:4], learn(w, *carry).grads)
+        return jax.lax.scan(next_, (h, of.init(w, h, x)), length=2000)[1][-1].astype(float)
+
+    assert abs(at_the_end(jnp.bfloat16) / at_the_end(jnp.float32) - 1) < 1e-2
 
 
 @pytest.mark.slow
@@ -144,6 +215,26 @@ def test_values():
     np.testing.assert_allclose(
         conv(signal, kernel, b, padding="VALID"), np.einsum("bsiw,wio->bso", windows, kernel) + b
     )
+
+
+VALUES = {
+    "matmul": lambda x, w: matmul(x, w),
+    "bias": lambda x, w: matmul(x, w, bias=jnp.ones(64)),
+    "lora": lambda x, w: lora_matmul(x, w, jnp.ones((64, 2))),
+    "elementwise": lambda x, w: elementwise(w=w),
+    "embedding": lambda x, w: embedding(np.array([1, 0]), w),
+    "conv": lambda x, w: conv(x[None], w[None]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_outside_of_quaxify(name):
+    x, w = _normal(0, 3, 64), NF4Array.quantize(jnp.asarray(_normal(1, 64, 64), jnp.float32))
+    x = jnp.asarray(x, jnp.float32)
+    found, expected = (quaxlike.materialise(VALUES[name](x, w)) for w in (w, quaxlike.materialise(w)))
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    inside = quaxlike.quaxify(lambda x: VALUES[name](x, w))(x)
+    np.testing.assert_allclose(quaxlike.materialise(inside), expected, 1e-4, 1e-4)
 
 
 def test_patterns():

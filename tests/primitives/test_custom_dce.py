@@ -169,6 +169,89 @@ def test_the_rule_is_not_asked_when_all_is_used(transform):
     assert "exp" in found
 
 
+# Functions with derivatives other than those of their rules, in which `y` scales a gradient.
+
+
+def _rounded(x, y):
+    return jnp.round(x) * jnp.ones_like(y), jnp.cos(x) + jnp.sin(y)
+
+
+def _declared(x, y):
+    """The function whose derivative is declared to be that of `_rounded`."""
+    return x * jnp.exp(y), 3.0 * y - jnp.cos(x)
+
+
+def _own_jvp():
+    f = jax.custom_jvp(_rounded)
+    f.defjvp(lambda p, t: (f(*p), jax.jvp(_declared, p, t)[1]))
+    return f
+
+
+def _own_vjp():
+    f = jax.custom_vjp(_rounded)
+    f.defvjp(lambda *args: (f(*args), args), lambda args, ct: jax.vjp(_declared, *args)[1](ct))
+    return f
+
+
+def _straight_through(x, y):
+    return x * jnp.exp(y) + lax.stop_gradient(jnp.round(x) - x * jnp.exp(y)), jnp.cos(x) + jnp.sin(y)
+
+
+DECLARED = {
+    "custom_jvp": _own_jvp,
+    "custom_vjp": _own_vjp,
+    "custom_jvp_inside": lambda: lambda x, y: tuple(2 * z for z in _own_jvp()(x, y)),
+    "custom_vjp_jitted": lambda: jax.jit(_own_vjp()),
+    "stop_gradient": lambda: _straight_through,
+}
+
+
+def _with_rule(fun):
+    f = custom_dce(fun)
+    factor = fun(1.0, 0.0)[0]
+    parts = [lambda *args, i=i: factor * _rounded(*args)[i] for i in (0, 1)]
+    f.def_dce(
+        lambda used, *args: tuple(part(*args) if u else None for u, part in zip(used, parts, strict=True))
+    )
+    return f
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("derivative", [*DERIVATIVES, "primal"])
+@pytest.mark.parametrize("used", [first, second])
+@pytest.mark.parametrize("name", DECLARED)
+def test_the_derivative_that_the_function_declares(name, used, derivative, x64):
+    derive = (DERIVATIVES | {"primal": jax.jit})[derivative]
+    fun, x, y = DECLARED[name](), X.astype(float), Y.astype(float)
+    try:
+        expected = derive(used(fun))(x, y)
+    except TypeError as error:  # forward mode of a custom_vjp
+        with pytest.raises(TypeError, match=str(error).splitlines()[0][:30]):
+            derive(used(_with_rule(fun)))(x, y)
+        return
+    found = derive(used(_with_rule(fun)))(x, y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-12), found, expected)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declared_derivative_holds_after_dead_code_is_eliminated(name, x64):
+    fun, x, y = DECLARED[name](), X.astype(float), Y.astype(float)
+    jaxpr = jax.make_jaxpr(jax.jit(first(_with_rule(fun))))(x, y)
+    left, _ = pe.dce_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), [True], instantiate=True)
+    grads = jax.grad(lambda *args: jax.core.eval_jaxpr(left, (), *args)[0], argnums=(0, 1))(x, y)
+    expected = jax.grad(first(fun), argnums=(0, 1))(x, y)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-12), grads, expected)
+    assert "cos" not in live(first(_with_rule(fun)), x, y) or name == "custom_vjp_jitted"
+
+
+def test_a_derivative_may_be_declared_after_the_decorator():
+    f = custom_dce(jax.custom_vjp(_rounded))
+    f.def_dce(lambda used, x, y: _rounded(x, y))
+    f.defvjp(lambda *args: (f.fun(*args), None), lambda _, ct: (7 * ct[0], ct[1]))
+    for g in (first(f), jax.jit(first(f))):
+        np.testing.assert_allclose(jax.grad(g)(X, Y), 7 * jnp.ones(3))
+
+
 def test_never_asked_eagerly():
     f = custom_dce(_both)
 

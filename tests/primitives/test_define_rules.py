@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.interpreters import ad
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 
+import quaxlike
 from quaxlike.primitives import MissingRuleError, define_primitive
 
 from .jaxprs import names, primitives
@@ -236,12 +238,56 @@ def test_names():
     with pytest.raises(ValueError, match=r"'test_taken' was already defined from"):
         define_primitive("test_taken", jnp.cos)
     assert define_primitive("test_taken", jnp.cos, replace=True)(0.0) == 1.0
-    with pytest.raises(ValueError, match="'dot_general' is taken by a primitive of JAX or of a library"):
+    with pytest.raises(ValueError, match="'dot_general' is taken by a primitive of JAX"):
         define_primitive("dot_general", jnp.dot, replace=True)
     with pytest.raises(ValueError, match=r"must be an identifier, got 'a\.b'"):
         define_primitive("a.b", jnp.sin)
     with pytest.raises(ValueError, match="has a parameter 'forms'"):
         define_primitive("test_reserved", lambda x, forms: x)
+
+
+def _of_another_library(name):
+    theirs = Primitive(name)
+    theirs.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(theirs, mlir.lower_fun(jnp.cos, multiple_results=False))
+    return theirs
+
+
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_a_name_that_another_library_has(theirs_first):
+    name = f"test_shared_{theirs_first}"
+    theirs = _of_another_library(name) if theirs_first else None
+    if theirs_first:
+        quaxlike.register(name)  # is theirs
+    ours = define_primitive(name, jnp.sin)
+    theirs = theirs or _of_another_library(name)
+    assert ours(0.0) == 0.0
+    assert jax.jit(theirs.bind)(0.0) == 1.0
+
+    class Negated(quaxlike.ArrayValue):
+        array: jax.Array
+
+        def materialise(self):
+            return -self.array
+
+    @quaxlike.register(ours)
+    def _(x: Negated):
+        return Negated(ours(x.array))
+
+    x = Negated(jnp.ones(()))
+    assert isinstance(quaxlike.quaxify(ours)(x), Negated)
+    assert quaxlike.quaxify(jax.jit(theirs.bind))(x) == jnp.cos(-1.0)
+    with pytest.raises(ValueError, match=f"2 primitives of different libraries are called '{name}'"):
+        quaxlike.register(name)
+
+
+def test_a_primitive_that_was_replaced_has_no_name():
+    old = define_primitive("test_replaced", jnp.sin)
+    jax.grad(old)(0.0)
+    new = define_primitive("test_replaced", jnp.cos, replace=True)
+    jax.grad(new)(0.0)
+    assert quaxlike.register("test_replaced")
+    assert quaxlike.register("test_replaced.jvp")
 
 
 def test_operands_and_parameters():

@@ -154,3 +154,12 @@ def test_a_task_inherits_the_setting():
         return await task
 
     assert asyncio.run(start()) == -1.0
+
+
+def test_the_parameter_is_named_for_the_method():
+    called = []
+    method = skip_post_init_if_disabled(post_init=lambda self: called.append(self))
+    method(1)
+    with no_post_init():
+        method(2)
+    assert called == [1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quaxlike.utils import HasScatterArgs, ScatterArgs, dataclass, tree_scatter_set
+from quaxlike.utils import HasScatterArgs, ScatterArgs, dataclass, field, tree_scatter_set
 
 
 @dataclass
@@ -181,6 +181,44 @@ def test_options_of_siblings_do_not_mix():
     out = tree_scatter_set([Clipped(jnp.zeros(2)), Buffer(jnp.zeros(2))], 1.0, jnp.array([7]), {})
     np.testing.assert_array_equal(out[0].rows, [0, 1])
     np.testing.assert_array_equal(out[1].rows, [0, 0])
+
+
+@dataclass
+class Labelled:
+    """Rows by label, with both protocols."""
+
+    rows: jax.Array
+    labels: tuple[str, ...] = field(static=True)
+
+    def __tree_match__(self, *others: "Labelled") -> "tuple[Labelled, ...]":
+        names = tuple(sorted({n for x in (self, *others) for n in x.labels}))
+        move = lambda x: jnp.array([names.index(n) for n in x.labels])[x.rows]
+        return tuple(Labelled(move(x), names) for x in (self, *others))
+
+    @property
+    def scatter_args(self) -> ScatterArgs:
+        return {"mode": "drop"}
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"a": [x]}, Buffer])
+def test_nodes_that_match_and_have_options(wrap):
+    a, b = Labelled(jnp.array([0, 1, 0]), ("p", "q")), Labelled(jnp.array([0]), ("r",))
+    found = tree_scatter_set(wrap(a), wrap(b), jnp.array([1]), {})
+    expected = wrap(Labelled(jnp.array([0, 2, 0]), ("p", "q", "r")))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    np.testing.assert_array_equal(*map(jax.tree.leaves, (found, expected)))
+    dropped = tree_scatter_set(wrap(a), wrap(b), jnp.array([9]), {})
+    np.testing.assert_array_equal(jax.tree.leaves(dropped)[0], [0, 1, 0])
+
+
+def test_a_leaf_with_options_is_no_array():
+    class Opaque:
+        @property
+        def scatter_args(self) -> ScatterArgs:
+            return {}
+
+    with pytest.raises(TypeError, match="found Opaque, not an array"):
+        tree_scatter_set(Opaque(), Opaque(), jnp.array([0]), {})
 
 
 def test_equinox_modules():

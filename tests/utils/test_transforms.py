@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from quaxlike.utils import dataclass, jit, linearize, shard_map, vectorize
-from quaxlike.utils.transforms import JitOptions
+from quaxlike.utils import dataclass, jit, linearize, non_differentiable, shard_map, vectorize
 
 # jit
 
@@ -128,7 +127,9 @@ def test_options_that_jax_has_given_up(use):
 
 
 def test_all_options_of_jax_are_known():
-    assert inspect.signature(jax.jit).parameters.keys() - {"fun"} <= JitOptions.__annotations__.keys()
+    of_jax, ours = (inspect.signature(f).parameters for f in (jax.jit, jit))
+    assert of_jax.keys() - {"fun"} <= ours.keys()
+    assert all(p.default is of_jax[name].default for name, p in ours.items() if name in of_jax)
 
 
 def test_donation_and_compiler_options():
@@ -374,6 +375,38 @@ def test_linearize():
 def test_linearize_with_aux():
     out, jvp, aux = linearize(lambda x: (x**2, {"n": 3}), jnp.array(2.0), has_aux=True)
     assert (float(out), float(jvp(jnp.array(1.0))), aux) == (4.0, 4.0, {"n": 3})
+
+
+BLOCKED = {
+    "itself": non_differentiable,
+    "in_a_product": lambda x: x * non_differentiable(x),
+    "in_jit": jax.jit(lambda x: x + jax.jit(non_differentiable)(x)),
+    "in_scan": lambda x: jax.lax.scan(lambda c, _: (non_differentiable(c), None), x, length=2)[0],
+}
+PASSED = {
+    "stopped": lambda x: x + jax.lax.stop_gradient(non_differentiable(x)),
+    "stopped_in_jit": jax.jit(lambda x: x + jax.lax.stop_gradient(jax.jit(non_differentiable)(x))),
+    "of_a_constant": lambda x: x * non_differentiable(jnp.ones(3)),
+    "aside": lambda x: (2 * non_differentiable(x), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_linearize_raises_where_no_derivative_may_pass(name):
+    x = jnp.arange(3.0)
+    for run in (lambda x: linearize(BLOCKED[name], x), jax.jit(lambda x: linearize(BLOCKED[name], x)[0])):
+        with pytest.raises(NotImplementedError, match="passes through `non_differentiable`"):
+            run(x)
+    with pytest.raises(NotImplementedError, match="passes through `non_differentiable`"):
+        linearize(lambda n, x: (BLOCKED[name](x), n), 3, x, has_aux=True)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_linearize_where_the_derivative_passes_by(name):
+    x = jnp.arange(3.0)
+    out, jvp = linearize(PASSED[name], x)
+    np.testing.assert_allclose(out, PASSED[name](x))
+    np.testing.assert_allclose(jvp(x), x)
 
 
 def test_linearize_of_trees():

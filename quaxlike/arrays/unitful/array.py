@@ -318,11 +318,22 @@ class Unitful(AnnotatedArray):
         "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
     )
 
+    to_unify = (
+        "Give both sides the same unit: a factor may be missing on one of them, or one that changes the unit "
+        "in each iteration be too many."
+    )
+
     @classmethod
     def without_rule(cls, primitive: Any, values: Any, params: Any) -> Any:
         if all(v.unit == dimensionless for v in values if isinstance(v, Unitful)):
             return super().without_rule(primitive, values, params)
         units = ", ".join(str(v.unit) if isinstance(v, Unitful) else "no unit" for v in values)
+        if len({v.unit for v in values if isinstance(v, Unitful)} - {UNKNOWN, ANY}) > 1:
+            raise DimensionError(
+                f"`{primitive}` meets arrays in different units, ({units}), and no rule gives the unit of "
+                "its result. Give them the same unit if they are meant to have one, remove the units first "
+                f"(`.array`), or register a rule with `quaxlike.register({primitive.name!r})`."
+            )
         raise DimensionError(
             f"No rule gives the unit of `{primitive}` of arrays in ({units}). Remove the units "
             f"first (`.array`), or register a rule with `quaxlike.register({primitive.name!r})`."

@@ -146,7 +146,7 @@ builtin("select_if_vmap")(select)
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
-    if not is_value(x) or any(map(is_value, (which, *index))):
+    if any(map(is_value, (which, *index))):
         return by_default(primitive, operands, params)
     buffer = widened(without_placeholder(buffer), x)
     x = widened(x, buffer)

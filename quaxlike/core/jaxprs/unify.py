@@ -13,6 +13,7 @@ from ..._checked import a_or_an
 from .. import compat
 from ..placeholders import either, without_guess
 from ..policy import dense, policy_key
+from ..recording import user_source
 from ..rules import active_layers, resolver
 from ..values import Value, is_value, materialise, replace_fields
 from .linearity import held, map_parts
@@ -69,10 +70,14 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         common = _widened(second, form)
         if common.has_form_of(form):
             return common.strong()
-    raise StructureError(
-        f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. Make their "
-        "static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
+    remedy = next((cls.to_unify for cls in (a.cls, b.cls) if cls is not None and cls.to_unify), None)
+    remedy = remedy or (
+        "Make their static fields and the shapes of their leaves agree, define `widen(like)`, or apply "
         "`quaxlike.materialise` to both."
+    )
+    raise StructureError(
+        f"{where} holds Values that cannot be unified: {a} on one side, {b} on the other. {remedy}\n"
+        f"  at {user_source()[0]}"
     )
 
 

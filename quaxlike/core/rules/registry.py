@@ -323,12 +323,17 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
     if name not in compat.named_primitives():  # it may have been defined since
         compat.named_primitives.cache_clear()
     known = compat.named_primitives()
-    try:
-        return known[name]
-    except KeyError:
+    if name not in known:
         near = difflib.get_close_matches(primitive, known, n=3)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}") from None
+        raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}")
+    found, *others = known[name]
+    if others:
+        raise ValueError(
+            f"{1 + len(others)} primitives of different libraries are called {primitive!r}. Pass the one "
+            "that you mean instead of its name: `register(primitive)`."
+        )
+    return found
 
 
 def _inspect(
