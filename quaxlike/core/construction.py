@@ -1,5 +1,6 @@
 """Construction of Values: quick, and without arrays in static fields."""
 
+import copyreg
 import dataclasses
 import functools
 from typing import Any
@@ -10,7 +11,21 @@ import jax.tree_util as jtu
 import numpy as np
 
 
-class QuickMeta(type(eqx.Module)):
+class _Making(type):
+    """Calls `__new__` and `__init__` for Equinox's metaclass, and stops it where there is nothing to
+    initialise: a `__new__` may return an object of another class, or an instance that it made earlier."""
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__new__ is eqx.Module.__new__:
+            return super().__call__(*args, **kwargs)
+        instance = cls.__new__(cls, *args, **kwargs)
+        if cls not in type(instance).__mro__ or _is_frozen(instance):
+            raise _NotToInitialise(instance)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+
+class QuickMeta(type(eqx.Module), _Making):
     """Creates instances of Values quickly.
 
     Equinox's metaclass would take most of the time of an eager operation. It is bypassed only from the second
@@ -19,10 +34,10 @@ class QuickMeta(type(eqx.Module)):
     converter and no default factory.
     """
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
-        if "__new__" in namespace:
-            namespace = namespace | {"__new__": _handing_over(namespace["__new__"])}
-        return super().__new__(mcs, name, bases, namespace, **kwargs)
+    def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(mcs, "__concrete_class__"):  # `plum.parametric` makes a metaclass for each class
+            copyreg.pickle(mcs, _pickled)  # pyright: ignore[reportArgumentType]
+        return super().__new__(mcs, *args, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         names = _plain_fields.get(cls)
@@ -49,26 +64,24 @@ class QuickMeta(type(eqx.Module)):
         return instance
 
 
+def _pickled(cls: Any) -> Any:
+    """What is pickled for a class of `plum.parametric`: its name; for one such as `P["m"]`, which no module
+    holds, `P` and the parameter."""
+    if not vars(cls).get("_concrete"):
+        return cls.__qualname__
+    return _of_parameter, (cls.__bases__[0], cls.type_parameter)
+
+
+def _of_parameter(cls: Any, parameter: Any) -> Any:
+    return cls.__new__(cls, *(parameter if isinstance(parameter, tuple) else (parameter,)))
+
+
 class _NotToInitialise(Exception):
     """Carries what the `__new__` of a class returned past Equinox, which would initialise it."""
 
     def __init__(self, instance: Any) -> None:
-        super().__init__("This `__new__` returns no new instance. Call the class instead.")
+        super().__init__(instance)
         self.instance = instance
-
-
-def _handing_over(method: Any) -> Any:
-    """Wraps a `__new__` that may return an object of another class, or an instance that it made earlier."""
-    make = method.__func__ if isinstance(method, staticmethod) else method
-
-    @functools.wraps(make)
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        instance = make(cls, *args, **kwargs)
-        if cls.__new__ is new and (not isinstance(instance, cls) or _is_frozen(instance)):
-            raise _NotToInitialise(instance)
-        return instance  # to be initialised, or to the `__new__` of a subclass
-
-    return new
 
 
 def _is_frozen(instance: Any) -> bool:

@@ -277,7 +277,7 @@ class _Loss:
             [
                 f"{self.what}: {why}{lost} {made}, {in_bytes(self.size)},",
                 f"  at {source}" + (f", which calls {through}" if through else ""),
-                *(f"  {how}: {rule}" for how, rule in self._nearest()),
+                *(f"  nearest rule: {rule}" for rule in self._nearest()),
                 *(f"  {line}" for line in self.remedy.splitlines()),
                 f"  {self._on_purpose(happened)}",
             ]
@@ -296,6 +296,12 @@ class _Loss:
         """The rule that the author of the type can write."""
         if self.hint:
             return self.hint
+        if declined := [rule for misfit, rule in self._ranked() if not misfit]:
+            return (
+                f"To keep the type, have the rule that declined return a result for these operands:\n"
+                f"  {declined[0]}\n"
+                "or write one in a `quaxlike.RuleSet`, whose rules are tried first."
+            )
         types = [type(x).__name__ if is_value(x) else "jax.Array" for x in self.operands]
         names = [*"xyzuvw", *(f"x{i}" for i in range(6, len(self.operands)))]
         operands = ", ".join(f"{name}: {t}" for name, t in zip(names, types, strict=False))
@@ -306,9 +312,14 @@ class _Loss:
             f"  def _({operands}, **params): ..."
         )
 
-    def _nearest(self) -> Iterator[tuple[str, Rule]]:
-        """At most two rules of the primitive: those for the types of the operands come first, and among
-        them those that fit the most operands."""
+    def _nearest(self) -> list[Rule]:
+        """At most two rules of the primitive, if none declined."""
+        ranked = self._ranked()[:2]
+        return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
+
+    def _ranked(self) -> list[tuple[int, Rule]]:
+        """The rules of the primitive, each with the number of operands that it does not fit: those for the
+        types of the operands come first, and among them those that fit the most."""
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
         mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
@@ -324,8 +335,8 @@ class _Loss:
             return sum(not signature_of([t]) <= signature_of([h]) for t, h in zip(types, hints, strict=False))
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
-        for rule in sorted(rules, key=lambda rule: (bool(misfit(rule)), is_others(rule), misfit(rule)))[:2]:
-            yield "nearest rule" if misfit(rule) else "this rule declined (NotImplemented)", rule
+        ranked = [(misfit(rule), rule) for rule in rules]
+        return sorted(ranked, key=lambda entry: (bool(entry[0]), is_others(entry[1]), entry[0]))
 
     def warn(self) -> None:
         """Warns once for each call site, primitive and types of operands, at the user's own line."""

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from .._checked import a_or_an
 from . import compat, recording
+from .hooks import Endless, endless_error
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver, use_rule_sets
 from .trace import Level, QuaxTrace, ValueTracer
@@ -45,10 +46,12 @@ class _Quaxified(Generic[_P, _T]):
         except (MaterialisationError, RuleError) as error:
             compat.shorten_traceback(error)
             raise
+        except Endless as error:
+            raise endless_error(error) from None
         except RecursionError as error:
             if (message := recording.endless(error)) is None:
                 raise
-            raise RuleError(message) from None
+            raise endless_error(Endless(message)) from None
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
@@ -92,7 +95,8 @@ class _Quaxified(Generic[_P, _T]):
             fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
         except Exception as error:
-            _name_culprit(error, given)
+            if not isinstance(error, Endless | RecursionError):
+                _name_culprit(error, given)
             raise
         finally:
             compat.set_trace(parent)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from .._checked import a_or_an
 from . import compat, values
+from .hooks import computes_with_itself
 from .rules import Checked, Rule, active_layers
 from .values import aval_of, is_value
 
@@ -291,10 +292,7 @@ def endless(error: RecursionError) -> str | None:
     if not hooks:
         return None
     hook = max(hooks, key=lambda code: often[code])
-    return (
-        f"`{hook.co_qualname}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, "
-        "and so calls itself endlessly. Compute with the arrays that the Value holds."
-    )
+    return computes_with_itself(hook)
 
 
 def in_bytes(size: int) -> str:

@@ -24,6 +24,7 @@ from .values import (
     is_value,
     kind_of,
     level_of,
+    missing_field,
     named_in_frames,
     not_dispatched,
     placeholder_types,
@@ -394,7 +395,8 @@ def check_complete(value: Value) -> None:
     if has_missing_parts(value):
         raise ValueError(
             f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
-            f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}."
+            f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}. "
+            f"(Where `{missing_field(value)}` may be None, annotate it so.)"
         )
 
 

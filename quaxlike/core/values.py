@@ -1,13 +1,13 @@
 """`Value` and `ArrayValue`: the base of every new kind of array."""
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import threading
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import NotImplementedType
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,109 +15,28 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
 from .._checked import a_or_an
 from . import compat
-from .construction import QuickMeta
+from .hooks import (
+    OFTEN,
+    Endless,
+    ValueMeta,
+    computes_with_itself,
+    derivative_alone,
+    endless_error,
+    hook_of_shape,
+    is_derivative_alone,
+    not_an_array,
+    probing,
+    remedy,
+    running_hooks,
+    traced,
+)
 
 _M = TypeVar("_M", bound=eqx.Module)
-
-
-# The hooks of a type, and what each is called for.
-_HOOKS = {
-    "aval": "its shape and dtype",
-    "materialise": "its dense array",
-    "default": "a result where no rule matches",
-    "follows_rules": "whether rules apply to it",
-    "promote": "a plain array as a value of its type",
-    "widen": "the form that it shares with another Value",
-    "cotangent": "the cotangent that a backward function receives",
-    "leading_axis": "the axes along which its leaves are cut into rows",
-    "shard_spec": "the partition specs of its leaves",
-}
-
-
-def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook so that its errors carry a note with the names of the type and the hook."""
-    if isinstance(method, classmethod | staticmethod):
-        return type(method)(_naming(hook, method.__func__))
-    if not callable(method):
-        return method
-    call: Callable[..., Any] = method
-
-    @functools.wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        try:
-            out = call(*args, **kwargs)
-            return out if hook != "materialise" else as_dense(out, f"{type(args[0]).__qualname__}.{hook}")
-        except Exception as error:
-            of = args[0] if args and hook != "default" else None
-            cls = of if isinstance(of, type) else type(of)
-            if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
-                raise derivative_alone(cls) from error
-            name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
-            note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
-            raise
-
-    return named
-
-
-def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
-    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
-
-
-def derivative_alone(cls: type) -> ValueError:
-    """The error for a derivative as JAX returns it, whose pattern is missing."""
-    return ValueError(
-        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
-        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
-        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
-        "the derivative."
-    )
-
-
-def as_dense(out: Any, hook: str) -> Any:
-    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
-    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
-        return jnp.asarray(out)
-    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
-        raise TypeError(f"{hook}() must return an array; found {out!r}.")
-    return out
-
-
-class ValueMeta(QuickMeta):
-    """Names the hooks of a class in the errors that they raise."""
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
-        named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
-        return super().__new__(mcs, name, bases, namespace | named, **kwargs)
-
-
-class _Probing:
-    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
-    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
-    that it would see it the first time and not again."""
-
-    def __init__(self) -> None:
-        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for aside in self.asides:
-                stack.enter_context(aside())
-            stack.enter_context(jax.core.eval_context())
-            yield
-
-
-probing = _Probing()
 
 
 def takes_no_like(cls: Any) -> bool:
@@ -313,19 +232,25 @@ class ArrayValue(Value):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return aval_of(self).shape
+        try:
+            return aval_of(self).shape
+        except Endless as error:
+            raise endless_error(error) from None
 
     @property
     def dtype(self) -> Any:
-        return aval_of(self).dtype
+        try:
+            return aval_of(self).dtype
+        except Endless as error:
+            raise endless_error(error) from None
 
     @property
     def ndim(self) -> int:
-        return len(aval_of(self).shape)
+        return len(self.shape)
 
     @property
     def size(self) -> int:
-        return aval_of(self).size
+        return math.prod(self.shape)
 
     @property
     def __jax_array__(self) -> Any:
@@ -338,13 +263,18 @@ class ArrayValue(Value):
             reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
-            raise TypeError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
+            raise NoArrayError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
         return None
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         if (level := level_of(self)) is None:
-            raise TypeError(not_dispatched(self, "NumPy"))
+            raise NoArrayError(not_dispatched(self, "NumPy"))
         return level.adopt(self).__array__(*args, **kwargs)
+
+
+class NoArrayError(TypeError, RuntimeError):
+    """A Value was passed to a function that asks for an array, outside of `quaxify`. It is a `RuntimeError`
+    as well, as where a primitive is bound: there JAX would replace a `TypeError` by its own."""
 
 
 def level_of(value: Value | None = None) -> Any:
@@ -430,8 +360,9 @@ def is_value(x: Any) -> bool:
 def has_missing_parts(value: Value) -> bool:
     """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes of it.
 
-    `None`, or a part without leaves, counts as missing if its field neither allows `None` nor defaults to
-    it, and the Value cannot be materialised without it.
+    A part that is None, or that holds None, counts as missing if its field neither allows None nor defaults
+    to it, and the Value cannot be materialised without it. So does what optax puts in the place of masked
+    arrays. Other parts without leaves, such as `()` or a module of static fields, are metadata.
     """
     cls: Any = type(value)
     for name in _required_fields(cls):
@@ -441,22 +372,67 @@ def has_missing_parts(value: Value) -> bool:
     return False
 
 
+def missing_field(value: Value) -> str:
+    """The first field of a Value whose part is missing."""
+    cls: Any = type(value)
+    return next(name for name in _required_fields(cls) if _is_missing(getattr(value, name, 0)))
+
+
 @functools.cache
-def _required_fields(cls: type) -> list[str]:
+def _required_fields(cls: Any) -> list[str]:
+    """The fields of a module, or of a named tuple, that may not be None."""
     try:
         hints = typing.get_type_hints(cls)
-    except NameError:  # in a local class: any of its fields may then be missing
+    except (NameError, TypeError):  # in a local class, or no types: any of its fields may then be missing
         hints = {}
-    fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("static") and f.default is not None]
-    return [f.name for f in fields if type(None) not in typing.get_args(hints.get(f.name))]
+    if dataclasses.is_dataclass(cls):
+        fields = dataclasses.fields(cls)
+        names = [f.name for f in fields if not f.metadata.get("static") and f.default is not None]
+    else:
+        names = [name for name in cls._fields if cls._field_defaults.get(name, 0) is not None]
+    return [name for name in names if not _allows_none(hints.get(name))]
+
+
+def _allows_none(hint: Any) -> bool:
+    """Whether an annotation allows None, for the field or for a part of it."""
+    hint = getattr(hint, "__value__", hint)  # of a `type` statement
+    return hint is type(None) or any(map(_allows_none, typing.get_args(hint)))
 
 
 def _is_missing(part: Any) -> bool:
+    cls = type(part)
+    check = _checks.get(cls)
+    if check is None:
+        check = _checks[cls] = _check_of(part)
+    return check(part)
+
+
+_checks: dict[type, Callable[[Any], bool]] = {}  # of the parts of a type, whether they are missing
+
+
+def _check_of(part: Any) -> Callable[[Any], bool]:
+    cls = type(part)
+    names = getattr(cls, "_fields", None) if isinstance(part, tuple) else None  # of a named tuple
+    if part is None or names == ():  # or `optax.MaskedNode`
+        return lambda part: True
     if isinstance(part, Value):
-        return has_missing_parts(part)
-    if type(part) in (tuple, list):
-        return any(map(_is_missing, part))
-    return not jtu.tree_leaves(part)
+        return has_missing_parts
+    if isinstance(part, eqx.Module) or names:
+        required = _required_fields(cls)
+        return lambda part: any(_is_missing(getattr(part, name, 0)) for name in required)
+    if isinstance(part, tuple | list):
+        return lambda part: any(map(_is_missing, part))
+    if isinstance(part, dict):
+        return lambda part: any(map(_is_missing, part.values()))
+    if jtu.treedef_is_leaf(jtu.tree_structure(part)):
+        return lambda part: False
+    return _holds_nothing_but_none
+
+
+def _holds_nothing_but_none(node: Any) -> bool:
+    """Whether another node of trees is one of a half. It may hold None beside leaves for its own reasons."""
+    leaves = jtu.tree_leaves(node, is_leaf=lambda x: x is None)
+    return bool(leaves) and all(x is None for x in leaves)
 
 
 def _materialises(value: Value) -> bool:
@@ -527,8 +503,39 @@ def aval_of(value: Value) -> Any:
     if aval is None:
         if len(_avals) > 4096:
             _avals.clear()
-        aval = _avals[key] = _make_aval(value, leaf_avals)
+        aval = _avals[key] = _infer_aval(value, key, leaf_avals)
+        if type(value) not in _checked or jax.config.jax_enable_checks:
+            _check_aval(value, aval, key)
     return aval
+
+
+_checked: set[type] = set()  # the classes whose `aval` was compared with `materialise`
+
+
+def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
+    """Works out an aval, unless that needs the same aval.
+
+    At the limit of recursion it would be too late: whoever catches an error on the way, and asks again, would
+    double the time at each turn. For the same reason it is an error for the class at once, up to the first
+    call.
+    """
+    cls, now = type(value), running_hooks
+    if key in now.inferring or cls in now.endless:
+        now.endless.add(cls)
+        raise Endless(computes_with_itself(hook_of_shape(cls)))
+    now.inferring[key] = cls
+    try:
+        return _make_aval(value, leaf_avals)
+    except RecursionError as error:
+        # Each time it asked for the aval of another shape, or of other statics.
+        if list(now.inferring.values()).count(cls) < OFTEN:
+            raise
+        now.endless.add(cls)
+        raise Endless(computes_with_itself(hook_of_shape(cls))) from error
+    finally:
+        del now.inferring[key]
+        if not now.inferring:
+            now.endless.clear()
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
@@ -563,29 +570,18 @@ _fields: dict[type, list[tuple[str, bool]]] = {}
 _avals: dict[Any, Any] = {}
 
 
-# The errors below are not `TypeError`s: JAX replaces those with its own when it asks for an aval.
-
-
-def not_an_array(value: Value, leaf: Any) -> ValueError:
-    """The error for a field that is not an array."""
-    paths = jtu.tree_leaves_with_path(value)
-    (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
-    return ValueError(
-        f"{type(value).__name__}{name} holds {leaf!r} where an array is expected. Declare a field that is "
-        "not an array with `eqx.field(static=True)`."
-    )
-
-
 def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if is_derivative_alone(leaf_avals):
         raise derivative_alone(type(value))
     ask = type(value).aval
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(value)):
-        ask = _traced(ask)
+        ask = traced(ask)
     try:
         aval = ask(value)
-    except TypeError as error:
-        raise ValueError(f"{type(value).__name__} has no shape: its hooks raise {error!r}.") from error
+    except TypeError as error:  # which JAX would replace by its own, when it asks for an aval
+        found = " ".join(f"{error!r}".split())
+        message = f"{type(value).__name__} has no shape: its hooks raise {found}. {remedy(value, error)}"
+        raise ValueError(message.rstrip()) from error
     if isinstance(aval, jax.ShapeDtypeStruct):
         aval = _leaf_aval(aval)
     if not isinstance(aval, jax.core.AbstractValue):
@@ -593,32 +589,25 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
             f"{type(value).__name__}.aval() must return a jax.core.ShapedArray (or another JAX type); "
             f"found {aval!r}."
         )
-    if jax.config.jax_enable_checks and type(value).aval is not ArrayValue.aval:
-        _check_aval(value, aval)
     return compat.place_aval_like(aval, leaf_avals)
 
 
-def _traced(hook: Callable[[Value], Any]) -> Callable[[Value], Any]:
-    """`hook` for a Value whose leaves are shapes, with tracers in their place: it may compute with them."""
-
-    def on_shapes(value: Value) -> Any:
-        found: list[Any] = []
-        with probing():
-            jax.eval_shape(lambda value: found.append(hook(value)), value)
-        return found[0]
-
-    return on_shapes
-
-
-def _check_aval(value: Value, aval: Any) -> None:
-    """Raises an error if `aval` contradicts `materialise`, unless the latter refuses."""
+def _check_aval(value: Value, aval: Any, key: Any) -> None:
+    """Raises an error if `aval` contradicts `materialise`, unless the latter refuses. It is checked for the
+    first value of a class, or for all under `jax_enable_checks`."""
+    cls = type(value)
+    _checked.add(cls)
+    if cls.aval is ArrayValue.aval or not isinstance(aval, jax.core.ShapedArray):
+        return
     try:
         with probing(), jax.enable_checks(False):  # which would check what `materialise` asks, without end
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
     except Exception:  # a type may refuse in any way
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
+        _checked.discard(cls)
+        _avals.pop(key, None)
         raise ValueError(
-            f"{type(value).__name__}.aval() says {aval.str_short()}, but materialise() makes an array of "
+            f"{cls.__name__}.aval() says {aval.str_short()}, but materialise() makes an array of "
             f"shape {out.shape} and dtype {out.dtype}. Correct either, or leave out `aval`, to infer it."
         )

@@ -16,13 +16,14 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._checked import checked
+from ..core.hooks import as_dense, probing
 from ..core.jaxprs.slots import leading_axes
 from ..core.operators import ArrayOperators
 from ..core.policy import dense, dense_operands
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
-from ..core.values import ArrayValue, as_dense, is_value, probing
+from ..core.values import ArrayValue, is_value
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .eformer import AvalHook, Flattening, PostInit
 from .trees import fields

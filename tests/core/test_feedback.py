@@ -1,5 +1,6 @@
 """What authors of types and rules are told about mistakes."""
 
+import re
 import sys
 import traceback
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.testing import check_type
 from tests.samples import wrong_types
 
 
@@ -163,6 +165,122 @@ class _OfItself(Boxed):
         return ql.quaxify(lambda x: x * 1.0)(self)
 
 
+class _Inferred(ql.ArrayOperators, Boxed):
+    """Its shape follows from `materialise`."""
+
+
+class _ByQuaxify(_Inferred):
+    def materialise(self):
+        return ql.quaxify(jnp.multiply)(self, 2.0)
+
+
+class _ByOperator(_Inferred):
+    def materialise(self):
+        return self * 2.0
+
+
+class _ByMaterialise(_Inferred):
+    def materialise(self):
+        return ql.materialise(self)
+
+
+class _ByShape(_Inferred):
+    def materialise(self):
+        return jnp.zeros(self.shape)
+
+
+class _ByDtype(_Inferred):
+    def materialise(self):
+        return self.array.astype(self.dtype)
+
+
+class _ByAnotherType(_Inferred):
+    def materialise(self):
+        return ql.materialise(ql.LoraArray(self, jnp.ones((1, 3)), jnp.ones((3, 1))))
+
+
+class _ByAnEqualOne(_Inferred):
+    def materialise(self):
+        return jax.jit(ql.quaxify(jax.nn.relu))(type(self)(self.array * 2))
+
+
+class _ByLargerOnes(_Inferred):
+    def materialise(self):
+        return ql.quaxify(jnp.sum)(type(self)(self.array[None]), axis=0)
+
+
+class _ByItsAval(Boxed):
+    def aval(self):
+        return jax.core.ShapedArray(self.shape, self.array.dtype)
+
+
+class _Holding(ql.ArrayValue):
+    value: ql.ArrayValue
+
+    def materialise(self):
+        return ql.quaxify(jnp.sin)(self.value)
+
+
+OF_ITSELF = [
+    _ByQuaxify,
+    _ByOperator,
+    _ByMaterialise,
+    _ByShape,
+    _ByDtype,
+    _ByAnotherType,
+    _ByAnEqualOne,
+    _ByLargerOnes,
+    _ByItsAval,
+]
+ASKED = {
+    "shape": lambda x: x.shape,
+    "dtype": lambda x: x.dtype,
+    "called": ql.quaxify(jnp.sin),
+    "jitted": lambda x: jax.jit(ql.quaxify(lambda x: x @ x))(x),
+    "held": lambda x: _Holding(x).shape,
+    "as a weight": lambda x: ql.quaxify(jnp.matmul)(
+        ql.LoraArray(x, jnp.ones((1, 3)), jnp.ones((3, 1))), jnp.ones(3)
+    ),
+    "operator": lambda x: x * 2.0,
+    "materialised": ql.materialise,
+}
+
+
+@pytest.mark.quick(24)
+@pytest.mark.usefixtures("short_stack")
+@pytest.mark.parametrize(
+    ("cls", "ask"),
+    # The last has no operators, and materialises without its shape.
+    [(cls, ask) for ask in ASKED for cls in (OF_ITSELF[:-1] if ask[0] in "om" else OF_ITSELF)],
+    ids=str,
+)
+def test_a_shape_that_needs_itself(cls, ask):
+    message = rf"`{cls.__name__}\.\w+` at .*test_feedback.py:\d+ computes with the Value itself, and so calls"
+    for _ in range(2):  # nothing of the first call is left
+        with pytest.raises(ql.RuleError, match=message):
+            ASKED[ask](cls(jnp.ones((3, 3))))
+
+
+def test_a_shape_that_needs_that_of_a_part_of_the_same_class():
+    class Twice(ql.ArrayValue):
+        part: Any
+
+        def materialise(self):
+            return ql.quaxify(lambda x: 2 * jnp.ones(x.shape) * x)(self.part)
+
+    x = Twice(Twice(Twice(Twice(Twice(Twice(jnp.ones(3)))))))
+    assert x.shape == (3,)
+    np.testing.assert_array_equal(ql.materialise(x), 64 * np.ones(3))
+
+
+def test_a_method_of_the_base_is_no_endless_one():
+    class Doubled(Boxed):
+        def materialise(self):
+            return 2 * super().materialise()
+
+    np.testing.assert_array_equal(ql.materialise(Doubled(jnp.ones(3))), 2 * np.ones(3))
+
+
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(("cls", "hook"), [(_OnItself, "default"), (_OfItself, "materialise")])
 def test_a_hook_that_calls_itself(cls, hook):
@@ -223,6 +341,11 @@ class TestOutsideOfQuaxify:
                 Boxed(jnp.ones(3)), Boxed(jnp.ones(3))
             )
 
+    def test_it_is_one_type_of_error(self):
+        for call in (jnp.sin, jax.lax.sin, np.asarray):
+            with pytest.raises(RuntimeError, match=r"A Boxed was passed to .* outside `quaxlike.quaxify`"):
+                call(Boxed(jnp.ones(3)))
+
     @pytest.mark.parametrize("call", [np.asarray, np.sum, lambda x: np.array([x]), jnp.asarray])
     def test_numpy(self, call):
         with pytest.raises(TypeError, match=r"A Boxed was passed to NumPy outside `quaxlike.quaxify`"):
@@ -236,15 +359,146 @@ class TestOutsideOfQuaxify:
             )
 
 
-def test_aval_that_contradicts_materialise():
-    class Wrong(Boxed):
-        def aval(self):
-            return jax.core.ShapedArray((7,), jnp.float32)
+class TestAvalThatContradictsMaterialise:
+    @pytest.mark.parametrize("checks", [False, True])
+    def test_at_the_first_use(self, checks):
+        class Wrong(Boxed):
+            def aval(self):
+                return jax.core.ShapedArray((7,), jnp.float32)
 
-    with (
-        jax.enable_checks(True),
-        pytest.raises(ValueError, match=r"Wrong.aval\(\) says float32\[7\], but mater"),
-    ):
+        for ask in (lambda x: x.shape, ql.quaxify(jnp.sin), jax.jit(ql.quaxify(jnp.sin))):
+            with (
+                jax.enable_checks(checks),
+                pytest.raises(ValueError, match=r"Wrong.aval\(\) says float32\[7\], but mater"),
+            ):
+                ask(Wrong(jnp.ones(3)))
+
+    def test_dtype(self):
+        class Half(Boxed):
+            def aval(self):
+                return jax.core.ShapedArray(self.array.shape, jnp.float16)
+
+        with pytest.raises(ValueError, match=r"says float16\[3\], but .* shape \(3,\) and dtype float32"):
+            _ = Half(jnp.ones(3)).dtype
+
+    def test_once_for_each_class(self):
+        made = []
+
+        class Counted(Boxed):
+            def aval(self):
+                return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+            def materialise(self):
+                made.append(self)
+                return jnp.zeros(self.shape)  # which has been said
+
+        for n in range(3):
+            assert Counted(jnp.ones(n)).shape == (n,)
+        assert len(made) == 1
+
+    def test_a_type_may_refuse(self):
+        class Refusing(Boxed):
+            def aval(self):
+                return jax.core.ShapedArray((7,), jnp.float32)
+
+            def materialise(self):
+                raise RuntimeError("refused")
+
+        assert Refusing(jnp.ones(3)).shape == (7,)
+
+    def test_check_type(self):
+        class Wrong(Boxed):
+            static_shape: tuple[int, ...] = eqx.field(static=True)
+
+            def aval(self):
+                return jax.core.ShapedArray(self.static_shape, jnp.float32)
+
+        assert Wrong(jnp.ones(3), (3,)).shape == (3,)
+        failures = check_type(Wrong(jnp.ones(3), (4,)), programs={}).failures
+        assert "Wrong.aval() says float32[4], but materialise() makes float32[3]" in str(failures)
+
+
+class _NumPy(Boxed):
+    def materialise(self):
+        return jnp.asarray(np.sin(self.array))
+
+
+class _NumPyUnderJit(_NumPy):
+    def aval(self):
+        return jax.core.ShapedArray(self.array.shape, self.array.dtype)
+
+
+class _Length(Boxed):
+    length: int
+
+    def materialise(self):
+        return jnp.zeros(self.length)
+
+
+class _Sizes(Boxed):
+    sizes: tuple[int, ...]
+
+    def materialise(self):
+        return self.array.reshape(self.sizes)
+
+
+class _Sliced(Boxed):
+    stop: int
+
+    def materialise(self):
+        return self.array[: self.stop]
+
+
+class _Options(eqx.Module):
+    length: int
+
+
+class _Nested(Boxed):
+    options: _Options
+
+    def materialise(self):
+        return jnp.zeros(self.options.length)
+
+
+class _Asking(Boxed):
+    def materialise(self):
+        return jnp.zeros(int(self.array[0]))
+
+
+IS_STATIC = r"is declared with `eqx.field\(static=True\)`: `{}` of {} is not"
+
+
+@pytest.mark.parametrize("ask", [lambda x: jnp.zeros(x.shape), jax.jit(ql.quaxify(jnp.sin))], ids=["", "jit"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (_NumPy(jnp.ones(4)), "NumPy cannot compute with what is traced: use `jax.numpy` in the hook"),
+        (_Length(jnp.ones(4), 4), IS_STATIC.format("length", "_Length")),
+        (_Sizes(jnp.ones(4), (2, 2)), IS_STATIC.format("sizes", "_Sizes")),
+        (_Sliced(jnp.ones(4), 2), IS_STATIC.format("stop", "_Sliced")),
+        (_Nested(jnp.ones(4), _Options(3)), IS_STATIC.format("options.length", "_Nested")),
+        (_Asking(jnp.ones(4)), "does not know the numbers in the arrays: compute with `jax.numpy`"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_hook_that_cannot_be_traced(value, message, ask):
+    with pytest.raises((ValueError, IndexError)) as caught:
+        ask(value)
+    assert re.search(message, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())]))
+
+
+def test_a_hook_that_cannot_be_traced_and_has_a_shape():
+    with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
+        jax.jit(ql.quaxify(jnp.sin))(_NumPyUnderJit(jnp.ones(4)))
+    assert any("use `jax.numpy` in the hook" in note for note in caught.value.__notes__)
+
+
+def test_other_errors_of_hooks_say_nothing_of_tracing():
+    class Wrong(Boxed):
+        def materialise(self):
+            return self.array + None
+
+    with pytest.raises(ValueError, match=r"Wrong has no shape: its hooks raise TypeError\(.*NoneType.*\)\.$"):
         _ = Wrong(jnp.ones(3)).shape
 
 

@@ -329,6 +329,21 @@ class TestMessage:
             '  To let it happen: `with quaxlike.on_materialise("allow")`.',
         ]
 
+    def test_a_rule_that_declined(self):
+        @ql.register("lgamma", rules=(rules := ql.RuleSet()))
+        def _(x: Plain, **params):
+            return NotImplemented
+
+        with pytest.raises(ql.MaterialisationError) as caught, ql.on_materialise("error"):
+            ql.quaxify(jax.lax.lgamma, rules=rules)(Plain(X))
+        (rule,) = rules
+        assert str(caught.value).splitlines()[2:] == [
+            "  To keep the type, have the rule that declined return a result for these operands:",
+            f"    lgamma(Plain) at {rule.source}",
+            "  or write one in a `quaxlike.RuleSet`, whose rules are tried first.",
+            '  To let it happen: `with quaxlike.on_materialise("allow")`.',
+        ]
+
     def test_a_warning_is_about_what_happened(self):
         with pytest.warns(ql.MaterialisationWarning) as caught, ql.on_materialise("warn"):
             ql.quaxify(jax.lax.lgamma)(Plain(X))

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import AbstractArray, ArrayLike
 
 from .. import compat, high_level
+from ..hooks import RuleError
 from ..values import ArrayValue, Value
 
 if TYPE_CHECKING:
@@ -29,12 +30,6 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _NUMBERS = (bool, int, float, complex)
 _NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 _PACKAGE = __name__.partition(".")[0] + "."
-
-
-class RuleError(TypeError):
-    """A rule cannot be used: what it takes or returns does not fit its primitive."""
-
-    __module__ = "quaxlike"
 
 
 class RuleWarning(UserWarning):

@@ -164,7 +164,11 @@ def _is_value_dependent(hint: Any) -> bool:
     members = typing.get_args(hint)
     if members and not isinstance(hint, type):
         return any(map(_is_value_dependent, members))
-    return isinstance(hint, type) and issubclass(hint, Value) and not plum.is_faithful(hint)
+    if not isinstance(hint, type) or not issubclass(hint, Value):
+        return False
+    if isinstance(hint, plum.CovariantMeta):  # it tells instances as the class does of which it is made
+        hint = next(cls for cls in hint.__mro__ if not isinstance(cls, plum.CovariantMeta))
+    return not plum.is_faithful(hint)
 
 
 def _is_of(x: Any, type_: Any, hint: Any) -> bool:

@@ -1,0 +1,255 @@
+"""The hooks of Values: their errors name them, and they are asked outside of every trace."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import re
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from .._checked import a_or_an
+from .construction import QuickMeta
+
+# The hooks of a type, and what each is called for.
+_HOOKS = {
+    "aval": "its shape and dtype",
+    "materialise": "its dense array",
+    "default": "a result where no rule matches",
+    "follows_rules": "whether rules apply to it",
+    "promote": "a plain array as a value of its type",
+    "widen": "the form that it shares with another Value",
+    "cotangent": "the cotangent that a backward function receives",
+    "leading_axis": "the axes along which its leaves are cut into rows",
+    "shard_spec": "the partition specs of its leaves",
+}
+
+
+def _naming(hook: str, method: Any) -> Any:
+    """Wraps a hook so that its errors carry a note with the names of the type and the hook."""
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(_naming(hook, method.__func__))
+    if not callable(method):
+        return method
+    call: Callable[..., Any] = _guarded(method) if hook == "materialise" else method
+
+    @functools.wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Endless as error:
+            raise endless_error(error) from None
+        except Exception as error:
+            of = args[0] if args and hook != "default" else None
+            cls = of if isinstance(of, type) else type(of)
+            if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
+                raise derivative_alone(cls) from error
+            name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
+            note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
+            for line in (note, remedy(of, error)):
+                if line and line not in getattr(error, "__notes__", ()):
+                    error.add_note(line)
+            raise
+
+    return named
+
+
+def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `materialise`: it makes an array, and does not need itself."""
+
+    @functools.wraps(materialise)
+    def guarded(self: Any) -> Any:
+        running = running_hooks.materialising
+        for call, value in running:
+            if value is self and call is materialise:
+                raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
+        running.append((materialise, self))
+        try:
+            return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
+        except RecursionError as error:
+            if sum(call is materialise for call, _ in running) < OFTEN:
+                raise
+            raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__)) from error
+        finally:
+            running.pop()
+
+    return guarded
+
+
+class _RunningHooks(threading.local):
+    """The hooks that a thread is in, one within the other."""
+
+    def __init__(self) -> None:
+        self.materialising: list[tuple[Callable[..., Any], Any]] = []  # each with its Value
+        self.inferring: dict[Any, type] = {}  # classes whose avals are worked out, by the keys of the memo
+        self.endless: set[type] = set()  # those that were found to need their own
+
+
+running_hooks = _RunningHooks()
+OFTEN = 5  # a hook that is within itself so many times, when Python's stack ends, calls itself
+
+
+def is_derivative_alone(leaves: Sequence[Any]) -> bool:
+    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
+    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
+
+
+def derivative_alone(cls: type) -> ValueError:
+    """The error for a derivative as JAX returns it, whose pattern is missing."""
+    return ValueError(
+        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
+        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
+        "the derivative."
+    )
+
+
+def as_dense(out: Any, hook: str) -> Any:
+    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
+    if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
+        return jnp.asarray(out)
+    if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
+        raise TypeError(f"{hook}() must return an array; found {out!r}.")
+    return out
+
+
+def remedy(value: Any, error: Exception) -> str:
+    """What to do about a hook that fails because it is traced, as it is to infer a shape and under `jit`;
+    empty if it fails for another reason."""
+    is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
+    if not is_numpys and not re.search("concrete|must (have|be) static", str(error)):
+        return ""
+    found: list[str] = []
+    if is_numpys:
+        found.append("NumPy cannot compute with what is traced: use `jax.numpy` in the hook.")
+    if names := [f"`{name}`" for name in _numbers(value)]:
+        which = f"{' and '.join(names)} of {type(value).__name__} {'is' if len(names) == 1 else 'are'} not"
+        found.append(
+            "A field that decides a shape, or whose value Python asks for, is declared with "
+            f"`eqx.field(static=True)`: {which}."
+        )
+    if not found:
+        found.append(
+            "A hook that is traced does not know the numbers in the arrays: compute with `jax.numpy`, as "
+            "with `jnp.where` for `if`, and decide shapes by the shapes of the arrays."
+        )
+    return " ".join(found)
+
+
+def _numbers(value: Any) -> Iterator[str]:
+    """The fields of a Value, and of its parts, that are not static and hold numbers of Python, or did so
+    before they were traced."""
+    try:
+        hints = typing.get_type_hints(type(value))
+    except (NameError, TypeError):
+        hints = {}
+    for f in dataclasses.fields(value) if isinstance(value, eqx.Module) else ():
+        part = getattr(value, f.name, None)
+        if f.metadata.get("static"):
+            continue
+        if isinstance(part, eqx.Module):
+            yield from (f"{f.name}.{name}" for name in _numbers(part))
+        else:
+            leaves = jtu.tree_leaves(part)
+            are_numbers = bool(leaves) and all(type(x) in (bool, int, float) for x in leaves)
+            if are_numbers or _is_of_numbers(hints.get(f.name)):
+                yield f.name
+
+
+def _is_of_numbers(hint: Any) -> bool:
+    """Whether an annotation is `int`, `bool`, or a sequence of these, perhaps beside None."""
+    parts = [x for x in typing.get_args(hint) if x not in (type(None), ...)]
+    return hint in (int, bool) or (bool(parts) and all(map(_is_of_numbers, parts)))
+
+
+class RuleError(TypeError):
+    """A rule cannot be used: what it takes or returns does not fit its primitive."""
+
+    __module__ = "quaxlike"
+
+
+class Endless(ValueError):
+    """A hook, or a rule that it uses, calls itself endlessly. It becomes a `RuleError` where it leaves the
+    hooks; on the way JAX would replace a `TypeError`."""
+
+
+def hook_of_shape(cls: Any) -> types.CodeType:
+    """The code that gives the shape of a class: its own `aval`, or `materialise`."""
+    own = inspect.unwrap(cls.aval)
+    is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return inspect.unwrap(cls.materialise if is_inherited else own).__code__
+
+
+def computes_with_itself(hook: types.CodeType) -> str:
+    """The message for a hook that calls itself endlessly."""
+    name = hook.co_qualname.rpartition("<locals>.")[2]
+    return (
+        f"`{name}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, and so calls "
+        "itself endlessly. Compute with the arrays that the Value holds. If it needs the shape or dtype of "
+        "the Value, define `aval` by the shapes and dtypes of these arrays."
+    )
+
+
+def endless_error(error: Endless) -> Exception:
+    """The error to raise for a hook that calls itself: within other hooks as it is, else that of rules."""
+    return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
+
+
+def not_an_array(value: Any, leaf: Any) -> ValueError:
+    """The error for a field that is not an array; no `TypeError`, which JAX would replace by its own."""
+    paths = jtu.tree_leaves_with_path(value)
+    (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
+    return ValueError(
+        f"{type(value).__name__}{name} holds {leaf!r} where an array is expected. Declare a field that is "
+        "not an array with `eqx.field(static=True)`."
+    )
+
+
+class ValueMeta(QuickMeta):
+    """Names the hooks of a class in the errors that they raise."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
+        named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
+        return super().__new__(mcs, name, bases, namespace | named, **kwargs)
+
+
+class _Probing:
+    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
+    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
+    that it would see it the first time and not again."""
+
+    def __init__(self) -> None:
+        self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for aside in self.asides:
+                stack.enter_context(aside())
+            stack.enter_context(jax.core.eval_context())
+            yield
+
+
+probing = _Probing()
+
+
+def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`hook` for a Value whose leaves are shapes, with tracers in their place: it may compute with them."""
+
+    def on_shapes(value: Any) -> Any:
+        found: list[Any] = []
+        with probing():
+            jax.eval_shape(lambda value: found.append(hook(value)), value)
+        return found[0]
+
+    return on_shapes
