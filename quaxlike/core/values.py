@@ -452,7 +452,8 @@ def _is_missing(part: Any) -> bool:
         return has_missing_parts(part)
     if type(part) in (tuple, list):
         return any(map(_is_missing, part))
-    return not jtu.tree_leaves(part)
+    leaves = jtu.tree_leaves(part, is_leaf=lambda x: x is None)
+    return bool(leaves) and all(x is None for x in leaves)
 
 
 def _materialises(value: Value) -> bool:
