@@ -73,7 +73,7 @@ def _difference(
     wide = np.complex128 if jnp.issubdtype(dtypes[1], jnp.complexfloating) else np.float64
     x, y = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
     largest = max(scale, np.abs(y[np.isfinite(y)]).max(initial=0.0))
-    allowed = max(map(_tolerance, dtypes)) if tolerance is None else tolerance
+    allowed = max(map(tolerance_of, dtypes)) if tolerance is None else tolerance
     with np.errstate(invalid="ignore"):
         wrong = (x != y) & ~(np.abs(x - y) <= allowed * largest + atol + 1e-30)
     wrong &= ~(np.isnan(y) & (np.isnan(x) | (not nans)))
@@ -89,7 +89,7 @@ def _has_numbers(x: Any) -> bool:
     return jnp.result_type(x) != jax.dtypes.float0
 
 
-def _tolerance(dtype: Any) -> float | int:
+def tolerance_of(dtype: Any) -> float | int:
     """The allowed difference of elements of a dtype, relative to the largest; 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0

@@ -60,7 +60,7 @@ class _Run:
         with jax.disable_jit():
             try:
                 sys.settrace(self._enter)
-                self._top = sys._getframe()
+                self._top = sys._getframe()  # pyright: ignore[reportPrivateUsage]
                 run()
             except Exception:  # the steps up to there count
                 pass
