@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -94,7 +94,7 @@ def check_program(
         raise ValueError(f"transforms of check_program are among {TRANSFORMS}; found {sorted(unknown)}.")
     tester = _Tester(fn, arrays, modes, rtol, atol)
     with contextlib.nullcontext() if policy_key() else on_materialise("allow"):
-        checks = [check for kind, make in makers.items() for check in tester.checks(kind, make)]
+        checks = tester.checks(makers)
     if not checks:
         raise ValueError(
             "check_program needs an array among the arguments that Values can take the place of."
@@ -167,6 +167,10 @@ def _tangents(varied: list[Any]) -> list[Any]:
     return jtu.tree_map(waves, varied)
 
 
+def _call(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
+    return _outputs(run(*case.build(leaves)))
+
+
 def _vmap(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
     return jax.vmap(lambda leaves: _outputs(run(*case.build(leaves))))(_stack(leaves))
 
@@ -183,9 +187,9 @@ def _grad(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
 
 
 _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
-    "eager": lambda fn, case, leaves: _outputs(quaxify(fn)(*case.build(leaves))),
-    "jit": lambda fn, case, leaves: _outputs(quaxify(fn)(*case.build(leaves))),
-    "jit inside": lambda fn, case, leaves: _outputs(quaxify(_jitted(fn))(*case.build(leaves))),
+    "eager": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
+    "jit": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
+    "jit inside": lambda fn, case, leaves: _call(quaxify(_jitted(fn)), case, leaves),
     "two levels": lambda fn, case, leaves: _outputs(_two_levels(fn, case.build(leaves))),
     "vmap": lambda fn, case, leaves: _vmap(quaxify(fn), case, leaves),
     "jvp": lambda fn, case, leaves: _jvp(quaxify(fn), case, leaves),
@@ -227,12 +231,19 @@ class _Plain:
         if mode == "jvp":
             varied, _ = self.case.varied(self.case.leaves)
             return self.pushed(_tangents(varied))
-        run = {
-            "jit": lambda fn, case, leaves: _outputs(fn(*case.build(leaves))),
-            "vmap": _vmap,
-            "grad": _grad,
-        }
-        return jax.jit(functools.partial(run[mode], self.fn, self.case))(self.case.leaves)
+        out = self._compiled[mode]
+        if isinstance(out, Exception):
+            raise out
+        return out
+
+    @functools.cached_property
+    def _compiled(self) -> dict[str, Any]:
+        run = {"jit": _call, "vmap": _vmap, "grad": _grad}
+        table = {mode: Program(self.fn, modes=(mode,)) for mode in run}
+        found = run_all(
+            table, lambda mode, _, leaves: run[mode](self.fn, self.case, leaves), self.case.leaves
+        )
+        return {mode: found[mode, mode] for mode in run}
 
     def pushed(self, tangents: list[Any]) -> Any:
         """The result and its tangents, for these tangents of the differentiable arrays."""
@@ -272,19 +283,23 @@ class _Tester:
         # Values need not be weakly typed where arrays are, and then promote others.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
-    def checks(self, kind: str, make: Callable[[Any], Any]) -> Sequence[Check]:
-        """The checks of a kind: Values in each argument, and in all."""
-        made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
-        chosen = {f"argument {i}": [i] for i in made}
-        if len(made) > 1:
-            chosen["all arguments"] = [*made]
+    def checks(self, makers: Zoo) -> list[Check]:
+        """The checks of all kinds: Values in each argument, and in all."""
         table: dict[str, _Case] = {}
-        for where, positions in chosen.items():
-            args = tuple(made[i] if i in positions else x for i, x in enumerate(self.args))
-            table[f"{kind}, {where}"] = _Case(self.fn, modes=self.modes, args=args)
-        given = {name: case.leaves for name, case in table.items()}
-        on = lambda mode, case, given: _ON[mode](self.fn, case, given[_key(table, case)])
-        found = run_all(table, on, given)
+        for kind, make in makers.items():
+            made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
+            chosen = {f"argument {i}": [i] for i in made}
+            if len(made) > 1:
+                chosen["all arguments"] = [*made]
+            for where, positions in chosen.items():
+                args = tuple(made[i] if i in positions else x for i, x in enumerate(self.args))
+                table[f"{kind}, {where}"] = _Case(self.fn, modes=self.modes, args=args)
+        # Kinds that hold the arrays as they are share them as operands, so that XLA sees that most of these
+        # programs are one.
+        shared = {id(x): x for case in table.values() for x in case.leaves}
+        at = {key: i for i, key in enumerate(shared)}
+        on = lambda mode, case, given: _ON[mode](self.fn, case, [given[at[id(x)]] for x in case.leaves])
+        found = run_all(table, on, [*shared.values()])
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
@@ -350,10 +365,6 @@ class _Tester:
             return "", ""
         line, detail = first_difference(self.fn, self.full.eagerly, plain.eagerly, numbers=False)
         return (line, f"eager: {difference}, in another precision\n{detail}") if line else ("", "")
-
-
-def _key(table: Mapping[str, _Case], case: _Case) -> str:
-    return next(name for name, other in table.items() if other is case)
 
 
 def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
