@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from quaxlike.testing.zoo import ZOO
+
 Functions = dict[str, tuple[Any, ...]]
+
+# Solves take long to trace. Other kinds find little that these do not.
+OF_SOLVES = ("refuses", "non-linear", "half precision")
 
 
 class Package(NamedTuple):
@@ -18,6 +23,7 @@ class Package(NamedTuple):
 
     needs: str  # the distribution, and the module, without which it is left out
     functions: Callable[[], Functions]  # by name, each a function and its arguments
+    which: tuple[str, ...] = tuple(ZOO)  # the kinds of Values
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -279,8 +285,11 @@ def _of_equinox() -> Functions:
 def _of_diffrax() -> Functions:
     import diffrax
 
+    # Made once, so that the solves are traced once.
+    term = diffrax.ODETerm(lambda t, y, a: jnp.tanh(a @ y) - y)
+    linear = diffrax.ODETerm(lambda t, y, a: a @ y)
+
     def solved(solver: Any, options: dict[str, Any], y: Any, a: Any) -> Any:
-        term = diffrax.ODETerm(lambda t, y, a: jnp.tanh(a @ y) - y)
         return diffrax.diffeqsolve(term, solver, 0.0, 0.5, 0.1, y, a, **options).ys
 
     control = {"stepsize_controller": diffrax.PIDController(rtol=1e-3, atol=1e-3)}
@@ -294,11 +303,12 @@ def _of_diffrax() -> Functions:
         "Kvaerno3, DirectAdjoint": (diffrax.Kvaerno3(), control | direct),
     }
 
+    def by_noise(t: Any, y: Any, a: Any) -> Any:
+        return y
+
     def integrated(y: Any, a: Any) -> Any:
         noise = diffrax.VirtualBrownianTree(0.0, 0.5, 0.05, (), KEY)
-        terms = diffrax.MultiTerm(
-            diffrax.ODETerm(lambda t, y, a: a @ y), diffrax.ControlTerm(lambda t, y, a: y, noise)
-        )
+        terms = diffrax.MultiTerm(linear, diffrax.ControlTerm(by_noise, noise))
         return diffrax.diffeqsolve(terms, diffrax.Euler(), 0.0, 0.5, 0.1, y, a).ys
 
     def interpolated(ts: Any, ys: Any) -> Any:
@@ -387,8 +397,9 @@ def _of_optimistix() -> Functions:
     found: Functions = {name: (functools.partial(solved, *how), V, X) for name, how in solves.items()}
     bisection = optx.Bisection(**tolerances)
     options = {"lower": -3.0, "upper": 3.0}
+    cubic = lambda y, a: y**3 + y - a
     found["root_find, Bisection"] = (
-        lambda y, a: optx.root_find(lambda y, a: y**3 + y - a, bisection, y, a, options=options).value,
+        lambda y, a: optx.root_find(cubic, bisection, y, a, options=options).value,
         V[0],
         U[0],
     )
@@ -520,9 +531,9 @@ PACKAGES = {
     "jax.scipy": Package("jax", _of_scipy),
     "optax": Package("optax", _of_optax),
     "equinox.nn": Package("equinox", _of_equinox),
-    "lineax": Package("lineax", _of_lineax),
-    "optimistix": Package("optimistix", _of_optimistix),
-    "diffrax": Package("diffrax", _of_diffrax),
+    "lineax": Package("lineax", _of_lineax, OF_SOLVES),
+    "optimistix": Package("optimistix", _of_optimistix, OF_SOLVES),
+    "diffrax": Package("diffrax", _of_diffrax, OF_SOLVES),
     "flax.linen": Package("flax", _of_linen),
     "flax.nnx": Package("flax", _of_nnx),
     "numpyro": Package("numpyro", _of_numpyro),

@@ -24,6 +24,7 @@ import jax
 from rich.console import Console
 
 from quaxlike.testing import ProgramReport, check_program
+from quaxlike.testing.zoo import ZOO
 
 from .package_functions import PACKAGES
 
@@ -47,11 +48,11 @@ class Row:
         return self.passed == self.checks
 
 
-def measured(name: str, fn: Callable[..., Any], *args: Any) -> Row:
+def measured(name: str, fn: Callable[..., Any], *args: Any, which: Sequence[str] = tuple(ZOO)) -> Row:
     """Calls `check_program` on a function."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = check_program(fn, *args)
+        report = check_program(fn, *args, which=which)
     tried = {t for check in report.checks for t, result in check.results.items() if result != "-"}
     passed = len(report.checks) - len(report.failures)
     return Row(name, len(report.checks), passed, len(tried), *_first_failure(report))
@@ -75,7 +76,7 @@ def _first_failure(report: ProgramReport) -> tuple[str, str]:
 def rows_of(package: str, only: Sequence[str] = ()) -> Iterator[Row]:
     for name, (fn, *args) in PACKAGES[package].functions().items():
         if not only or any(text in f"{package}.{name}" for text in only):
-            yield measured(name, fn, *args)
+            yield measured(name, fn, *args, which=PACKAGES[package].which)
 
 
 def installed() -> list[str]:
@@ -119,6 +120,8 @@ has to give the results of the same arrays (JAX {jax}). A check is one kind of V
 all, under all transforms that arrays go through.
 
 Layers are functions of their weights and inputs, optimisers of parameters and gradients, for two steps.
+Solvers (lineax, optimistix, diffrax) run on three kinds: one that refuses to be dense, one that is not
+linear in its leaves, and one in half precision.
 
 | package | functions | run | checks | pass |
 | --- | --- | --- | --- | --- |
