@@ -17,6 +17,7 @@ from quaxlike.files import safetensors
 from quaxlike.lm import peft
 from quaxlike.primitives import DefinedPrimitive, define_primitive
 from quaxlike.sharding import shard, specs_for
+from quaxlike.testing import Check, ProgramReport, check_program, check_type
 
 
 class Scaled(ql.ArrayValue):
@@ -54,6 +55,18 @@ def quaxified_functions_keep_their_types() -> None:
         return x * n
 
     assert_type(ql.quaxify(twice)(jnp.ones(2), n=3), jax.Array)
+
+
+def functions_and_types_are_tested() -> None:
+    def normalised(x: jax.Array) -> jax.Array:
+        return x / jnp.linalg.norm(x)
+
+    options: dict[str, Callable[[jax.Array], ql.ArrayValue]] = {"scaled": lambda x: Scaled(x, jnp.ones(()))}
+    report = check_program(normalised, jnp.ones(3), which=options, transforms=["eager"], rtol=1e-3)
+    assert_type(report, ProgramReport)
+    assert not report.failures, report
+    assert_type(check_program(normalised, jnp.ones(3), which=["refuses"], transforms=("eager",)), ProgramReport)
+    assert_type(check_type(Scaled(jnp.ones(3), jnp.ones(())), programs={}).failures, tuple[Check, ...])
 
 
 def models(folder: Path) -> None:

@@ -96,6 +96,7 @@ def test_star_imports_give_what_is_public(name):
     [
         uses.types_and_rules,
         uses.quaxified_functions_keep_their_types,
+        uses.functions_and_types_are_tested,
         uses.arrays,
         uses.primitives_and_meshes,
     ],

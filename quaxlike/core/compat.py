@@ -345,14 +345,25 @@ def source_lines() -> Iterator[SourceLine]:
     yield from _recorded_lines(source_info_util.current().traceback)
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_internal(file):
-            yield SourceLine(file, frame.f_lineno, frame.f_code.co_qualname)
-        elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
-            step = frame.f_locals.get("step")
-            eqn = frame.f_locals.get("eqn") or getattr(step, "eqn", None)
-            yield from _recorded_lines(getattr(getattr(eqn, "source_info", None), "traceback", None))
+        yield from _lines_in(frame, frame.f_lineno)
         frame = frame.f_back
+
+
+def lines_of_error(error: BaseException) -> list[SourceLine]:
+    """The lines outside JAX and this package that an error went through, innermost first."""
+    frames = reversed([*traceback.walk_tb(error.__traceback__)])
+    return [line for frame, number in frames for line in _lines_in(frame, number)]
+
+
+def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
+    """The line that a frame executes, or those that staged the equation that it interprets."""
+    file = frame.f_code.co_filename
+    if not is_internal(file):
+        yield SourceLine(file, number, frame.f_code.co_qualname)
+    elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
+        step = frame.f_locals.get("step")
+        eqn = frame.f_locals.get("eqn") or getattr(step, "eqn", None)
+        yield from _recorded_lines(getattr(getattr(eqn, "source_info", None), "traceback", None))
 
 
 def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:

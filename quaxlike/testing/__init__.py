@@ -1,7 +1,9 @@
-"""Tests for authors of types: values under all transforms, and types that refuse to materialise."""
+"""Tests for authors of types and of functions: values under all transforms, functions on values of many
+kinds, and types that refuse to materialise."""
 
 from .check import check_type
+from .functions import check_program
 from .refusing import refuses, reveal
-from .report import Check, TypeReport
+from .report import Check, ProgramReport, TypeReport
 
-__all__ = ["Check", "TypeReport", "check_type", "refuses", "reveal"]
+__all__ = ["Check", "ProgramReport", "TypeReport", "check_program", "check_type", "refuses", "reveal"]

@@ -29,6 +29,7 @@ def disagreement(
     dtypes: bool = True,
     weak_types: bool = False,
     tolerance: float | int | None = None,
+    atol: float | int = 0.0,
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
@@ -39,6 +40,7 @@ def disagreement(
     - `dtypes`: whether dtypes must agree.
     - `weak_types`: whether weak types must agree, of arrays that have one.
     - `tolerance`: the allowed difference, relative to the largest finite element. Default: by the dtypes.
+    - `atol`: the allowed absolute difference.
     - `scale`: the size of the terms that were added up, for sums that nearly cancel.
     - `nans`: whether there must be a NaN wherever one is expected.
     """
@@ -57,21 +59,23 @@ def disagreement(
             if of_a != of_b:
                 return Disagreement(kind, f"{kind} {of_a} instead of {of_b}{where}")
     for a, b, where in pairs:
-        if _has_numbers(b) and np.size(b) and (text := _difference(a, b, tolerance, scale, nans)):
+        if _has_numbers(b) and np.size(b) and (text := _difference(a, b, tolerance, atol, scale, nans)):
             return Disagreement("numbers", text + where)
     return None
 
 
-def _difference(a: Any, b: Any, tolerance: float | int | None, scale: float | int, nans: bool) -> str:
+def _difference(
+    a: Any, b: Any, tolerance: float | int | None, atol: float | int, scale: float | int, nans: bool
+) -> str:
     if jnp.issubdtype(jnp.result_type(b), jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     dtypes = jnp.result_type(a), jnp.result_type(b)
     wide = np.complex128 if jnp.issubdtype(dtypes[1], jnp.complexfloating) else np.float64
     x, y = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
     largest = max(scale, np.abs(y[np.isfinite(y)]).max(initial=0.0))
-    allowed = max(map(_tolerance, dtypes)) if tolerance is None else tolerance
+    allowed = max(map(tolerance_of, dtypes)) if tolerance is None else tolerance
     with np.errstate(invalid="ignore"):
-        wrong = (x != y) & ~(np.abs(x - y) <= allowed * largest + 1e-30)
+        wrong = (x != y) & ~(np.abs(x - y) <= allowed * largest + atol + 1e-30)
     wrong &= ~(np.isnan(y) & (np.isnan(x) | (not nans)))
     if not wrong.any():
         return ""
@@ -85,7 +89,7 @@ def _has_numbers(x: Any) -> bool:
     return jnp.result_type(x) != jax.dtypes.float0
 
 
-def _tolerance(dtype: Any) -> float | int:
+def tolerance_of(dtype: Any) -> float | int:
     """The allowed difference of elements of a dtype, relative to the largest; 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0

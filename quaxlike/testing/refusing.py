@@ -44,7 +44,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
     class Refusing(cls):
         def materialise(self) -> Any:
-            if not _revealing.get():
+            if not is_revealing():
                 raise RuntimeError(f"{cls.__name__} refuses to materialise: no rule kept the type.")
             return super().materialise()
 
@@ -88,6 +88,11 @@ def revealing() -> Iterator[None]:
         yield
     finally:
         _revealing.reset(token)
+
+
+def is_revealing() -> bool:
+    """Whether such a context is entered."""
+    return _revealing.get()
 
 
 def reveal(tree: Any) -> Any:

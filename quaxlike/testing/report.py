@@ -1,4 +1,4 @@
-"""The results of `check_type`, as a table."""
+"""The results of `check_type` and `check_program`, as tables."""
 
 import dataclasses
 import textwrap
@@ -9,15 +9,15 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The check of one hook, or of one program in its modes."""
+    """The check of one hook of a type, or of one program in its modes."""
 
     name: str
     results: Mapping[str, str]
     """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not go
     together), or "-" (not tried, since the type does not have the hook, or JAX cannot do it)."""
     culprit: str = ""
-    """The first wrong hook or rule, if something failed: the name of a hook, or the file and line of a
-    rule."""
+    """The first wrong hook or rule of a type, if something failed: the name of a hook, or the file and line
+    of a rule. For a program, its line that treats Values otherwise than arrays, if that is known."""
     message: str = ""
     """The difference between its result and the expected one."""
     dense_at: str = ""
@@ -52,10 +52,7 @@ class TypeReport:
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
             f"{len(kept)} kept the type or do not need to."
         ]
-        first: dict[str, str] = {}
-        for check in self.failures:
-            first.setdefault(check.culprit or check.name, check.message)
-        lines += [f"{culprit}\n{textwrap.indent(message, '  ')}" for culprit, message in first.items()]
+        lines += _messages(self.failures)
         if self.never_met:
             lines.append("Rules that no program used:\n" + textwrap.indent("\n".join(self.never_met), "  "))
         return "\n".join(lines)
@@ -63,11 +60,51 @@ class TypeReport:
     def __str__(self) -> str:
         head = ("check", *MODES, "first failing hook or rule", "made dense at")
         lines = [(c.name, *(c.results.get(m, "") for m in MODES), c.culprit, c.dense_at) for c in self.checks]
-        widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *lines)
-        ]
-        return "\n".join([*table, "", self.summary])
+        return "\n".join([*_table(head, lines), "", self.summary])
 
     __repr__ = __str__
+
+
+class ProgramReport:
+    """The results of [`quaxlike.testing.check_program`][]. Prints as a table."""
+
+    def __init__(self, subject: str, transforms: Sequence[str], checks: Sequence[Check]) -> None:
+        self.subject = subject
+        """The name of the function."""
+        self.transforms = tuple(transforms)
+        """The transforms that were tried."""
+        self.checks = tuple(checks)
+        """One [`Check`][quaxlike.testing.Check] for each kind of Values in each argument."""
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed; empty for a function that takes any kind of array."""
+        return tuple(check for check in self.checks if check.failed)
+
+    @property
+    def summary(self) -> str:
+        """The counts, and each line with its first message."""
+        lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
+        return "\n".join(lines + _messages(self.failures))
+
+    def __str__(self) -> str:
+        lines = [(c.name, *(c.results.get(t, "") for t in self.transforms), c.culprit) for c in self.checks]
+        return "\n".join([*_table(("values", *self.transforms, "at"), lines), "", self.summary])
+
+    __repr__ = __str__
+
+
+def _messages(failures: Sequence[Check]) -> list[str]:
+    """Each culprit with its first message."""
+    first: dict[str, str] = {}
+    for check in failures:
+        first.setdefault(check.culprit or check.name, check.message)
+    return [f"{culprit}\n{textwrap.indent(message, '  ')}" for culprit, message in first.items()]
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    ]

@@ -1,0 +1,402 @@
+"""`check_program`: somebody's function, tested on Values of many kinds."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+from ..core.policy import on_materialise, policy_key
+from ..core.quaxify import quaxify
+from ..core.values import is_value
+from .compare import Disagreement, disagreement, is_inexact, size_of, tolerance_of, weighted_sum
+from .lines import first_difference, line_of
+from .modes import Results, run_all
+from .programs import Program
+from .refusing import reveal
+from .report import Check, ProgramReport
+from .zoo import ZOO, is_plain
+
+TRANSFORMS = ("eager", "jit", "jit inside", "two levels", "vmap", "jvp", "grad")
+
+Zoo = Mapping[str, Callable[[Any], Any]]
+
+
+def check_program(
+    fn: Callable[..., Any],
+    /,
+    *arrays: Any,
+    which: Iterable[str] | Zoo | None = None,
+    transforms: Iterable[str] = TRANSFORMS,
+    rtol: float | int | None = None,
+    atol: float | int = 0.0,
+) -> ProgramReport:
+    """Tests whether a function takes any kind of array.
+
+    The function is called with Values of several kinds in place of its arrays, each argument on its own and
+    all of them together, and compared with the same call on the arrays. Where it asks an array for something
+    that other kinds do not have, such as elements for NumPy or `if`, or treats them otherwise, the report
+    names the line. It is the mirror of [`quaxlike.testing.check_type`][], which tests a type.
+
+    The kinds are:
+
+    - `"passes through"`: an array in a box, which every primitive is applied to; results are in boxes too.
+    - `"refuses"`: likewise, but it never makes itself an array, nor does what is computed from it.
+    - `"metadata"`: likewise, with metadata beside the array, in a module of static fields.
+    - `"non-linear"`: the product of two leaves. It has no rules, so that primitives make it dense.
+    - `"stacked"`: the sum of two arrays in one leaf, whose shape is not that of the array; without rules.
+    - `"half precision"`: a box of bfloat16. It is compared with an array of this dtype; and if the function
+        gives other numbers for it than for the array itself, since it goes other ways, that is a failure too.
+
+    **Arguments:**
+
+    - `fn`: the function. It returns a tree of arrays, the same for the same arguments.
+    - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
+    - `which`: the names of the kinds to try, or functions that make a Value from an array (or return None if
+        there is none for it), by name. Default: all of the above.
+    - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` over a stack of two, `"jvp"` and
+        `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
+        `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each of which dispatches on every
+        second Value. Default: all. One that raises an error on arrays, too, is left out.
+    - `rtol`: the allowed difference, relative to the largest element. Default: by the dtypes.
+    - `atol`: the allowed absolute difference.
+
+    **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. Its `failures`
+    are empty for a function that takes any kind of array.
+
+    **Raises:** any error of `fn` on the arrays themselves; `ValueError` if there are no arrays among the
+    arguments, or for an unknown name.
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp, numpy as np
+        from quaxlike.testing import check_program
+
+        def normalised(x):
+            scale = np.linalg.norm(x)  # NumPy
+            return x / scale
+
+        report = check_program(normalised, jnp.arange(3.0))
+        print(report.failures[0].culprit)  # file, line and function
+        assert "NumPy" in report.failures[0].message
+        ```
+    """
+    makers = _named(which)
+    modes = tuple(transforms)
+    if unknown := set(modes) - {*TRANSFORMS}:
+        raise ValueError(f"transforms of check_program are among {TRANSFORMS}; found {sorted(unknown)}.")
+    tester = _Tester(fn, arrays, modes, rtol, atol)
+    with contextlib.nullcontext() if policy_key() else on_materialise("allow"):
+        checks = tester.checks(makers)
+    if not checks:
+        raise ValueError(
+            "check_program needs an array among the arguments that Values can take the place of."
+        )
+    return ProgramReport(_name(fn), modes, checks)
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", getattr(fn, "__name__", type(fn).__name__)).rpartition("<locals>.")[2]
+
+
+def _named(which: Iterable[str] | Zoo | None) -> Zoo:
+    if which is None:
+        return ZOO
+    if isinstance(which, Mapping):
+        return which
+    names = [which] if isinstance(which, str) else [*which]
+    if unknown := set(names) - {*ZOO}:
+        raise ValueError(f"which of check_program is among {tuple(ZOO)}; found {sorted(unknown)}.")
+    return {name: ZOO[name] for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case(Program):
+    """The function with Values of a kind in some arguments."""
+
+    args: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def _parts(self) -> Any:
+        return eqx.partition(jtu.tree_flatten(self.args)[0], _is_array)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All arrays, those in Values too; None for other leaves."""
+        return self._parts[0]
+
+    def build(self, leaves: list[Any]) -> tuple[Any, ...]:
+        return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
+
+    def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """The differentiable arrays, and a function that makes the arguments from replacements for them."""
+        varied, rest = eqx.partition(leaves, is_inexact)
+        return varied, lambda varied: self.build(eqx.combine(varied, rest))
+
+
+def _is_array(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, np.ndarray)
+
+
+def _outputs(tree: Any) -> Any:
+    """The arrays that a function returns, by their places: trees may hold functions, which differ."""
+    found = jtu.tree_leaves_with_path(reveal(tree))
+    arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
+    return arrays[""] if [*arrays] == [""] else arrays
+
+
+def _two_levels(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    outer = [x for x in jtu.tree_leaves(args, is_leaf=is_value) if is_value(x)][::2]
+    chosen = lambda x: not is_value(x) or any(x is value for value in outer)
+    return quaxify(quaxify(fn), filter_spec=chosen)(*args)
+
+
+def _stack(leaves: list[Any]) -> list[Any]:
+    return jtu.tree_map(lambda x: jnp.stack([x, x]), leaves)
+
+
+def _tangents(varied: list[Any]) -> list[Any]:
+    waves = lambda x: jnp.cos(jnp.arange(jnp.size(x))).reshape(jnp.shape(x)).astype(x.dtype)
+    return jtu.tree_map(waves, varied)
+
+
+def _call(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
+    return _outputs(run(*case.build(leaves)))
+
+
+def _vmap(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
+    return jax.vmap(lambda leaves: _outputs(run(*case.build(leaves))))(_stack(leaves))
+
+
+def _jvp(run: Callable[..., Any], case: _Case, leaves: list[Any], tangents: list[Any] | None = None) -> Any:
+    varied, build = case.varied(leaves)
+    tangents = _tangents(varied) if tangents is None else tangents
+    return jax.jvp(lambda varied: _outputs(run(*build(varied))), (varied,), (tangents,))
+
+
+def _grad(run: Callable[..., Any], case: _Case, leaves: list[Any]) -> Any:
+    varied, build = case.varied(leaves)
+    return jax.grad(lambda varied: weighted_sum(_outputs(run(*build(varied)))))(varied)
+
+
+_ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
+    "eager": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
+    "jit": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),
+    "jit inside": lambda fn, case, leaves: _call(quaxify(fn), case, leaves),  # `fn` is jitted
+    "two levels": lambda fn, case, leaves: _outputs(_two_levels(fn, case.build(leaves))),
+    "vmap": lambda fn, case, leaves: _vmap(quaxify(fn), case, leaves),
+    "jvp": lambda fn, case, leaves: _jvp(quaxify(fn), case, leaves),
+    "grad": lambda fn, case, leaves: _grad(quaxify(fn), case, leaves),
+}
+
+
+def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` as a jitted function of trees that may hold anything; it returns arrays alone."""
+    return eqx.filter_jit(lambda *args: eqx.filter(fn(*args), eqx.is_array_like))
+
+
+class _Plain:
+    """The results of the function on plain arrays, each made once."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.case = _Case(fn, args=args)
+        self.fn = fn
+        self._known: dict[str, Any] = {}
+
+    @property
+    def dtypes(self) -> set[Any]:
+        return _dtypes(self.case.leaves)
+
+    def __call__(self, mode: str) -> Any:
+        mode = "jit" if mode in ("jit inside", "two levels") else mode
+        if mode not in self._known:
+            try:
+                self._known[mode] = self._run(mode)
+            except Exception as error:
+                self._known[mode] = error
+        return self._known[mode]
+
+    def _run(self, mode: str) -> Any:
+        if mode == "eager":
+            return self.eagerly()
+        if mode in ("jvp", "grad") and not self._differentiable():
+            raise TypeError("nothing to differentiate")
+        if mode == "jvp":
+            varied, _ = self.case.varied(self.case.leaves)
+            return self.pushed(_tangents(varied))
+        out = self._compiled[mode]
+        if isinstance(out, Exception):
+            raise out
+        return out
+
+    @functools.cached_property
+    def _compiled(self) -> dict[str, Any]:
+        run = {"jit": _call, "vmap": _vmap, "grad": _grad}
+        table = {mode: Program(self.fn, modes=(mode,)) for mode in run}
+        found = run_all(
+            table, lambda mode, _, leaves: run[mode](self.fn, self.case, leaves), self.case.leaves
+        )
+        return {mode: found[mode, mode] for mode in run}
+
+    def pushed(self, tangents: list[Any]) -> Any:
+        """The result and its tangents, for these tangents of the differentiable arrays."""
+        return self._jitted_jvp(self.case.leaves, tangents)
+
+    @functools.cached_property
+    def _jitted_jvp(self) -> Callable[..., Any]:
+        return jax.jit(functools.partial(_jvp, self.fn, self.case))
+
+    def eagerly(self) -> Any:
+        """On copies of NumPy arrays, which the function may write to."""
+        copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
+        return _outputs(self.fn(*self.case.build(copied)))
+
+    def _differentiable(self) -> bool:
+        out = self("jit")
+        outputs = [] if isinstance(out, Exception) else jtu.tree_leaves(out)
+        return any(map(is_inexact, outputs)) and any(map(is_inexact, jtu.tree_leaves(self.case.leaves)))
+
+
+class _Tester:
+    """Runs the function on Values of one kind after the other, and compares the results."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        modes: tuple[str, ...],
+        rtol: float | int | None,
+        atol: float | int,
+    ) -> None:
+        self.fn, self.modes, self.rtol, self.atol = fn, modes, rtol, atol
+        self.args = reveal(args)
+        self.full = _Plain(fn, self.args)
+        self.full.eagerly()  # raises what the function does
+        self._plain = [self.full]
+        # Values need not be weakly typed where arrays are, and then promote others.
+        self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
+
+    def checks(self, makers: Zoo) -> list[Check]:
+        """The checks of all kinds: Values in each argument, and in all."""
+        table: dict[str, _Case] = {}
+        for kind, make in makers.items():
+            made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
+            chosen = {f"argument {i}": [i] for i in made}
+            if len(made) > 1:
+                chosen["all arguments"] = [*made]
+            for where, positions in chosen.items():
+                args = tuple(made[i] if i in positions else x for i, x in enumerate(self.args))
+                table[f"{kind}, {where}"] = _Case(self.fn, modes=self.modes, args=args)
+        # Kinds that hold the arrays as they are share them as operands, so that XLA sees that most of these
+        # programs are one.
+        shared = {id(x): x for case in table.values() for x in case.leaves}
+        at = {key: i for i, key in enumerate(shared)}
+        jitted = _jitted(self.fn)  # one, which is traced once
+
+        def on(mode: str, case: Any, given: list[Any]) -> Any:
+            fn = jitted if mode == "jit inside" else self.fn
+            return _ON[mode](fn, case, [given[at[id(x)]] for x in case.leaves])
+
+        found = run_all(table, on, [*shared.values()])
+        return [self._check(name, case, found) for name, case in table.items()]
+
+    def _plain_for(self, case: _Case) -> _Plain:
+        """The call on the arrays that Values stand for, which may be others than the arguments."""
+        dense = reveal(case.args)
+        leaves = _leaves(dense)
+        for plain in self._plain:
+            if all(map(_are_alike, plain.case.leaves, leaves)):
+                return plain
+        self._plain.append(_Plain(self.fn, dense))
+        return self._plain[-1]
+
+    def _check(self, name: str, case: _Case, found: Results) -> Check:
+        plain = self._plain_for(case)
+        results: dict[str, str] = {}
+        culprit = message = ""
+        for mode in case.modes:
+            expected, got = plain(mode), found[name, mode]
+            if isinstance(expected, Exception):
+                results[mode] = "-"
+                continue
+            if isinstance(got, Exception):
+                difference, line = f"{type(got).__name__}: {got}", line_of(got)
+            else:
+                difference, line = str(self._disagreement(mode, case, plain, got, expected) or ""), ""
+            results[mode] = "failed" if difference else "ok"
+            if difference and not message:
+                detail = ""
+                if not line:
+                    line, detail = self._other_line(plain, case)
+                message = f"{mode}: {difference}" + (f"\n{detail}" if detail else "")
+                culprit = line
+        if not message and results.get("eager") == "ok" and plain.dtypes != self.full.dtypes:
+            culprit, message = self._goes_another_way(plain)
+            if message:
+                results["eager"] = "failed"
+        return Check(name, results, culprit, message)
+
+    def _disagreement(
+        self, mode: str, case: _Case, plain: _Plain, got: Any, expected: Any
+    ) -> Disagreement | None:
+        scale = size_of(plain.case.leaves)
+        if mode in ("jvp", "grad"):
+            scale = max(1.0, scale)
+            varied, dense = _densifying(case, plain)
+            if mode == "grad":
+                expected = jax.vjp(dense, varied)[1](expected)[0]
+            else:
+                expected = plain.pushed(jax.jvp(dense, (varied,), (_tangents(varied),))[1])
+        # A number of few digits may be among the operands, and not among the results.
+        rtol = max(map(tolerance_of, plain.dtypes | _dtypes(expected))) if self.rtol is None else self.rtol
+        return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
+
+    def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
+        """Where an eager call with Values differs from that with arrays."""
+        return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
+
+    def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
+        """Where the function on arrays of another precision executes other lines, and gives other numbers."""
+        out, full = plain("eager"), self.full("eager")
+        difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
+        if difference is None:
+            return "", ""
+        line, detail = first_difference(self.fn, self.full.eagerly, plain.eagerly, numbers=False)
+        return (line, f"eager: {difference}, in another precision\n{detail}") if line else ("", "")
+
+
+def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+    """The differentiable arrays of a case, and the function from them to those that Values stand for."""
+    varied, build = case.varied(case.leaves)
+    return varied, lambda varied: plain.case.varied(_leaves(reveal(build(varied))))[0]
+
+
+def _dtypes(tree: Any) -> set[Any]:
+    return {jnp.result_type(x) for x in jtu.tree_leaves(tree)}
+
+
+def _are_alike(x: Any, y: Any) -> bool:
+    """Whether two leaves, which are arrays or None, are the same array."""
+    if x is None or y is None or not is_plain(jnp.asarray(y)):
+        return x is y
+    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=is_inexact(x))
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return eqx.filter(jtu.tree_leaves(tree), _is_array)
+
+
+def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
+    """`tree` with Values in place of its arrays; None if there are none that it can be made for."""
+    leaves, treedef = jtu.tree_flatten(tree)
+    made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
+    if all(x is None for x in made):
+        return None
+    return treedef.unflatten([x if value is None else value for x, value in zip(leaves, made, strict=True)])

@@ -1,0 +1,143 @@
+"""Values of many kinds, each of which stands for an array that is given."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ..core import policy
+from ..core.quaxify import quaxify
+from ..core.trace import ValueTracer
+from ..core.values import ArrayValue, is_value, kind_of, replace_fields
+from .refusing import is_revealing
+
+_DEFAULT_DTYPES = (jnp.float32, jnp.float64)
+
+
+class Keeps(ArrayValue):
+    """An array in a box. Every primitive is applied to the array, and its results are boxed again."""
+
+    linear: ClassVar[bool] = True
+    array: Any
+
+    def aval(self) -> Any:
+        return jax.typeof(self.array)
+
+    def materialise(self) -> Any:
+        return self.array
+
+    def leading_axis(self) -> list[int | None]:
+        return [0]
+
+    def shard_spec(self, spec: jax.P) -> list[jax.P]:
+        return [spec]
+
+    @classmethod
+    def promote(cls, array: Any, like: Any) -> Any:
+        return replace_fields(like, array=array)
+
+    @staticmethod
+    def default(primitive: Any, values: Any, params: Any) -> Any:
+        like = next(x for x in values if isinstance(x, Keeps))
+        arrays = [x.array if isinstance(x, Keeps) else x for x in values]
+        bind = lambda *arrays: primitive.bind(*arrays, **primitive.get_bind_params(params))
+        out = (quaxify(bind) if any(map(is_value, arrays)) else bind)(*arrays)
+        boxed = lambda x: replace_fields(like, array=x) if is_plain(x) else x
+        return [boxed(x) for x in out] if primitive.multiple_results else boxed(out)
+
+
+class Refuses(Keeps):
+    """Likewise, and never makes itself an array. What is computed from it is of this type, conditions too:
+    transforms may ask those for their elements, but Python may not."""
+
+    def materialise(self) -> Any:
+        if is_revealing():
+            return self.array
+        what, by_python = _asking()
+        if by_python or _is_inexact(self.array):
+            raise Refused(f"{what} needs the elements of a Value, which it refuses to give.")
+        return self.array
+
+
+class Refused(RuntimeError):
+    """A Value that refuses to materialise was to."""
+
+
+class Thing(eqx.Module):
+    """Metadata without arrays."""
+
+    name: str = eqx.field(static=True)
+
+
+class Described(Keeps):
+    """An array in a box, with metadata that is a module of static fields."""
+
+    about: Thing
+
+
+class Scaled(ArrayValue):
+    """The product of an array and a number: not linear in its leaves. It has no rules."""
+
+    array: Any
+    scale: Any
+
+    def materialise(self) -> Any:
+        return self.array * self.scale
+
+    def leading_axis(self) -> list[int | None]:
+        return [0, None]
+
+
+class Stacked(ArrayValue):
+    """The sum of the arrays that are stacked in its leaf. It has no rules."""
+
+    linear: ClassVar[bool] = True
+    parts: Any
+
+    def materialise(self) -> Any:
+        return self.parts[0] + self.parts[1]
+
+    def leading_axis(self) -> list[int | None]:
+        return [1]
+
+
+def is_plain(x: Any) -> bool:
+    """Whether `x` is an array that a Value can stand for: not one of random keys."""
+    return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _asking() -> tuple[str, bool]:
+    """The primitive or function that needs an array, and whether that is `bool`, `float`, NumPy or the like
+    rather than a transform."""
+    what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        if frame.f_code is _BY_PYTHON:
+            return f"`{frame.f_locals['what']}` of Python or NumPy", True
+        if frame.f_code is _BY_POLICY:
+            what = what or f"`{frame.f_locals['what']}`"
+        frame = frame.f_back
+    return what or "Something", False
+
+
+# Where each asks for an array; both name what needs it in a variable `what`.
+_BY_PYTHON = ValueTracer._concrete.__code__  # pyright: ignore[reportPrivateUsage]
+_BY_POLICY = policy._densify.__code__  # pyright: ignore[reportPrivateUsage]
+
+
+# Each makes a Value from an array, or returns None if there is none for it.
+ZOO: dict[str, Callable[[Any], Any]] = {
+    "passes through": Keeps,
+    "refuses": Refuses,
+    "metadata": lambda x: Described(x, Thing("an array")),
+    # In halves and doubles of the elements, which are exact.
+    "non-linear": lambda x: Scaled(x / 2, jnp.asarray(2, x.dtype)) if _is_inexact(x) else None,
+    "stacked": lambda x: Stacked(jnp.stack([x / 2, x / 2])) if _is_inexact(x) else None,
+    "half precision": lambda x: Keeps(x.astype(jnp.bfloat16)) if x.dtype in _DEFAULT_DTYPES else None,
+}
