@@ -29,7 +29,7 @@ from .adapted import (
     matrix_labels,
 )
 from .batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
-from .bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, fills
+from .bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, fills, slice_in_dim
 from .dot_axes import Labels, arrange, common_dtype
 from .factors import is_infinite, multiplies_nothing, reciprocal
 
@@ -118,7 +118,7 @@ def _broadcast_in_dim(
 @register("slice")
 def _slice(x: AdaptedArray, **params: Any):
     cuts, touched = cuts_of(x.shape, **params)
-    cut = lambda part, axis: jax.lax.slice_in_dim(part, *cuts[axis], axis=axis)
+    cut = lambda part, axis: slice_in_dim(part, *cuts[axis], axis)
     return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
 
 
@@ -135,7 +135,7 @@ def _split(x: AdaptedArray, *, sizes: Sequence[Any], axis: int):  # sizes may be
         return NotImplemented
     starts = np.cumsum([0, *sizes])
     return [
-        x.stacked().each(lambda part, _, start=start, size=size: jax.lax.slice_in_dim(
+        x.stacked().each(lambda part, _, start=start, size=size: slice_in_dim(
             part, int(start), int(start + size), axis=axis))
         for start, size in zip(starts, sizes, strict=False)
     ]  # fmt: skip

@@ -27,6 +27,15 @@ def cuts_of(
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
 
+def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
+    """As `lax.slice_in_dim`, which gives strides even if they are 1: JAX would compile every new slice then,
+    and otherwise takes its start as an operand."""
+    starts, limits = [0] * operand.ndim, list(operand.shape)
+    starts[axis], limits[axis] = start, limit
+    steps = None if step == 1 else [step if i == axis else 1 for i in range(operand.ndim)]
+    return lax.slice(operand, starts, limits, steps)
+
+
 def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
     """Clamps `start` so that a dynamic slice along an axis lies inside.
 

@@ -25,6 +25,7 @@ import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
 from jax._src import (
+    checkify,
     config,
     core,
     dispatch,
@@ -453,6 +454,21 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
     with config._check_vma(False):
         return rule(context.replace(avals_in=avals), *args, **params)
+
+
+def check_errors_like(
+    primitive: jexc.Primitive, other: jexc.Primitive, as_other: Callable[..., tuple[Sequence[Any], Any]]
+) -> None:
+    """Has `checkify` report for a primitive that returns its one operand what it reports for `other`, with the
+    operands and parameters `as_other(operand, **params)`."""
+
+    def report(*args: Any, **params: Any) -> tuple[Any, Any]:
+        *context, operand = args  # from JAX 0.11, what comes first is a counter of errors
+        operands, others = as_other(operand, **params)
+        error, _ = checkify.error_checks[other](*context, *operands, **others)
+        return error, operand
+
+    checkify.error_checks[primitive] = report
 
 
 def register_dce(

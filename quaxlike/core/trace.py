@@ -13,6 +13,7 @@ from jax import lax
 
 from .._checked import a_or_an
 from . import compat, high_level, recording
+from .index_checks import TAKE_INDICES, with_checks
 from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
@@ -221,6 +222,8 @@ class QuaxTrace(jax.core.Trace):
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
+        if rules and primitive in TAKE_INDICES:
+            operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
             rules = [functools.partial(recorder.follow, rule) for rule in rules]
         for rule in rules:

@@ -32,9 +32,10 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     **Returns:**
 
-    A function of the same arguments. If `fn` returns a Value, the result is that Value; under a
-    transformation, it behaves like that Value and follows its handlers, but derivatives are those of the
-    first argument, which is a leaf of it. The Value itself is then its attribute `value`.
+    A function of the same arguments. If `fn` returns a Value, the result behaves like that Value and follows
+    its handlers, but derivatives are those of the first argument, which is a leaf of it, as an array of the
+    dtype of the Value. Its structure is the same within transformations and outside, so it can be the carry
+    of a loop. The Value itself is its attribute `value`.
 
     !!! example
 
@@ -85,10 +86,12 @@ def _through(y: Any, x: Any) -> Any:
             f"gradient; found {jnp.shape(x)} in and {jnp.shape(y)} out."
         )
     y = value_of(y)
-    if not isinstance(x, jax.core.Tracer):  # nothing can be differentiated
-        return y
-    x = jnp.asarray(x)
-    return StraightThrough(y, x) if is_value(y) else _graft(y, x)
+    if is_value(y):
+        x = jnp.asarray(materialise(x))
+        return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
+        return y  # nothing can be differentiated
+    return _graft(y, jnp.asarray(materialise(x)))
 
 
 @jax.custom_jvp

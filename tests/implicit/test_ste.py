@@ -176,16 +176,66 @@ class TestValues:
         ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
-    def test_without_a_transformation_it_is_the_value(self):
-        q, plain = ste(ql.NF4Array.quantize)(normal(64, 8)), ql.NF4Array.quantize(normal(64, 8))
-        assert type(q) is ql.NF4Array
-        assert jax.tree.structure(q) == jax.tree.structure(plain)
-        out, _ = jax.lax.scan(lambda c, _: (ql.NF4Array.quantize(ql.materialise(c)), None), q, None, length=2)
-        assert jax.tree.structure(out) == jax.tree.structure(plain)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_the_structure_is_that_within_transformations(self, dtype):
+        w = normal(64, 8).astype(dtype)
+        for encode in (ql.NF4Array.quantize, lambda w: ql.Int8Array.quantize(w.astype("float32"))):
+            eager, traced = ste(encode)(w), jax.jit(ste(encode))(w)
+            assert isinstance(eager, type(encode(w)))
+            assert jax.tree.structure(eager) == jax.tree.structure(traced)
+            assert [*map(jax.typeof, jax.tree.leaves(eager))] == [*map(jax.typeof, jax.tree.leaves(traced))]
+            assert jax.tree.structure(eager.value) == jax.tree.structure(encode(w))
+            assert eager.array.dtype == eager.dtype
+
+    @pytest.mark.quick(4)
+    @pytest.mark.parametrize("encode", [Codes.quantize, ql.Int8Array.quantize])
+    @pytest.mark.parametrize("wrap", ["plain", "jit", "quaxify", "jit of quaxify", "quaxify of jit"])
+    @pytest.mark.parametrize("loop", ["fori_loop", "while_loop", "scan", "cond"])
+    def test_a_value_is_the_carry_of_a_loop(self, loop, wrap, encode):
+        w = normal(16, 16)
+
+        def run(w, quantize):
+            half = lambda q: quantize(ql.materialise(q) / 2)
+            match loop:
+                case "fori_loop":
+                    out = jax.lax.fori_loop(0, 2, lambda i, q: half(q), quantize(w))
+                case "while_loop":
+                    body = lambda c: (c[0] + 1, half(c[1]))
+                    out = jax.lax.while_loop(lambda c: c[0] < 2, body, (0, quantize(w)))[1]
+                case "scan":
+                    out, _ = jax.lax.scan(lambda q, _: (half(q), None), quantize(w), length=2)
+                case _:
+                    out = jax.lax.cond(w.sum() > 1e3, lambda: quantize(w), lambda: half(quantize(w)))
+            return (ql.materialise(out) ** 2).sum()
+
+        of_values = lambda w: run(w, ste(encode))
+        wanted = lambda w: run(w, ste(lambda w: encode(w).materialise()))
+        wrapped = {
+            "plain": of_values,
+            "jit": jax.jit(of_values),
+            "quaxify": ql.quaxify(of_values),
+            "jit of quaxify": jax.jit(ql.quaxify(of_values)),
+            "quaxify of jit": ql.quaxify(jax.jit(of_values)),
+        }[wrap]
+        np.testing.assert_allclose(wrapped(w), wanted(w), rtol=1e-5)
+        # The weight of a loop may be a constant of the program.
+        np.testing.assert_allclose(jax.jit(lambda: wrapped(w))(), wanted(w), rtol=1e-5)
+        for got, want in zip(*(jax.jvp(f, (w,), (w,)) for f in (wrapped, wanted)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5)
+        if loop in ("scan", "cond"):
+            np.testing.assert_allclose(jax.grad(wrapped)(w), jax.grad(wanted)(w), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("encode", [Codes.quantize, lambda w: Codes.quantize(w).materialise()])
+    @pytest.mark.parametrize("wrap", [lambda f: f, ql.quaxify])
+    def test_gradients_pass_to_the_leaves_of_a_value(self, encode, wrap):
+        a, b = normal(2, 3), normal(4, 2, seed=1)
+        run = lambda w: jnp.sin(ql.materialise(ste(lambda w: encode(ql.materialise(w)))(w))).sum()
+        grad = jax.grad(wrap(lambda b: run(ql.LoraArray(W, a, b))))(b)
+        np.testing.assert_allclose(grad, jax.grad(lambda b: run(W + b @ a))(b), rtol=1e-4, atol=1e-5)
 
     def test_carries_and_branches_are_of_one_structure(self):
         start = jax.jit(quantize)(W)
-        assert jax.tree.structure(start.value) == jax.tree.structure(quantize(W))
+        assert jax.tree.structure(start) == jax.tree.structure(quantize(W))
 
         def f(w, quantize):
             half = lambda q: quantize(ql.materialise(q) / 2)
@@ -199,7 +249,7 @@ class TestValues:
             np.testing.assert_allclose(jax.grad(jax.jit(run))(w), expected, rtol=1e-5)
         # JAX compares trees before anything is dispatched, and a Codes has no leaf for this derivative.
         with pytest.raises(TypeError, match="same pytree structure"):
-            jax.lax.scan(lambda q, _: (quantize(ql.materialise(q)), None), quantize(W), length=2)
+            jax.lax.scan(lambda q, _: (quantize(ql.materialise(q)), None), Codes.quantize(W), length=2)
         with pytest.raises(TypeError, match="StraightThrough"):
             jax.lax.cond(True, quantize, Codes.quantize, W)
 
@@ -209,7 +259,7 @@ class TestValues:
             assert type(copy) is type(q)
             assert jax.tree.structure(copy) == jax.tree.structure(q)
             np.testing.assert_array_equal(ql.materialise(copy), ql.materialise(q))
-        q = quantize(W)
+        q = quantize(W).value
         np.testing.assert_array_equal(dataclasses.replace(q, scale=2 * q.scale).scale, 2 * q.scale)
 
     def test_through_rules_that_return_values(self):

@@ -18,7 +18,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..adapted import alike_in_training, matrix_labels
 from ..adapted_rules import Lookup, gather_matrices
-from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds
+from ..bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds, slice_in_dim
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract
 from .array import (
     RANK,
@@ -276,7 +276,7 @@ def _slice(x: LoraArray, **params: Any):
     def cut(part: Any, own: Labels) -> Any:
         for axis, i in enumerate(own):
             if i in touched:
-                part = jax.lax.slice_in_dim(part, *cuts[i], axis)
+                part = slice_in_dim(part, *cuts[i], axis)
         return part
 
     return _cut(x, cut, touched)
@@ -297,7 +297,7 @@ def _dynamic_slice(x: LoraArray, *starts: ArrayLike, slice_sizes: Sequence[int],
 @register("split")
 def _split(x: LoraArray, *, sizes: Sequence[Any], axis: int):  # sizes may be NumPy integers
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    split = quaxify(lambda x, start, end: jax.lax.slice_in_dim(x, start, end, axis=axis))
+    split = quaxify(lambda x, start, end: slice_in_dim(x, start, end, axis=axis))
     return [split(x, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from ...core.rules import register
 from ...core.values import ArrayValue
 from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
-from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim
+from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim, slice_in_dim
 from .block import BlockSparseArray
 from .shape import lines
 from .stacks import (
@@ -63,7 +62,7 @@ def _cut(x: BlockSparseArray, cut: Callable[[Any, int], Any], touched: Sequence[
 @register("slice")
 def _slice(x: BlockSparseArray, **params: Any) -> Any:
     cuts, touched = cuts_of(x.shape, **params)
-    return _cut(x, lambda leaf, i: lax.slice_in_dim(leaf, *cuts[i], i), touched)
+    return _cut(x, lambda leaf, i: slice_in_dim(leaf, *cuts[i], i), touched)
 
 
 @register("dynamic_slice")

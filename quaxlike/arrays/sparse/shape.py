@@ -22,6 +22,7 @@ from ..bounds import (
     fill_value_of,
     filled,
     in_bounds,
+    slice_in_dim,
 )
 from .block import BlockSparseArray
 from .stacks import add_at, broadcast_stack
@@ -163,7 +164,7 @@ def _slice(x: SparseArray, **params: Any) -> Any:
     cuts, touched = cuts_of(x.shape, **params)
     n = x.num_batch
     batch = [axis for axis in touched if axis < n]
-    x = cut_batch(x, lambda leaf, axis: lax.slice_in_dim(leaf, *cuts[axis], axis), batch)
+    x = cut_batch(x, lambda leaf, axis: slice_in_dim(leaf, *cuts[axis], axis), batch)
     starts, sizes, steps = [], list(x.sizes), [1] * len(x.sizes)
     for axis, (start, limit, step) in enumerate(cuts[n:]):
         starts.append(start)

@@ -138,6 +138,12 @@ def _is_weak(leaf: Any) -> bool:
     return getattr(jax.typeof(leaf), "weak_type", False)
 
 
+@builtin("quaxlike_index")
+def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    """Indices that are a Value of an outer level are checked where that uses them."""
+    return operands[0]
+
+
 builtin("nonbatchable", "nontraceable", "nondifferentiable_backward")(leafwise)
 builtin("select_if_vmap")(select)
 

@@ -1,0 +1,94 @@
+"""Indices into Values, as `jax.experimental.checkify` sees them.
+
+Rules clamp and shift the indices of a program, and read leaves of other shapes than that of the array. So that
+checkify reports what it reports for the array, an equation that stands for the check precedes the rule. It
+returns the indices, and compiles to nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend.core as jexc
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching, mlir
+
+from . import compat
+from .values import aval_of, is_value
+
+# Returns its operand: indices `(..., len(axes))` of slices of these `sizes` in an array of this `shape`; or,
+# if `axes` is one axis, indices along it.
+index_p = jexc.Primitive("quaxlike_index")
+index_p.def_impl(lambda indices, **params: indices)
+index_p.def_abstract_eval(lambda indices, **params: indices)
+mlir.register_lowering(index_p, lambda ctx, indices, **params: [indices])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    out = index_p.bind(*primals, **params)
+    return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _batching(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    return index_p.bind(jnp.moveaxis(operands[0], dims[0], 0), **params), 0
+
+
+ad.primitive_jvps[index_p] = _jvp
+batching.primitive_batchers[index_p] = _batching
+
+
+def _as_gather(indices: Any, *, shape: Sequence[int], axes: Any, sizes: Sequence[int]) -> Any:
+    """The operands and parameters of a `gather` that has these indices."""
+    if isinstance(axes, int):
+        indices, axes = jnp.expand_dims(indices, -1), (axes,)
+    num_batch = indices.ndim - 1
+    dimension_numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(num_batch, num_batch + len(shape))),
+        collapsed_slice_dims=(),
+        start_index_map=axes,
+    )
+    params = {
+        "dimension_numbers": dimension_numbers,
+        "slice_sizes": sizes,
+        "unique_indices": False,
+        "indices_are_sorted": False,
+        "mode": lax.GatherScatterMode.CLIP,
+        "fill_value": None,
+    }
+    return (jnp.zeros(shape, bool), indices), params
+
+
+compat.check_errors_like(index_p, lax.gather_p, _as_gather)
+
+
+def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """The operands of a primitive that takes indices into its first one, which is a Value or an array; those
+    that might be out of bounds are checked. Eagerly nothing is: checkify traces."""
+    if compat.is_eval_trace(compat.current_trace()):
+        return operands
+    first, *rest = operands
+    shape = tuple(aval_of(first).shape if is_value(first) else np.shape(first))
+    if primitive is lax.gather_p:
+        axes = tuple(params["dimension_numbers"].start_index_map)
+        return [first, _checked(rest[0], shape, axes, tuple(params["slice_sizes"]))]
+    update = [] if primitive is lax.dynamic_slice_p else rest[:1]
+    sizes = tuple(params["slice_sizes"]) if not update else tuple(jnp.shape(update[0]))
+    starts = rest[len(update) :]
+    return [first, *update, *(_checked(start, shape, axis, sizes) for axis, start in enumerate(starts))]
+
+
+TAKE_INDICES = frozenset([lax.gather_p, lax.dynamic_slice_p, lax.dynamic_update_slice_p])
+
+
+def _checked(indices: Any, shape: tuple[int, ...], axes: Any, sizes: tuple[int, ...]) -> Any:
+    if is_value(indices):
+        return indices
+    if not isinstance(indices, jax.core.Tracer):
+        last = np.asarray(shape)[np.asarray(axes, int)] - np.asarray(sizes)[np.asarray(axes, int)]
+        known = np.asarray(indices)
+        if ((known >= 0) & (known <= last)).all():
+            return indices
+    return index_p.bind(indices, shape=shape, axes=axes, sizes=sizes)
