@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -487,16 +488,37 @@ def materialise(tree: PyTree) -> PyTree:
     return jtu.tree_map(dense, tree, is_leaf=is_value)
 
 
+def materialised(value: Any) -> Any:
+    """A Value, or what its hook makes of it, until that is an array, if only to this level: the tracer of
+    another level stays what it is there. Returns anything else unchanged."""
+    while is_value(value):
+        value = type(value).materialise(value)
+    return value
+
+
 def as_shapes(value: Value) -> Value:
-    """`value` with every array leaf replaced by its shape and dtype."""
+    """`value` with every leaf replaced by its shape and dtype; by its type, if that is not one of arrays."""
 
     def shape(leaf: Any) -> Any:
         aval = jax.typeof(leaf) if _is_array(leaf) else leaf
-        if not isinstance(aval, jax.core.ShapedArray):
-            return leaf
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if isinstance(aval, jax.core.ShapedArray):
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return OfType(aval) if isinstance(aval, jax.core.AbstractValue) else leaf
 
     return jtu.tree_map(shape, value)
+
+
+class OfType:
+    """A leaf of which only the type is known, as `jax.ShapeDtypeStruct` is one for arrays: for the types of
+    hijax that Values hold."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: jax.core.AbstractValue) -> None:
+        self.aval = aval
+
+
+compat.register_stand_in(OfType, operator.attrgetter("aval"))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -576,7 +598,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if is_derivative_alone(leaf_avals):
         raise derivative_alone(type(value))
     ask = type(value).aval
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(value)):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct | OfType) for leaf in jtu.tree_leaves(value)):
         ask = _traced(ask)
     try:
         aval = ask(value)
