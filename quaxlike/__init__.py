@@ -11,6 +11,7 @@ from .arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from .arrays.quantized import BlockArray, FP4Array, Int4Array, Int8Array, NF4Array
 from .arrays.sparse import BlockSparseArray, SparseArray
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+from .core import without_operators as _without_operators  # noqa: F401  # pyright: ignore[reportUnusedImport] (sets operators)
 from .core.inspect.coverage import RulesDiff, check_ambiguities, compare_rules, rules_for
 from .core.inspect.exchange import Exchange
 from .core.inspect.explain import Report, Row, explain

@@ -10,7 +10,7 @@ import threading
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,9 +19,9 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import ArrayLike
 
-from .._checked import a_or_an
+from .._checked import PyTree, a_or_an
 from . import compat
 from .construction import QuickMeta
 
@@ -130,6 +130,10 @@ def takes_no_like(cls: Any) -> bool:
 # The types of which that holds. While there are none, no placeholders are looked for (core/placeholders.py).
 placeholder_types: list[type] = []
 
+# The operators and methods of arrays, by name, as types without `ArrayOperators` have them. Filled, and set
+# on the classes below, by core/without_operators.py.
+stand_ins: dict[str, Any] = {}
+
 
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything that can stand in for a JAX array inside a function wrapped in `quaxify`.
@@ -172,6 +176,16 @@ class Value(eqx.Module, metaclass=ValueMeta):
         super().__init_subclass__(**kwargs)
         if takes_no_like(cls):
             placeholder_types.append(cls)
+        if not all(issubclass(base, Value) for base in cls.__bases__):
+            _prefer_mixins(cls)
+
+    # `==` compares elements or is an error, so two Values are the same key only if they are one.
+    __hash__ = object.__hash__
+
+    if TYPE_CHECKING:
+
+        def __eq__(self, other: object, /) -> Any: ...
+        def __ne__(self, other: object, /) -> Any: ...
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
@@ -272,6 +286,14 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
 
+def _prefer_mixins(cls: Any) -> None:
+    """Sets the operators of mixins that are listed behind `ArrayValue`, whose stand-ins hide them."""
+    for base in cls.__mro__[cls.__mro__.index(Value) :]:
+        for name in () if base in Value.__mro__ else vars(base).keys() & stand_ins.keys():
+            if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
+                setattr(cls, name, vars(base)[name])
+
+
 class ArrayValue(Value):
     """A new kind of array.
 
@@ -324,6 +346,20 @@ class ArrayValue(Value):
     def size(self) -> int:
         return aval_of(self).size
 
+    if TYPE_CHECKING:  # at run time, a type may have fields of these names: see core/without_operators.py
+
+        @property
+        def device(self) -> Any:
+            """As `jax.Array.device`: the device of the leaves, or the sharding if there are several."""
+
+        @property
+        def sharding(self) -> Any:
+            """As `jax.Array.sharding`, for the array that the value stands for."""
+
+        def devices(self) -> set[Any]:
+            """As `jax.Array.devices`: those that hold leaves."""
+            ...
+
     @property
     def __jax_array__(self) -> Any:
         # A property, so that outside any `quaxify` it is None and the usual lookups
@@ -332,7 +368,7 @@ class ArrayValue(Value):
         caller = compat.calling_frame()
         if level is not None:
             # An operator of an array defers to ours, which follows rules wherever the value was made.
-            reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
+            reflected = caller.f_code.co_name.startswith("_operator_")
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
             raise TypeError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
