@@ -182,6 +182,7 @@ class QuaxTrace(jax.core.Trace):
     """
 
     ended = False  # whether the quaxified function has returned
+    in_rule = False  # whether a rule runs, or a built-in of the interpreter
 
     def __init__(self, parent_trace: Any, tag: Level, resolver: Resolver) -> None:
         super().__init__()
@@ -211,13 +212,15 @@ class QuaxTrace(jax.core.Trace):
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
             return out
-        before = compat.current_trace()
+        before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
+        self.in_rule = True
         try:
             out = NotImplemented if plain else self.try_rules(tuple(key), unwrapped, params)
             if out is NotImplemented:
                 out = self.fallback(primitive, unwrapped, params)
         finally:
+            self.in_rule = within
             compat.set_trace(before)
         return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 

@@ -392,7 +392,9 @@ def level_of(value: Value | None = None) -> Any:
     # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
     # running get its program.
     cut = last is not None and not compat.is_eval_trace(last)
-    return next(filter(ours, reversed(running.levels)), None) if cut else None
+    if not cut:
+        return None
+    return next((level for level in reversed(running.levels) if not level.in_rule and ours(level)), None)
 
 
 class _Running(threading.local):
@@ -403,6 +405,20 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+def has_operators(value: Value) -> bool:
+    """Whether a Value whose type has no operators of its own has them here: where a level dispatches on it,
+    and in rules, for the Values that the operands are made of."""
+    if level_of(value) is not None:
+        return True
+    level = running.levels[-1] if running.levels else None
+    if level is None or not level.in_rule:
+        return False
+    trace = compat.current_trace()
+    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else it runs what is no rule
+        trace = getattr(trace, "parent_trace", None)
+    return trace is None
 
 
 def not_dispatched(value: Value, what: str) -> str:

@@ -1,7 +1,8 @@
 """The operators, methods and attributes of arrays on types without `ArrayOperators`.
 
-Where a level of `quaxify` dispatches on a Value, it has them all, wherever it was made. Elsewhere it has
-none, as `hasattr` says, and what Python raises says what to write. Nothing compares Values as pytrees.
+Where a level of `quaxify` dispatches on a Value, it has them all, wherever it was made, and in a rule so have
+the Values that its operands are made of. Elsewhere it has none, as `hasattr` says, and what Python raises
+says what to write. Nothing compares Values as pytrees.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 from . import placement
 from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
-from .values import ArrayValue, Value, level_of, not_dispatched, stand_ins
+from .values import ArrayValue, Value, has_operators, not_dispatched, stand_ins
 
 # How messages call the operators: those of two operands, which Python may also ask of the right one,
 # comparisons, and the rest. `__index__` is missing: JAX would take a Value that has it for a static index.
@@ -58,7 +59,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
     def method(self: Any, other: Any) -> Any:
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
             return object.__ne__(self, other)  # the opposite of an `==` of its own
-        if level_of(self) is not None or not is_operand(other):
+        if has_operators(self) or not is_operand(other):
             return member(self, other)
         if others is not None and _may_know(self, other, others):
             return NotImplemented
@@ -99,14 +100,14 @@ class _StandIn:
     def __get__(self, value: Any, cls: Any) -> Any:
         if value is None:
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {self.name!r}")
-        if level_of(value) is None:
+        if not has_operators(value):
             raise self.error(_remedy(value, self.what))
         return self.member.__get__(value, cls)
 
 
 def _iterate(self: Any) -> Any:
     # Not a `_StandIn`: Python takes any error in looking it up for "not iterable".
-    if level_of(self) is None:
+    if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
 
@@ -149,7 +150,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
     if compare is None:
         return function._implementation(*args, **kwargs)
     for x in (*args, *kwargs.values()):
-        if isinstance(x, Value) and level_of(x) is None and not isinstance(x, ArrayOperators):
+        if isinstance(x, Value) and not has_operators(x) and not isinstance(x, ArrayOperators):
             raise TypeError(_remedy(x, f"numpy.{function.__name__}"))
     return bool(compare(*args, **kwargs))
 
