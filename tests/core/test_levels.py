@@ -17,53 +17,9 @@ from jax.extend.core import Primitive
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import Unitful, dimensionless
+from tests.users import Bare, Passing, Rescaled
 
 # The types ----------------------------------------------------------------------------------------
-
-
-class Scaled(ql.ArrayValue):
-    """With rules, and linear."""
-
-    linear = True
-    array: Any
-
-    def materialise(self):
-        return 2.0 * self.array
-
-
-@ql.register("mul")
-def _(x: Scaled, y: Array):
-    return Scaled(x.array * y)
-
-
-@ql.register("add")
-def _(x: Scaled, y: Scaled):
-    return Scaled(x.array + y.array)
-
-
-class Bare(ql.ArrayValue):
-    """Without rules, and not linear."""
-
-    a: Array
-    b: Array
-
-    def materialise(self):
-        return self.a * self.b
-
-
-class Passing(ql.ArrayValue):
-    """Passes through whatever is bound."""
-
-    linear = True
-    array: Any
-
-    def materialise(self):
-        return self.array
-
-    @staticmethod
-    def default(primitive, values, params):
-        out = primitive.bind(*(x.array if isinstance(x, Passing) else x for x in values), **params)
-        return [Passing(x) for x in out] if primitive.multiple_results else Passing(out)
 
 
 class Units(ql.ArrayValue):
@@ -118,7 +74,7 @@ X = jnp.array([[-1.0, 0.5], [2.0, -0.25]])
 Y = jnp.array([[0.5, 1.5], [-1.0, 2.0]])
 
 TYPES = {
-    "Scaled": lambda x: Scaled(0.5 * x),
+    "Rescaled": lambda x: Rescaled(0.5 * x),
     "Bare": lambda x: Bare(2.0 * x, jnp.full_like(x, 0.5)),
     "Passing": Passing,
     "LoraArray": lambda x: ql.LoraArray(x - 0.5, 0.5 * jnp.ones((1, 2)), jnp.ones((2, 1))),
@@ -322,8 +278,8 @@ def test_a_function_with_a_derivative_is_staged_in_levels(function, stage):
 
 def test_what_one_level_makes_dense_is_a_value_of_another():
     """The array that an inner Value holds is a Value of the outer level, and stays one."""
-    inner = ql.quaxify(lambda x: x * x, lambda x: isinstance(x, Scaled))
-    outer = ql.quaxify(lambda x: inner(Scaled(1.0 * x)), lambda x: not isinstance(x, Scaled))
+    inner = ql.quaxify(lambda x: x * x, lambda x: isinstance(x, Rescaled))
+    outer = ql.quaxify(lambda x: inner(Rescaled(1.0 * x)), lambda x: not isinstance(x, Rescaled))
     for program in (outer, jax.jit(outer)):
         with ql.on_materialise("allow"):
             out = program(Units(X))
