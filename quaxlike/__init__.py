@@ -6,6 +6,7 @@ from ._deprecated import find_moved_modules
 from ._lazy import lazily
 from ._version import __version__
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
+from .core import without_operators as _without_operators  # noqa: F401  # pyright: ignore[reportUnusedImport] (sets operators)
 from .core.jaxprs.unify import OperandMismatch, StructureError
 from .core.operators import ArrayOperators
 from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise

@@ -12,11 +12,16 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
+
+if TYPE_CHECKING:
+    PyTree = Any  # pyright knows nothing of jaxtyping's, and reports all that it occurs in when it is strict
+else:
+    from jaxtyping import PyTree as PyTree
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

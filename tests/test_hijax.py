@@ -1,6 +1,7 @@
 """Values as hijax types, and hijax types of others in quaxified programs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -278,3 +279,48 @@ def test_rules_for_a_class_are_checked():
 
     with pytest.raises(TypeError, match="can never match: `prim` is a parameter of `_Halves`"):
         ql.quaxify(_halves, rules=rules)(LORA)
+
+
+class _Holding(ql.ArrayValue):
+    """A Value whose only leaf is of a hijax type."""
+
+    leaf: Any
+
+    def materialise(self):
+        return _Dense(jax.typeof(self.leaf))(self.leaf)
+
+
+class _Refusing(_Holding):
+    def aval(self):
+        kind = jax.typeof(self.leaf)
+        return jax.core.ShapedArray(kind.shape, jnp.dtype("float32"))
+
+    def materialise(self):
+        raise ValueError("it refuses")
+
+
+@ql.register("transpose")
+def _(x: _Holding, **params):
+    return x if params["permutation"] == (0, 1) else NotImplemented
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        lambda f: jax.jit(jax.jit(f)),
+        lambda f: jax.jit(ql.quaxify(f)),
+        jax.checkpoint,
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+        lambda f: lambda x: lax.cond(True, f, lambda x: x, x),
+    ],
+)
+def test_a_value_of_a_hijax_leaf_goes_through_transforms(transform):
+    for cls in (_Holding, _Refusing):
+        x = cls(THEIRS)
+        found = ql.quaxify(transform(lambda x: lax.transpose(x, (0, 1))))(x)
+        assert type(found) is cls
+        assert found.shape == (2, 8)
+        _close(found.leaf.codes, THEIRS.codes)
+    _close(ql.quaxify(transform(lambda x: x))(_Holding(THEIRS)).materialise(), DENSE)
+    _close(ql.quaxify(jax.jit(jnp.sum))(_Holding(THEIRS)), DENSE.sum())

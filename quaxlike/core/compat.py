@@ -119,11 +119,16 @@ def set_user_context(context: Any, value: Any) -> None:
     context._obj.set_local(value)
 
 
+def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
+    """Gives instances of `cls` a JAX type, so that functions are traced with them as arguments."""
+    core.pytype_aval_mappings[cls] = aval
+
+
 def register_late_values(
     cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
 ) -> None:
     """Lets instances of `cls` be operands of primitives: `canonicalise` turns each into a JAX type."""
-    core.pytype_aval_mappings[cls] = aval
+    register_stand_in(cls, aval)
     if hasattr(dtypes, "register_canonicalize_value_handler"):
         dtypes.register_canonicalize_value_handler(cls, canonicalise)
     else:

@@ -1,19 +1,22 @@
 """Operators, methods and functions of arrays that take Values outside `quaxify` as well as within."""
 
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
 import jax.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from .._checked import a_or_an
+from . import placement
 from .quaxify import quaxify
 from .trace import check_complete, stage
-from .values import is_value, level_of
+from .values import Value, is_value, level_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,7 +66,7 @@ def _unary(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        return run(fn, self, other) if _is_operand(other) else NotImplemented
+        return run(fn, self, other) if is_operand(other) else NotImplemented
 
     return method
 
@@ -75,7 +78,7 @@ def _reflected(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return _binary(swapped)
 
 
-def _is_operand(x: Any) -> bool:
+def is_operand(x: Any) -> bool:
     return is_value(x) or eqx.is_array_like(x)
 
 
@@ -127,7 +130,7 @@ class ArrayOperators:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__eq__ is eqx.Module.__eq__:
+        if cls.__eq__ is Value.__eq__:
             raise TypeError(
                 f"{cls.__name__} must name ArrayOperators before ArrayValue among its bases: "
                 f"`class {cls.__name__}(ArrayOperators, ArrayValue)`."
@@ -168,7 +171,11 @@ class ArrayOperators:
     __le__ = _binary(operator.le)
     __gt__ = _binary(operator.gt)
     __ge__ = _binary(operator.ge)
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    if TYPE_CHECKING:  # which find None incompatible with the `__hash__` of a base beside this one
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = None
 
     __neg__ = _unary(operator.neg)
     __pos__ = _unary(operator.pos)
@@ -183,8 +190,17 @@ class ArrayOperators:
     __complex__ = _unary(complex)
     __index__ = _unary(operator.index)
     __array__ = _method("__array__")
+    __dlpack__ = _method("__dlpack__")
     item = _method("item")
     tolist = _method("tolist")
+
+    def __dlpack_device__(self) -> Any:
+        return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        """`quaxlike.numpy`, whose functions take Values anywhere, as the array API standard asks."""
+        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises for a version that is not there
+        return importlib.import_module("quaxlike.numpy")  # which is above the core
 
     __getitem__ = _unary(operator.getitem)
 
@@ -251,6 +267,7 @@ class ArrayOperators:
     sum = _method("sum")
     swapaxes = _method("swapaxes")
     take = _method("take")
+    to_device = _method("to_device")
     trace = _method("trace")
     transpose = _method("transpose")
     var = _method("var")

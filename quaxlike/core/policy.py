@@ -19,7 +19,7 @@ import jax.tree_util as jtu
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
 from .rules import Rule, active_layers, require_stack_depth, signature_of
-from .values import ArrayValue, Value, aval_of, is_value, materialise, probing
+from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
 _MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
@@ -209,7 +209,7 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
     if mode == "warn":
         loss.warn()
     try:
-        return [materialise(v) for v in values]
+        return [materialised(v) for v in values]
     except Exception as error:
         if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # deeper down
             error.add_note(f"{_WHEN}\n{loss.message()}")
@@ -235,7 +235,7 @@ def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
 def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any:
     """Used while `explain` traces shapes, so that the recording continues past a type that refuses."""
     try:
-        return materialise(value)
+        return materialised(value)
     except Exception as error:
         aval = aval_of(value)
         recorder.note(f"{type(value).__name__}.materialise raises {type(error).__name__}: {error}")

@@ -5,14 +5,13 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jaxtyping import PyTree
 
-from .._checked import a_or_an
+from .._checked import PyTree, a_or_an
 from . import compat, recording
 from .hooks import Endless, endless_error
 from .policy import MaterialisationError
@@ -21,24 +20,23 @@ from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, aval_of, is_value, kind_of, running
 from .variables import Copies
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 @jtu.register_pytree_with_keys_class
-class _Quaxified(Generic[_P, _T]):
+class _Quaxified(Generic[_T]):
     """A quaxified function. A pytree over the function, which may hold Values."""
 
     __slots__ = ("__dict__", "__weakref__", "_filter_spec", "_fn", "_rules")
 
-    def __init__(self, fn: Callable[_P, _T], filter_spec: PyTree, rules: RuleSet | None) -> None:
+    def __init__(self, fn: Callable[..., _T], filter_spec: PyTree, rules: RuleSet | None) -> None:
         self._fn = fn
         self._filter_spec = filter_spec
         self._rules = rules
         functools.update_wrapper(self, fn, updated=())
 
     @compat.api_boundary
-    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def __call__(self, *args: Any, **kwargs: Any) -> _T:
         try:
             if self._whole is not None and active_layers.get() == (GLOBAL,) and _is_outermost():
                 return self._whole(*args, **kwargs)
@@ -119,7 +117,7 @@ class _Quaxified(Generic[_P, _T]):
         return [self._fn], (self._filter_spec, self._rules)
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any, Any]":
+    def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any]":
         out = object.__new__(cls)  # no checks: children may be anything, such as the bools of a filter_spec
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
@@ -127,8 +125,8 @@ class _Quaxified(Generic[_P, _T]):
 
 
 def quaxify(
-    fn: Callable[_P, _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
-) -> Callable[_P, _T]:
+    fn: Callable[..., _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
+) -> Callable[..., _T]:
     """Wraps a function so that Values may be passed where it expects arrays.
 
     Every primitive that is applied to a Value is dispatched, by the types of all its operands, to the rule
@@ -147,7 +145,8 @@ def quaxify(
 
     **Returns:**
 
-    A function with the signature of `fn`, which returns Values where the computation produced Values.
+    A function with the signature of `fn`, which returns Values where the computation produced Values. To type
+    checkers it takes anything, since `fn` is annotated for arrays.
 
     **Raises:**
 
@@ -169,7 +168,7 @@ def quaxify(
         check_filter_spec("quaxify", filter_spec)
     if rules is not None and not isinstance(rules, RuleSet):
         raise TypeError(f"quaxify takes a quaxlike.RuleSet as rules; found {rules!r}.")
-    return cast(Callable[_P, _T], _Quaxified(fn, filter_spec, rules))
+    return _Quaxified(fn, filter_spec, rules)
 
 
 def check_filter_spec(caller: str, filter_spec: PyTree) -> None:

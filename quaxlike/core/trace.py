@@ -94,11 +94,31 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self._concrete("array").__array__(*args, **kwargs)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._concrete("dlpack").__dlpack__(*args, **kwargs)
+
     def item(self, *args: Any) -> Any:
         return self._concrete("item").item(*args)
 
     def tolist(self) -> Any:
         return self._concrete("tolist").tolist()
+
+    # Where the Value is. (`Tracer` has these names, and says that nothing traced is anywhere.)
+
+    def devices(self) -> Any:
+        return self.quax_value.devices()
+
+    @property
+    def device(self) -> Any:
+        return self.quax_value.device
+
+    @property
+    def sharding(self) -> Any:
+        return self.quax_value.sharding
+
+    @property
+    def addressable_shards(self) -> Any:
+        return self.quax_value.addressable_shards
 
     def _concrete(self, what: str) -> Any:
         with jexc.set_current_trace(self._trace.parent_trace):
@@ -164,6 +184,7 @@ class QuaxTrace(jax.core.Trace):
     """
 
     ended = False  # whether the quaxified function has returned
+    in_rule = False  # whether a rule runs, or a built-in of the interpreter
 
     def __init__(self, parent_trace: Any, tag: Level, resolver: Resolver) -> None:
         super().__init__()
@@ -193,13 +214,15 @@ class QuaxTrace(jax.core.Trace):
             if tag.follows_constants:
                 follow(primitive, operands, params, out)
             return out
-        before = compat.current_trace()
+        before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
+        self.in_rule = True
         try:
             out = NotImplemented if plain else self.try_rules(tuple(key), unwrapped, params)
             if out is NotImplemented:
                 out = self.fallback(primitive, unwrapped, params)
         finally:
+            self.in_rule = within
             compat.set_trace(before)
         return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 

@@ -5,20 +5,21 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import threading
 import typing
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import ArrayLike
 
-from .._checked import a_or_an
+from .._checked import PyTree, a_or_an
 from . import compat
 from .hooks import (
     OFTEN,
@@ -47,6 +48,10 @@ def takes_no_like(cls: Any) -> bool:
 
 # The types of which that holds. While there are none, no placeholders are looked for (core/placeholders.py).
 placeholder_types: list[type] = []
+
+# The operators and methods of arrays, by name, as types without `ArrayOperators` have them. Filled, and set
+# on the classes below, by core/without_operators.py.
+stand_ins: dict[str, Any] = {}
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
@@ -94,6 +99,16 @@ class Value(eqx.Module, metaclass=ValueMeta):
         super().__init_subclass__(**kwargs)
         if takes_no_like(cls):
             placeholder_types.append(cls)
+        if not all(issubclass(base, Value) for base in cls.__bases__):
+            _prefer_mixins(cls)
+
+    # `==` compares elements or is an error, so two Values are the same key only if they are one.
+    __hash__ = object.__hash__
+
+    if TYPE_CHECKING:
+
+        def __eq__(self, other: object, /) -> Any: ...
+        def __ne__(self, other: object, /) -> Any: ...
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
@@ -194,6 +209,14 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
 
+def _prefer_mixins(cls: Any) -> None:
+    """Sets the operators of mixins that are listed behind `ArrayValue`, whose stand-ins hide them."""
+    for base in cls.__mro__[cls.__mro__.index(Value) :]:
+        for name in () if base in Value.__mro__ else vars(base).keys() & stand_ins.keys():
+            if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
+                setattr(cls, name, vars(base)[name])
+
+
 class ArrayValue(Value):
     """A new kind of array.
 
@@ -252,6 +275,20 @@ class ArrayValue(Value):
     def size(self) -> int:
         return math.prod(self.shape)
 
+    if TYPE_CHECKING:  # at run time, a type may have fields of these names: see core/without_operators.py
+
+        @property
+        def device(self) -> Any:
+            """As `jax.Array.device`: the device of the leaves, or the sharding if there are several."""
+
+        @property
+        def sharding(self) -> Any:
+            """As `jax.Array.sharding`, for the array that the value stands for."""
+
+        def devices(self) -> set[Any]:
+            """As `jax.Array.devices`: those that hold leaves."""
+            ...
+
     @property
     def __jax_array__(self) -> Any:
         # A property, so that outside any `quaxify` it is None and the usual lookups
@@ -260,7 +297,7 @@ class ArrayValue(Value):
         caller = compat.calling_frame()
         if level is not None:
             # An operator of an array defers to ours, which follows rules wherever the value was made.
-            reflected = caller.f_code.co_name.startswith("_operator_") and hasattr(self, "__rmatmul__")
+            reflected = caller.f_code.co_name.startswith("_operator_")
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
             raise NoArrayError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
@@ -289,7 +326,9 @@ def level_of(value: Value | None = None) -> Any:
     # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
     # running get its program.
     cut = last is not None and not compat.is_eval_trace(last)
-    return next(filter(ours, reversed(running.levels)), None) if cut else None
+    if not cut:
+        return None
+    return next((level for level in reversed(running.levels) if not level.in_rule and ours(level)), None)
 
 
 class _Running(threading.local):
@@ -300,6 +339,20 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+def has_operators(value: Value) -> bool:
+    """Whether a Value whose type has no operators of its own has them here: where a level dispatches on it,
+    and in rules, for the Values that the operands are made of."""
+    if level_of(value) is not None:
+        return True
+    level = running.levels[-1] if running.levels else None
+    if level is None or not level.in_rule:
+        return False
+    trace = compat.current_trace()
+    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else it runs what is no rule
+        trace = getattr(trace, "parent_trace", None)
+    return trace is None
 
 
 def not_dispatched(value: Value, what: str) -> str:
@@ -467,16 +520,37 @@ def materialise(tree: PyTree) -> PyTree:
     return jtu.tree_map(dense, tree, is_leaf=is_value)
 
 
+def materialised(value: Any) -> Any:
+    """A Value, or what its hook makes of it, until that is an array, if only to this level: the tracer of
+    another level stays what it is there. Returns anything else unchanged."""
+    while is_value(value):
+        value = type(value).materialise(value)
+    return value
+
+
 def as_shapes(value: Value) -> Value:
-    """`value` with every array leaf replaced by its shape and dtype."""
+    """`value` with every leaf replaced by its shape and dtype; by its type, if that is not one of arrays."""
 
     def shape(leaf: Any) -> Any:
         aval = jax.typeof(leaf) if _is_array(leaf) else leaf
-        if not isinstance(aval, jax.core.ShapedArray):
-            return leaf
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        if isinstance(aval, jax.core.ShapedArray):
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return OfType(aval) if isinstance(aval, jax.core.AbstractValue) else leaf
 
     return jtu.tree_map(shape, value)
+
+
+class OfType:
+    """A leaf of which only the type is known, as `jax.ShapeDtypeStruct` is one for arrays: for the types of
+    hijax that Values hold."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: jax.core.AbstractValue) -> None:
+        self.aval = aval
+
+
+compat.register_stand_in(OfType, operator.attrgetter("aval"))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -574,7 +648,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
     if is_derivative_alone(leaf_avals):
         raise derivative_alone(type(value))
     ask = type(value).aval
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jtu.tree_leaves(value)):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct | OfType) for leaf in jtu.tree_leaves(value)):
         ask = traced(ask)
     try:
         aval = ask(value)

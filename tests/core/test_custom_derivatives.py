@@ -209,3 +209,57 @@ def test_an_identity_that_a_branch_widens_keeps_the_type():
         for f in (check, jax.jit(check)):
             assert type(ql.quaxify(f)(w)) is ql.LoraArray
             np.testing.assert_allclose(jax.grad(lambda a, f=f: total(f, a))(w.a), 3 * jnp.ones((1, 3)))
+
+
+class Quantity(ql.ArrayValue):
+    """An array in a power of a unit, which has no dense array."""
+
+    linear = True
+    array: Any
+    power: int = eqx.field(static=True, default=1)
+
+    def aval(self):
+        return jax.typeof(self.array)
+
+    def materialise(self):
+        raise ValueError("it refuses")
+
+
+@ql.register("mul")
+def _(x: Quantity, y: Quantity):
+    return Quantity(x.array * y.array, x.power + y.power)
+
+
+@ql.register("mul")
+def _(x: jax.Array, y: Quantity):
+    return Quantity(x * y.array, y.power)
+
+
+@ql.register("mul")
+def _(x: Quantity, y: jax.Array):
+    return Quantity(x.array * y, x.power)
+
+
+def _plain_and_with_derivatives(f: Any) -> Any:
+    """`f` as it is, as a `custom_jvp` and as a `custom_vjp` function, with the derivatives of a product."""
+    by_jvp = jax.custom_jvp(f)
+    by_jvp.defjvp(lambda primals, tangents: (f(*primals), f(primals[0], tangents[1])))
+    by_vjp = jax.custom_vjp(f)
+    by_vjp.defvjp(lambda x, y: (f(x, y), (x, y)), lambda res, ct: (ct * res[1], res[0] * ct))
+    return f, by_jvp, by_vjp
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jax.checkpoint])
+def test_the_gradient_of_a_type_without_a_dense_array(stage, levels):
+    """It is that of the leaves, in whatever unit the cotangent is."""
+    length, number = Quantity(jnp.array([2.0, 3.0])), jnp.array([5.0, 7.0])
+    for f in _plain_and_with_derivatives(lambda x, y: x * y):
+        run = stage(f)
+        for _ in range(levels):
+            run = ql.quaxify(run)
+        of_square = jax.grad(lambda x: run(jax.lax.stop_gradient(x), x).array.sum())(length)
+        assert of_square.power == 1
+        np.testing.assert_array_equal(of_square.array, length.array)
+        by_number = jax.grad(lambda y: run(length, y).array.sum())(number)
+        np.testing.assert_array_equal(by_number, length.array)

@@ -358,3 +358,82 @@ def test_concrete_python_control_flow():
         jax.jit(ql.quaxify(lambda x: bool(x)))(Scalar(jnp.array(3)))
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(ql.quaxify(lambda x: np.asarray(x)))(Scalar(jnp.array(3)))
+
+
+class _Sum(ql.ArrayValue):
+    """Made of two arrays or Values, which its rule uses as arrays."""
+
+    a: Any
+    b: Any
+
+    def materialise(self):
+        raise ValueError("it refuses")
+
+    def aval(self):
+        return jax.core.ShapedArray(self.a.shape, self.a.dtype)
+
+
+@ql.register("dot_general")
+def _(x: _Sum, y: Array, **params):
+    return x.a @ y - -x.b @ y
+
+
+@ql.register("dot_general")
+def _(y: Array, x: _Sum, **params):
+    return y @ x.a + y @ x.b
+
+
+@ql.register("neg")
+def _(x: _Sum):
+    return _Sum(-x.a, -x.b)
+
+
+@ql.register("mul")
+def _(x: _Sum, y: Array):
+    return _Sum(x.a * y, x.b * y)
+
+
+def _of_sums():
+    """Programs on a `_Sum` and an array: each takes the product with a `_Sum` of two, which it makes."""
+    product = lambda x, y: lax.dot(_Sum(x * 1.0, x), y)
+    both = _Sum(_SUM, _SUM)
+    jvp = jax.custom_jvp(lambda x, y: lax.dot(x, y))
+    jvp.defjvp(lambda primals, tangents: (lax.dot(*primals), lax.dot(primals[0], tangents[1])))
+    vjp = jax.custom_vjp(lambda x, y: lax.dot(x, y))
+    vjp.defvjp(lambda x, y: (lax.dot(x, y), (x, y)), lambda res, ct: (None, lax.dot(*res) * ct[0]))
+    return {
+        "made": product,
+        "made in jit": lambda x, y: jax.jit(product)(x, y),
+        "argument of jit": lambda x, y: jax.jit(lax.dot)(_Sum(x, x), y),
+        "made in scan": lambda x, y: lax.scan(lambda c, _: (c, product(x, y)), 0.0, length=2)[1][1],
+        "made in grad": lambda x, y: jax.grad(lambda y: product(x, y).sum())(y),
+        "made in custom_jvp": lambda x, y: jax.jvp(lambda y: jvp(_Sum(x, x), y), (y,), (y,))[1],
+        "closed over": lambda x, y: lax.dot(both, y),
+        "closed over by jit": lambda x, y: jax.jit(lambda y: lax.dot(both, y))(y),
+        "closed over by checkpoint": lambda x, y: jax.checkpoint(lambda y: lax.dot(both, y))(y),
+        "in a backward pass": lambda x, y: jax.grad(lambda y: ql.quaxify(vjp)(both, y).sum())(y),
+        "returned by a rule": lambda x, y: lax.dot(_Sum(x, x) * 2.0 * 0.5, y),
+    }
+
+
+_SUM = _Sum(jnp.eye(2), 2.0 * jnp.eye(2))
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("name", _of_sums())
+def test_a_rule_uses_parts_that_are_values(name, levels):
+    y, program = jnp.arange(2.0), _of_sums()[name]
+    for _ in range(levels):
+        program = ql.quaxify(program)
+    expected = {"made in grad": [6.0, 6.0]}.get(name, 6.0 * y)
+    for run in (program, jax.jit(program)):
+        if name == "in a backward pass":
+            np.testing.assert_allclose(run(_SUM, y).shape, (2,))
+        else:
+            np.testing.assert_array_equal(run(_SUM, y), expected)
+
+
+def test_outside_of_a_rule_a_value_that_no_level_takes_has_no_operators():
+    passed_by = ql.quaxify(lambda x, y: x @ y, lambda x: not isinstance(x, _Sum))
+    with pytest.raises(TypeError, match="no `filter_spec` selects it"):
+        passed_by(_SUM, jnp.ones(2))

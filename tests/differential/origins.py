@@ -41,7 +41,7 @@ def _origin(of: Origin) -> Origin:
 OF_OPERANDS = {"grad_by_operands", "jvp_along_operands"}
 """The inner transforms that differentiate with respect to the operands of the steps."""
 
-TRACED = {"argument", "closed_over_inside"}
+TRACED = {"argument", "argument_of_inner_level", "closed_over_inside"}
 """Those where the steps see the tracer of a value."""
 
 
@@ -65,6 +65,14 @@ def takes(origin: str, text: str, inner: tuple[str, ...]) -> bool:
 @_origin
 def argument(make: Any, quaxify: Any, inside: Any, chain: Function, leaves: Any, ops: Any) -> Any:
     return quaxify(inside(chain))(make(leaves), ops)
+
+
+@_origin
+def argument_of_inner_level(
+    make: Any, quaxify: Any, inside: Any, chain: Function, leaves: Any, ops: Any
+) -> Any:
+    """Two levels pass it by."""
+    return quaxify(quaxify(quaxify(inside(chain)), False), False)(make(leaves), ops)
 
 
 @_origin

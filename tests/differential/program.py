@@ -132,7 +132,7 @@ class Program:
                 x = function_of(step.text, nan)(x, **of_step)
             return x
 
-        same = lambda x: x
+        same = lambda x, *_: x
         inside = functools.partial(_inside, self.inner)
         of_origin = functools.partial(ORIGINS[self.origin], make or same, quaxify or same, inside, chain)
         names = [

@@ -25,6 +25,9 @@ ROWS = {"vmap", "vmap_of_columns", "scan_rows", "map_rows", "loop_over_rows"}
 AS_OPERAND = {
     "jit",
     "checkpoint",
+    "level",
+    "level_that_passes_by",
+    "jit_between_levels",
     "closed_over",
     "vmap_over_factor",
     "scan_constant",
@@ -91,6 +94,22 @@ def jit(f: Function) -> Function:
 @_both
 def checkpoint(f: Function) -> Function:
     return jax.checkpoint(f)
+
+
+@_inner
+def level(f: Function) -> Function:
+    """Another level of `quaxify`, to which the tracer of a value is an array."""
+    return ql.quaxify(f)
+
+
+@_inner
+def level_that_passes_by(f: Function) -> Function:
+    return ql.quaxify(f, False)
+
+
+@_inner
+def jit_between_levels(f: Function) -> Function:
+    return ql.quaxify(jax.jit(ql.quaxify(f)))
 
 
 @_outer

@@ -26,11 +26,13 @@ from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import (
     as_cotangent,
     has_tangent,
+    have_leaves_alike,
     held,
     is_derivative,
     is_linear,
     linear_part,
     map_parts,
+    refuses,
 )
 from ..jaxprs.slots import (
     LeafLayout,
@@ -46,7 +48,7 @@ from ..jaxprs.unify import StructureError, convert_to, dense_as, map_parts_as, u
 from ..policy import dense, on_materialise
 from ..recording import Recorder, active, recording, shown_as
 from ..trace import QuaxTrace, builtin
-from ..values import Value, aval_of, is_value, materialise
+from ..values import Value, aval_of, is_value, materialised
 
 
 @builtin("custom_jvp_call")
@@ -436,7 +438,14 @@ def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
-    return lu.wrap_init(flat, debug_info=original.debug_info.with_unknown_names())
+    """`flat`, which calls `original`, in its place. It counts as a transformation of `original`, so that it
+    has the stores of that as well: a level below, or a transform between them, calls it and resets it."""
+    return _in_place_of(original.with_unknown_names(), flat)
+
+
+@lu.transformation2
+def _in_place_of(_: Callable[..., Any], flat: Callable[..., Any], *leaves: Any) -> Any:
+    return flat(*leaves)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -476,7 +485,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
 
 def _with_leaves(constant: Value) -> Any:
     """Makes a Value without leaves dense, or those that it holds."""
-    return map_parts(_with_leaves, constant) if held(constant) else materialise(constant)
+    return map_parts(_with_leaves, constant) if held(constant) else materialised(constant)
 
 
 def _zeros(aval: Any) -> Any:
@@ -486,7 +495,7 @@ def _zeros(aval: Any) -> Any:
 
 
 def _linear_part(x: Value) -> Any:
-    return linear_part(x, materialise)
+    return linear_part(x, materialised)
 
 
 def _of_inexact(
@@ -582,7 +591,7 @@ def cotangents_in(
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
     """The cotangents of the leaves that have any, from a cotangent whose form is not that of the Value."""
     ct = _linear(ct, "custom_vjp", _OTHER)
-    alike = lambda x: map_parts_as(ct, materialise, _linear_part(x))
+    alike = lambda x: map_parts_as(ct, materialised, _linear_part(x))
     fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
@@ -591,9 +600,9 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
             x if has_tangent(jax.typeof(x)) else _zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
         )
         return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
-    fun, at = _of_inexact(materialise, slot, primals, inexact)
+    fun, at = _of_inexact(materialised, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
-    ct = materialise(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
+    ct = materialised(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
     return pull_back(jnp.asarray(ct, y.dtype))
 
 
@@ -603,12 +612,32 @@ def _has_leaf_of_its_shape(ct: Any) -> bool:
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
+def _dense_cotangent(ct: Any) -> Any:
+    """A cotangent as an array: if it is a Value that refuses to materialise, its only leaf."""
+    ct = _linear(ct, "custom_vjp", _PLAIN)
+    by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
+    return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
+
+
+def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
+    """The cotangents of the leaves of a Value that refuses to materialise, which is differentiated by its
+    leaves: those of a cotangent of its class, whatever its static fields are (a product is in another unit),
+    or a dense one. None if they do not correspond."""
+    if not refuses(slot.like):
+        return None
+    x = slot.unflatten(primals)
+    if not isinstance(ct, slot.cls):
+        ct = _dense_cotangent(ct)
+    leaves = jtu.tree_leaves(ct)
+    return leaves if have_leaves_alike(leaves, jtu.tree_leaves(x)) else None
+
+
 def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
             # A linear Value materialises to the dense cotangent.
-            out.append(materialise(_linear(ct, "custom_vjp", _PLAIN)))
+            out.append(_dense_cotangent(ct))
             continue
         primals = [next(kept) for _ in slot.avals]
         inexact = [has_tangent(a) for a in slot.avals]
@@ -616,6 +645,8 @@ def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[
             moving: Any = iter([None] * sum(inexact))
         elif has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
             moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
+        elif (own := _leaves_of_cotangent(slot, primals, ct)) is not None:
+            moving = (x for x, has in zip(own, inexact, strict=True) if has)
         else:
             moving = iter(_pulled_back(slot, primals, inexact, ct))
         leaves = [next(moving) if has else None for has in inexact]

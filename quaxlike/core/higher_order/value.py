@@ -16,7 +16,7 @@ from ..jaxprs.linearity import has_tangent, held, is_linear, linear_part
 from ..jaxprs.slots import LeafLayout
 from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
-from ..values import Value, materialise, not_dispatched
+from ..values import Value, materialised, not_dispatched
 from .control_flow import stacks
 from .linear import jvp_along
 
@@ -90,7 +90,7 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     def of_undefined(*parts: Any) -> Any:
         parts_left = iter(parts)
         whole = [next(parts_left) if u else x for x, u in zip(leaves, undefined, strict=True)]
-        return materialise(jtu.tree_unflatten(treedef, whole))
+        return materialised(jtu.tree_unflatten(treedef, whole))
 
     cts = iter(jax.linear_transpose(of_undefined, *avals)(ct))
     return [next(cts) if unknown else None for unknown in undefined]

@@ -12,8 +12,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
+from ..._checked import PyTree
 from ..quaxify import check_filter_spec, quaxify
 from ..recording import Event, Outcome, in_bytes, recording
 from ..rules import RuleSet

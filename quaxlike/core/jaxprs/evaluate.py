@@ -17,6 +17,7 @@ from ..placeholders import follow, marked
 from ..policy import MaterialisationError, entered, on_materialise, policy_key
 from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
+from ..values import running
 from .slots import LeafLayout, flatten, split, unflatten
 from .unify import convert_to
 
@@ -138,8 +139,12 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
     # inherits the rules.
     with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
-        with jexc.set_current_trace(inner):
-            outs = fun(*[inner.box(x) for x in operands])
+        running.levels.append(inner)
+        try:
+            with jexc.set_current_trace(inner):
+                outs = fun(*[inner.box(x) for x in operands])
+        finally:
+            running.levels.pop()
         with jexc.set_current_trace(parent):
             unwrap = lambda x: inner.unwrap(x) if isinstance(x, ValueTracer) else x
             is_leaf = lambda x: not isinstance(x, list | tuple)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -119,7 +119,12 @@ def same_pattern(x: Any, y: Any) -> bool:
     """Whether two Values differ only in the numbers of their differentiable leaves: they have the same static
     fields and shapes, and their patterns are known to be equal."""
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
-    return of_x == of_y and all(map(_belong_together, p, q))
+    return of_x == of_y and have_leaves_alike(p, q)
+
+
+def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:
+    """Whether the leaves of two Values have the same shapes, and their patterns are known to be equal."""
+    return len(p) == len(q) and all(map(_belong_together, p, q))
 
 
 def _belong_together(p: Any, q: Any) -> bool:

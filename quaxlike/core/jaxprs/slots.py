@@ -30,7 +30,7 @@ from ..values import (
     as_shapes,
     aval_of,
     is_value,
-    materialise,
+    materialised,
     not_an_array,
     placeholder_types,
     probing,
@@ -174,7 +174,7 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
     with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
-            dense, transpose = jax.vjp(lambda leaves: materialise(slot.unflatten(leaves)), leaves)
+            dense, transpose = jax.vjp(lambda leaves: materialised(slot.unflatten(leaves)), leaves)
         except Exception:  # a type may refuse in any way
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
@@ -189,7 +189,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     def tangent(leaves: Sequence[Any], tangents: Sequence[Any]) -> Any:
         def dense(xs: Sequence[Any]) -> Any:
             x = iter(xs)
-            return materialise(
+            return materialised(
                 slot.unflatten([next(x) if has else y for has, y in zip(moving, leaves, strict=True)])
             )
 
@@ -276,10 +276,10 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     with probing():
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
-            dense = materialise(whole.unflatten(leaves))
+            dense = materialised(whole.unflatten(leaves))
         except Exception:  # a type may refuse in any way
             return True
-        parts = [materialise(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
+        parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
 
 

@@ -15,7 +15,7 @@ from ..placeholders import either, without_guess
 from ..policy import dense, policy_key
 from ..recording import user_source
 from ..rules import active_layers, resolver
-from ..values import Value, is_value, materialise, replace_fields
+from ..values import Value, is_value, materialised, replace_fields
 from .linearity import held, map_parts
 from .slots import LeafLayout, flatten
 
@@ -131,19 +131,19 @@ def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
 
 def _dense_unlike(x: Value, like: Value) -> Any:
     if type(x) is not type(like):
-        return materialise(x)
+        return materialised(x)
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
-        return materialise(x)
+        return materialised(x)
     return replace_fields(x, **{name: _dense_unlike(getattr(x, name), getattr(like, name)) for name in parts})
 
 
 def with_dense_parts(slot: LeafLayout) -> LeafLayout:
     """The slot of a Value once the Values that it holds are made dense; that of an array is unchanged."""
-    return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialise, x), slot)
+    return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialised, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:

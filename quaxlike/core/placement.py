@@ -1,0 +1,81 @@
+"""The devices of a Value, and how the array that it stands for is spread over them: read from its leaves."""
+
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._checked import a_or_an
+from .jaxprs.slots import LeafLayout, leaf_specs
+from .values import Value, aval_of
+
+
+def devices(value: Value) -> set[Any]:
+    """As `jax.Array.devices`: the devices that hold leaves. The dense array of a Value without leaves would
+    be made on the default one."""
+    return set().union(*(leaf.devices() for leaf in _arrays(value)))
+
+
+def device(value: Value) -> Any:
+    """As `jax.Array.device`: the device, or the sharding if there are several."""
+    _require_placed(value, "device")
+    found = devices(value)
+    return found.pop() if len(found) == 1 else sharding(value)
+
+
+def sharding(value: Value) -> jax.sharding.Sharding:
+    """As `jax.Array.sharding`, of the array that the Value stands for."""
+    _require_placed(value, "sharding")
+    arrays = _arrays(value)
+    found = [leaf.sharding for leaf in arrays]
+    if len(devices(value)) == 1 and len({x.memory_kind for x in found}) == 1:
+        (at,) = devices(value)
+        return jax.sharding.SingleDeviceSharding(at, memory_kind=found[0].memory_kind)
+    named = [x for x in found if isinstance(x, jax.NamedSharding)]
+    if len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
+        leaves, treedef = jtu.tree_flatten(value)
+        slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
+        for candidate in named:
+            if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, named):
+                return candidate
+    raise AttributeError(
+        f"No one sharding says how the leaves of {a_or_an(type(value))} are placed. "
+        "Ask each: `jax.tree.map(lambda leaf: leaf.sharding, value)`."
+    )
+
+
+def dlpack_device(value: Value) -> Any:
+    """As `jax.Array.__dlpack_device__`."""
+    found = devices(value)
+    if len(found) != 1:
+        raise BufferError(f"__dlpack__ needs one device; found {a_or_an(type(value))} on {len(found)}.")
+    array: Any = jnp.zeros((), device=found.pop())
+    return array.__dlpack_device__()
+
+
+def _arrays(value: Value) -> list[Any]:
+    with jax.ensure_compile_time_eval():
+        return [x for x in jtu.tree_leaves(value) if isinstance(x, jax.Array)] or [jnp.zeros(())]
+
+
+def _require_placed(value: Value, name: str) -> None:
+    """Raises an error as tracers do: nothing that is traced is anywhere yet."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
+        hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
+        raise AttributeError(
+            f"The {name!r} attribute is not available on {a_or_an(type(value))} of traced arrays.{hint}"
+        )
+
+
+def _follow(slot: LeafLayout, spec: jax.P, found: list[Any]) -> bool:
+    """Whether the leaves are placed as they would be for an array with this spec."""
+    try:
+        expected = leaf_specs(slot, spec)
+    except ValueError:
+        return False
+    return all(
+        x.is_equivalent_to(jax.NamedSharding(x.mesh, s), a.ndim)
+        for x, s, a in zip(found, expected, slot.avals, strict=True)
+    )

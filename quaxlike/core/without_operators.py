@@ -1,0 +1,181 @@
+"""The operators, methods and attributes of arrays on types without `ArrayOperators`.
+
+Where a level of `quaxify` dispatches on a Value, it has them all, wherever it was made, and in a rule so have
+the Values that its operands are made of. Elsewhere it has none, as `hasattr` says, and what Python raises
+says what to write. Nothing compares Values as pytrees.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import placement
+from .operators import ArrayOperators, anywhere, is_operand
+from .trace import ValueTracer
+from .values import ArrayValue, Value, has_operators, not_dispatched, stand_ins
+
+# How messages call the operators: those of two operands, which Python may also ask of the right one,
+# comparisons, and the rest. `__index__` is missing: JAX would take a Value that has it for a static index.
+_SYMBOLS = {
+    **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},
+    **{"pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
+}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_PYTHON = {
+    **{"neg": "-", "pos": "+", "invert": "~", "abs": "abs", "round": "round", "bool": "bool", "int": "int"},
+    **{"float": "float", "complex": "complex", "getitem": "[...]", "len": "len"},
+    **{"contains": "in", "dlpack": "__dlpack__", "dlpack_device": "__dlpack_device__"},
+    **{"array_namespace": "__array_namespace__"},
+}
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+class MissingOperator(TypeError, AttributeError):
+    """Python asks for an operator of a Value that has none: a `TypeError`, and to `hasattr` an absence."""
+
+
+def _remedy(value: Value, what: str) -> str:
+    message = not_dispatched(value, f"`{what}`")
+    if isinstance(value, ArrayValue) and not isinstance(value, ArrayOperators):
+        message += (
+            f" For operators and methods everywhere, name `quaxlike.ArrayOperators` before `ArrayValue` "
+            f"among the bases of {type(value).__name__}."
+        )
+    if what in ("==", "!="):
+        message += " To compare Values as pytrees, use `equinox.tree_equal`."
+    return message
+
+
+# Operators with two operands ----------------------------------------------------------------------
+
+
+def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` is the name of the operator; `others` of what Python asks the other operand if it declines."""
+
+    def method(self: Any, other: Any) -> Any:
+        if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
+            return object.__ne__(self, other)  # the opposite of an `==` of its own
+        if has_operators(self) or not is_operand(other):
+            return member(self, other)
+        if others is not None and _may_know(self, other, others):
+            return NotImplemented
+        raise TypeError(_remedy(self, symbol))
+
+    method.__name__ = method.__qualname__ = own
+    return method
+
+
+def _may_know(value: Value, other: Any, name: str) -> bool:
+    """Whether the operator `name` of the other operand may take a Value that no level dispatches on."""
+    if isinstance(other, Value):
+        return getattr(type(other), name) is not stand_ins[name]
+    if isinstance(other, bool | int | float | complex):
+        return False
+    if isinstance(other, jax.Array | np.ndarray | np.generic):
+        cls: Any = type(value)
+        return any(
+            getattr(cls, hook, None) is not getattr(ArrayValue, hook)
+            for hook in ("__jax_array__", "__array__")
+        )
+    return True
+
+
+# All else -----------------------------------------------------------------------------------------
+
+
+class _StandIn:
+    """An attribute, method or operator of one operand.
+
+    No data descriptor, so that a type may have a field of this name; and none on the class, where dataclasses
+    would take it for the default of that field.
+    """
+
+    def __init__(self, name: str, what: str, error: type[Exception], member: Any) -> None:
+        self.name, self.what, self.error, self.member = name, what, error, member
+
+    def __get__(self, value: Any, cls: Any) -> Any:
+        if value is None:
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {self.name!r}")
+        if not has_operators(value):
+            raise self.error(_remedy(value, self.what))
+        return self.member.__get__(value, cls)
+
+
+def _iterate(self: Any) -> Any:
+    # Not a `_StandIn`: Python takes any error in looking it up for "not iterable".
+    if not has_operators(self):
+        raise TypeError(_remedy(self, "iter"))
+    return ArrayOperators.__iter__(self)
+
+
+class _OfLeaves:
+    """An attribute that is read from the leaves of any Value: no data descriptor, as `_StandIn`."""
+
+    def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
+        self.name, self.read = name, read
+
+    def __get__(self, value: Any, cls: Any) -> Any:
+        if value is None:
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {self.name!r}")
+        return self.read(value)
+
+
+def _has_no_shards(value: Any) -> Any:
+    raise AttributeError(
+        f"{type(value).__name__!r} object has no attribute 'addressable_shards': its leaves have shards, of "
+        "shapes of their own. Ask each: `[leaf.addressable_shards for leaf in jax.tree.leaves(value)]`."
+    )
+
+
+_OF_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "device": placement.device,
+    "devices": lambda value: functools.partial(placement.devices, value),
+    "sharding": placement.sharding,
+    "addressable_shards": _has_no_shards,
+}
+
+_NUMPY_HIDES_ERRORS = {f.__name__: anywhere(f) for f in (jnp.array_equal, jnp.array_equiv)}
+
+
+def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """NumPy asks this for each of its functions. They take the dense array, by `__array__`, which may refuse.
+    Those that would take the refusal for the answer False are those of jax.numpy instead."""
+    if not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
+        return NotImplemented
+    compare = _NUMPY_HIDES_ERRORS.get(function.__name__)
+    if compare is None:
+        return function._implementation(*args, **kwargs)
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Value) and not has_operators(x) and not isinstance(x, ArrayOperators):
+            raise TypeError(_remedy(x, f"numpy.{function.__name__}"))
+    return bool(compare(*args, **kwargs))
+
+
+def _install() -> None:
+    for name, member in vars(ArrayOperators).items():
+        if not name.startswith("_"):
+            stand_ins[name] = _StandIn(name, f"jax.Array.{name}", AttributeError, member)
+        elif (base := name.strip("_")) in _COMPARISONS:
+            stand_ins[name] = _binary(_COMPARISONS[base], name, f"__{_SWAPPED[base]}__", member)
+        elif base in _SYMBOLS:
+            stand_ins[name] = _binary(_SYMBOLS[base], name, f"__r{base}__", member)
+        elif base.startswith("r") and base[1:] in _SYMBOLS:
+            stand_ins[name] = _binary(_SYMBOLS[base[1:]], name, None, member)
+        elif base in _PYTHON:
+            stand_ins[name] = _StandIn(name, _PYTHON[base], MissingOperator, member)
+    stand_ins["__iter__"] = _iterate
+    for name, stand_in in stand_ins.items():
+        setattr(Value if name in ("__eq__", "__ne__", "__bool__") else ArrayValue, name, stand_in)
+    stand_ins["__hash__"] = Value.__hash__  # which belongs to `==`
+    for name, read in _OF_LEAVES.items():
+        setattr(ArrayValue, name, _OfLeaves(name, read))
+    of_numpy: tuple[Any, ...] = (ArrayValue, ValueTracer)
+    for cls in of_numpy:
+        cls.__array_function__ = _array_function
+
+
+_install()
