@@ -53,7 +53,7 @@ def _in_full(model: Any, size: int, key: Any) -> Any:
 
 
 def _method(start: Callable[..., Any], option: str | None = None, unit: int = 1) -> Make:
-    """A method of `quaxlike.surgery.methods`, whose size is `unit` of this option."""
+    """A method of `quaxlike.adapters.METHODS`, whose size is `unit` of this option."""
 
     def make(model: Any, size: int, key: Any) -> Any:
         options = {} if option is None else {option: unit * size}
