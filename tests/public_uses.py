@@ -1,7 +1,12 @@
 """Uses of the public names as type checkers see them: a file as users write it.
 
-Checked by basedpyright and mypy, and run by `test_public`.
+Checked by basedpyright and mypy, both strict, and run by `test_public`.
 """
+
+# pyright: strict
+# JAX's own functions are not annotated throughout, and a lambda never is.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnnecessaryTypeIgnoreComment=false
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +33,15 @@ class Scaled(ql.ArrayValue):
 
     def materialise(self) -> jax.Array:
         return self.array * self.factor
+
+
+class Doubled(ql.ArrayOperators, ql.ArrayValue):
+    """One with the operators and methods of arrays."""
+
+    array: jax.Array
+
+    def materialise(self) -> jax.Array:
+        return 2 * self.array
 
 
 @ql.register("neg")
@@ -69,13 +83,56 @@ def functions_and_types_are_tested() -> None:
     assert_type(check_type(Scaled(jnp.ones(3), jnp.ones(())), programs={}).failures, tuple[Check, ...])
 
 
+def functions_of_arrays_take_values() -> None:
+    w, x = Doubled(jnp.ones((2, 3))), jnp.ones(3)
+    assert_type(ql.quaxify(jnp.matmul)(w, x), jax.Array)
+    assert_type(ql.quaxify(jnp.sum)(Scaled(x, x), axis=0), jax.Array)
+
+    @ql.quaxify
+    def affine(w: jax.Array, x: jax.Array, *, b: float = 0.0) -> jax.Array:
+        return w @ x + b
+
+    assert affine(w, x, b=1.0).shape == (2,)
+    assert jax.jit(ql.quaxify(jnp.matmul))(w, x).shape == (2,)
+    assert eqx.filter_jit(ql.quaxify(jnp.matmul))(w, x).shape == (2,)
+    assert jax.vmap(ql.quaxify(jnp.matmul), in_axes=(None, 0))(w, jnp.ones((4, 3))).shape == (4, 2)
+
+
+def values_have_operators_and_methods(w: Doubled, x: jax.Array) -> Any:
+    y = w @ x + 2.0 * w[0].sum() - (x @ w.T).mean() / w.size
+    y += w.sum(axis=1) * len(w) + abs(-w).max() ** 2
+    w_or_array = w.at[0].set(1.0).astype(jnp.float32).reshape(w.shape)
+    assert w_or_array.shape == w.shape
+    assert_type(w.shape, tuple[int, ...])
+    assert_type(w.ndim, int)
+    assert bool((w == w_or_array).any()) or not (w != 0).all()
+    assert [row.shape for row in w] == [(3,), (3,)]
+    assert float(w[0, 0]) + int(w[0, 1]) >= 0.0
+    assert w.devices() == {w.device}
+    assert w.to_device(w.sharding).dtype == w.dtype
+    assert w.__array_namespace__().negative(w).shape == w.shape
+    return y
+
+
+def gradients() -> None:
+    def loss(w: Doubled, x: jax.Array) -> jax.Array:
+        return jnp.sum(ql.quaxify(jnp.matmul)(w, x) ** 2)
+
+    w, x = Doubled(jnp.ones((2, 3))), jnp.ones(3)
+    grads: Doubled = jax.grad(loss)(w, x)
+    assert grads.array.shape == (2, 3)
+    value, (grads, _) = jax.value_and_grad(loss, argnums=(0, 1))(w, x)
+    assert float(value) > 0.0
+    assert values_have_operators_and_methods(w, x).shape == (2,)
+
+
 def models(folder: Path) -> None:
     mlp = eqx.nn.MLP(64, 2, 64, depth=1, key=jax.random.key(0))
     adapted = ql.loraify(ql.quantize(mlp, "nf4", double_quant=True), rank=2, key=jax.random.key(1))
     params, frozen = eqx.partition(adapted, ql.trainable(adapted))
 
     @jax.jit
-    def loss(params: Any, x: jax.Array) -> jax.Array:
+    def loss(params: Any, x: jax.Array) -> Any:
         return ql.quaxify(eqx.combine(params, frozen))(x).sum()
 
     grads = jax.grad(loss)(params, jnp.ones(64))
@@ -111,4 +168,5 @@ def primitives_and_meshes() -> None:
     assert double(jnp.ones(2)).shape == (2,)
     mesh = jax.make_mesh((1,), ("model",))
     model = {"w": jnp.ones((4, 4))}
-    assert_type(shard(model, mesh, specs_for(model, {"w": jax.P("model", None)})), dict[str, jax.Array])
+    specs = {"w": jax.P("model", None)}  # type: ignore[no-untyped-call]
+    assert_type(shard(model, mesh, specs_for(model, specs)), dict[str, jax.Array])

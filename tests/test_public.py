@@ -97,6 +97,8 @@ def test_star_imports_give_what_is_public(name):
         uses.types_and_rules,
         uses.quaxified_functions_keep_their_types,
         uses.functions_and_types_are_tested,
+        uses.functions_of_arrays_take_values,
+        uses.gradients,
         uses.arrays,
         uses.primitives_and_meshes,
     ],

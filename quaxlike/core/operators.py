@@ -4,7 +4,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -99,6 +99,14 @@ def _nbytes(value: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
+def _dlpack(x: Any, **options: Any) -> Any:
+    return x.__dlpack__(**options)
+
+
+def _to_device(x: Any, device: Any, *, stream: Any) -> Any:
+    return x.to_device(device, stream=stream)
+
+
 def _attribute(name: str) -> property:
     return property(lambda self: run(operator.attrgetter(name), self))
 
@@ -190,9 +198,14 @@ class ArrayOperators:
     __complex__ = _unary(complex)
     __index__ = _unary(operator.index)
     __array__ = _method("__array__")
-    __dlpack__ = _method("__dlpack__")
     item = _method("item")
     tolist = _method("tolist")
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: Any = None
+    ) -> Any:
+        options = {"stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy}
+        return run(_dlpack, self, **options)
 
     def __dlpack_device__(self) -> Any:
         return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
@@ -203,6 +216,13 @@ class ArrayOperators:
         return importlib.import_module("quaxlike.numpy")  # which is above the core
 
     __getitem__ = _unary(operator.getitem)
+    __contains__ = _unary(operator.contains)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TypeError(
+            f"{a_or_an(type(self), capital=True)} cannot be changed in place, like a jax.Array. "
+            "Write `x = x.at[index].set(y)` in place of `x[index] = y`."
+        )
 
     def __len__(self) -> int:
         shape = self.shape  # pyright: ignore[reportAttributeAccessIssue]
@@ -213,8 +233,9 @@ class ArrayOperators:
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
 
-    def __contains__(self, item: Any) -> bool:
-        return bool((self == item).any())
+    def to_device(self, device: Any, *, stream: Any = None) -> Any:
+        """As `jax.Array.to_device`: on a device, or spread as a sharding of the array says."""
+        return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:
         """Waits for all leaves, as `jax.Array.block_until_ready` does."""
@@ -267,7 +288,6 @@ class ArrayOperators:
     sum = _method("sum")
     swapaxes = _method("swapaxes")
     take = _method("take")
-    to_device = _method("to_device")
     trace = _method("trace")
     transpose = _method("transpose")
     var = _method("var")

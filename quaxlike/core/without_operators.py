@@ -27,7 +27,7 @@ _SYMBOLS = {
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _PYTHON = {
     **{"neg": "-", "pos": "+", "invert": "~", "abs": "abs", "round": "round", "bool": "bool", "int": "int"},
-    **{"float": "float", "complex": "complex", "getitem": "[...]", "len": "len"},
+    **{"float": "float", "complex": "complex", "getitem": "[...]", "setitem": "[...] =", "len": "len"},
     **{"contains": "in", "dlpack": "__dlpack__", "dlpack_device": "__dlpack_device__"},
     **{"array_namespace": "__array_namespace__"},
 }

@@ -14,6 +14,8 @@ from ..core.operators import anywhere
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
 # Objects of jax.numpy that build arrays by indexing.
 _BUILDERS = frozenset(["c_", "r_"])
+# By which a module says that it follows the array API standard.
+_STANDARD = frozenset(["__array_api_version__", "__array_namespace_info__"])
 
 
 def names_of(module: types.ModuleType) -> list[str]:
@@ -26,7 +28,7 @@ def quaxified(module: types.ModuleType, names: dict[str, Any]) -> Callable[[str]
     ours = names["__name__"]
 
     def get(name: str) -> Any:
-        if name.startswith("_") or not hasattr(module, name):
+        if (name.startswith("_") and name not in _STANDARD) or not hasattr(module, name):
             raise AttributeError(f"module {ours!r} has no attribute {name!r}; nor has {module.__name__!r}.")
         names[name] = out = _quaxified(name, getattr(module, name), ours)
         return out

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+import quaxlike.numpy as qnp
+from quaxlike.arrays.zero import Zero
 
 
 class Doubled(ql.ArrayOperators, ql.ArrayValue):
@@ -160,10 +162,8 @@ OF_BUFFERS = {
     "committed",
     "copy_to_host_async",
     "delete",
-    "device",
     "device_buffer",
     "device_buffers",
-    "devices",
     "flat",
     "format",
     "global_shards",
@@ -175,8 +175,6 @@ OF_BUFFERS = {
     "nbytes",
     "on_device_size_in_bytes",
     "platform",
-    "sharding",
-    "to_device",
     "tobytes",
     "traceback",
     "unsafe_buffer_pointer",
@@ -189,7 +187,7 @@ def test_every_public_method_of_arrays_is_there_and_tested():
     public = {name for name in dir(type(jnp.ones(1))) if not name.startswith("_")}
     assert public - OF_BUFFERS <= set(dir(MATRIX))
     apart = {"aval", "at", "block_until_ready", "choose", "dtype", "imag", "item", "mT", "ndim", "real"}
-    apart |= {"searchsorted", "shape", "size", "T"}
+    apart |= {"searchsorted", "shape", "size", "T", "device", "devices", "sharding", "to_device"}
     assert public - OF_BUFFERS - apart == set(METHODS)
 
 
@@ -284,3 +282,81 @@ def test_the_mixin_comes_first():
 
 def test_it_prints_as_a_module():
     assert eqx.tree_pformat(FLOATS) == "Doubled(array=f32[3])"
+
+
+# Where it is, and the array API -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [MATRIX, ql.NF4Array.quantize(jnp.ones((4, 32))), Zero((3,))], ids=repr)
+def test_where_it_is(value):
+    run = lambda f, x: (f(x), ql.quaxify(lambda x: [f(x)])(x)[0])
+    for ask in (
+        lambda x: x.device,
+        lambda x: x.sharding,
+        lambda x: x.devices(),
+        lambda x: x.__dlpack_device__(),
+    ):
+        expected = ask(jnp.zeros(()))
+        assert run(ask, value) == (expected, expected)
+    moved = value.to_device(jax.devices()[1])
+    assert type(moved) is type(value)
+    assert not jax.tree.leaves(moved) or moved.device == jax.devices()[1]
+    assert not hasattr(value, "addressable_shards")
+    with pytest.raises(AttributeError, match="its leaves have shards, of shapes of their own"):
+        run(lambda x: x.addressable_shards, value)
+
+
+def test_of_traced_arrays_it_is_nowhere_yet():
+    def asks(x):
+        for name in ("device", "sharding"):
+            with pytest.raises(
+                AttributeError, match=f"'{name}' attribute is not available on a Doubled of traced"
+            ):
+                getattr(x, name)
+        with pytest.raises(jax.errors.ConcretizationTypeError, match="devices"):
+            x.devices()
+        with pytest.raises(jax.errors.ConcretizationTypeError, match="__dlpack__"):
+            x.__dlpack__()
+        return jnp.sum(x.to_device(jax.devices()[0]).materialise())
+
+    jax.jit(asks)(MATRIX)
+    jax.grad(asks)(MATRIX)
+
+
+def test_the_sharding_of_what_it_stands_for():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
+    rows, columns = place(jnp.ones((4, 4)), "i"), place(jnp.ones((4, 4)), None, "i")
+    assert Doubled(rows).sharding == rows.sharding == Doubled(rows).device
+    assert ql.TrainableArray(columns).sharding == columns.sharding
+    lora = ql.LoraArray(rows, place(jnp.ones((2, 4))), place(jnp.ones((4, 2)), "i"))
+    assert lora.sharding == rows.sharding
+    assert lora.devices() == rows.devices()
+    with pytest.raises(AttributeError, match="No one sharding says how the leaves of a LoraArray are placed"):
+        _ = eqx.tree_at(lambda x: x.b, lora, place(jnp.ones((4, 2)))).sharding
+    with pytest.raises(AttributeError, match="No one sharding"):  # a device for each leaf
+        _ = eqx.tree_at(lambda x: x.b, lora, jnp.ones((4, 2))).sharding
+    with pytest.raises(BufferError, match="one device"):
+        lora.__dlpack_device__()
+
+
+def test_exchange_by_dlpack_follows_the_policy():
+    np.testing.assert_array_equal(np.from_dlpack(MATRIX), MATRIX.materialise())
+    np.testing.assert_array_equal(jnp.from_dlpack(MATRIX), MATRIX.materialise())
+    assert ql.quaxify(lambda x: np.from_dlpack(x).shape)(MATRIX) == (2, 3)
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="dlpack"):
+        MATRIX.__dlpack__()
+
+
+def test_nothing_is_changed_in_place():
+    for run in (lambda f: f(MATRIX), lambda f: ql.quaxify(f)(MATRIX)):
+        with pytest.raises(TypeError, match=r"\.at\[\w+\]\.set\("):
+            run(lambda x: operator.setitem(x, 0, 1.0))
+
+
+def test_its_namespace():
+    assert MATRIX.__array_namespace__() is qnp
+    xp = MATRIX.__array_namespace__(api_version=jnp.__array_api_version__)
+    assert type(xp.negative(MATRIX)) is Doubled
+    with pytest.raises(ValueError, match="1999"):
+        MATRIX.__array_namespace__(api_version="1999.12")

@@ -182,3 +182,10 @@ def test_warnings_name_the_line_that_calls():
         qnp.sin(x)
     assert [warning.filename for warning in caught] == [__file__] * 2
     assert caught[0].lineno + 1 == caught[1].lineno
+
+
+def test_it_says_which_array_api_it_follows():
+    assert qnp.__array_api_version__ == jnp.__array_api_version__
+    assert qnp.__array_namespace_info__().capabilities() == jnp.__array_namespace_info__().capabilities()
+    with pytest.raises(AttributeError, match="no attribute '__array_api_version__'"):
+        _ = qnp.linalg.__array_api_version__
