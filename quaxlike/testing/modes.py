@@ -1,5 +1,6 @@
 """Programs in each mode, on a value and on its array, with many compiled together."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -70,7 +71,12 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     except Exception as error:  # from the compiler, or at run time
         if len(programs) > 1:
             return _halves(programs, on, value)
-        return {(name, mode): error for name, p in programs for mode in p.modes if mode != "eager"}
+        name, program = programs[0]
+        modes = [mode for mode in program.modes if mode != "eager"]
+        if len(modes) == 1:
+            return {(name, modes[0]): error}
+        alone = [dataclasses.replace(program, modes=(mode,)) for mode in modes]
+        return dict(item for one in alone for item in _compiled(((name, one),), on, value).items())
     return errors | out
 
 

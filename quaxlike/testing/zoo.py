@@ -123,7 +123,7 @@ def _asking() -> tuple[str, bool]:
         if frame.f_code is _BY_POLICY:
             what = what or f"`{frame.f_locals['what']}`"
         frame = frame.f_back
-    return what or "Something", False
+    return what or "`quaxlike.materialise`", False
 
 
 # Where each asks for an array; both name what needs it in a variable `what`.

@@ -5,6 +5,7 @@ import sys
 
 import equinox as eqx
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from jax import lax
 import quaxlike as ql
 from quaxlike.testing import check_program
 from quaxlike.testing.functions import TRANSFORMS
+from quaxlike.testing.modes import run_all
+from quaxlike.testing.programs import Program
 from quaxlike.testing.zoo import ZOO
 from tests.samples import normal, wrong_types
 
@@ -291,6 +294,18 @@ def test_derivatives_are_compared():
     (check,) = check_program(stops, X, which=["refuses"]).failures
     assert {mode for mode, result in check.results.items() if result == "failed"} == {"jvp", "grad"}
     assert check.culprit.endswith(f"{inspect.getsourcelines(stops)[1] + 1} (stops)")
+
+
+def test_a_transform_that_does_not_compile_does_not_take_others_with_it():
+    primitive = jexc.Primitive("not_lowered")
+    primitive.def_abstract_eval(lambda x: x)
+
+    def on(mode, program, x):
+        return primitive.bind(x) if mode == "grad" else program.run(x)
+
+    found = run_all({"sine": Program(jnp.sin, modes=("jit", "grad"))}, on, X)
+    assert np.array_equal(found["sine", "jit"], jnp.sin(X))
+    assert "not_lowered" in str(found["sine", "grad"])
 
 
 def test_kinds_of_ones_own():
