@@ -1,0 +1,318 @@
+"""Annotations of a rule's operands: the types by which it is dispatched, and the arrays that it is for."""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import AbstractArray, AbstractDtype, ArrayLike
+
+from ..values import Value
+
+_NUMBERS = (bool, int, float, complex)
+NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """What the annotation of an operand means to dispatch."""
+
+    hint: Any
+    """The class of the operands, or a union of classes."""
+    classes: tuple[Any, ...]
+    """The classes that it names."""
+    written: Any
+    kinds: "tuple[tuple[Any, ArrayKind | None], ...]" = ()
+    """Each class with its own, if dtypes or shapes decide as well, as in jaxtyping's `Float[Array, "n"]`."""
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether no operand has it."""
+        return self.hint is Nothing
+
+    @property
+    def names_array(self) -> bool:
+        """Whether it names `jax.Array`, and neither numbers nor NumPy arrays."""
+        return jax.Array in self.classes and not any(map(_is_number_or_numpy, self.classes))
+
+    @property
+    def names_operand(self) -> bool:
+        """Whether it names arrays or a type of Values, as parameters of primitives do not."""
+        return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
+
+    @property
+    def names_value(self) -> bool:
+        """Whether it names a type of Values."""
+        return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
+
+    def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
+        """Whether an operand that counts as a `cls` in dispatch, of this aval, has the dtype and shape."""
+        return not self.kinds or any(
+            _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
+        )
+
+    def implies(self, other: "Annotation") -> bool:
+        """Whether what this one takes has dtypes and shapes that `other` takes as well."""
+        if not other.kinds:
+            return True
+        own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
+        return all(
+            any(
+                _is_subclass(a, b) and (y is None or (x is not None and x.implies(y))) for b, y in other.kinds
+            )
+            for a, x in own
+        )
+
+    def excludes(self, other: "Annotation", cls: type) -> bool:
+        """Whether no operand of a class has a dtype and shape that both take."""
+        own, others = (
+            [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
+            for x in (self, other)
+        )
+        return all(x and y and x.excludes(y) for x, y in itertools.product(own, others))
+
+    def __str__(self) -> str:
+        return type_name(self.written if self.kinds or self.is_impossible else self.hint)
+
+
+class Nothing:
+    """The class of annotations that no operand has, such as `list`."""
+
+
+def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
+    """Reads an annotation. Numbers and NumPy arrays stand for any plain operand; aliases, for their value.
+
+    **Arguments:**
+
+    - `names`: evaluates a name in quotes.
+    """
+    members = list(dict.fromkeys(_members(hint, names)))
+    classes = tuple(cls for cls, _ in members)
+    if any(member in ((Any, None), (object, None)) for member in members):
+        return Annotation(Any, (Any,), hint)
+    if not members:
+        return Annotation(Nothing, (), hint)
+    plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
+    if all(kind is None for _, kind in members):
+        # They may be arrays by the time that a primitive gets them.
+        return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
+    # Beside kinds of arrays, a number is an array without axes.
+    kinds = [(cls, kind) for cls, kind in members if cls not in plain]
+    kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
+    return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
+
+
+def _union(classes: Iterable[Any]) -> Any:
+    return functools.reduce(operator.or_, dict.fromkeys(classes))
+
+
+def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, "ArrayKind | None"]]:
+    """The classes of an annotation without what stands around them, each with dtypes and shape."""
+    import plum  # takes longer than all of this package
+
+    if isinstance(hint, typing.ForwardRef | str):
+        hint = names(hint if isinstance(hint, str) else hint.__forward_arg__)
+    origin = typing.get_origin(hint)
+    if hint is None or hint is type(None):
+        pass
+    elif hint is Any:
+        yield Any, None
+    elif origin in (typing.Union, UnionType):
+        for member in typing.get_args(hint):
+            yield from _members(member, names)
+    elif isinstance(hint, TypeVar):
+        several = hint.__constraints__ or (Any if hint.__bound__ is None else hint.__bound__,)
+        for member in several:
+            yield from _members(member, names)
+    elif hasattr(hint, "__supertype__"):  # a NewType
+        yield from _members(hint.__supertype__, names)
+    elif origin is typing.Annotated or (hasattr(origin, "__value__") and not isinstance(origin, type)):
+        args = typing.get_args(hint)
+        yield from _members(args[0] if origin is typing.Annotated else _of_alias(origin, args), names)
+    elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
+        yield from _members(hint.__value__, names)
+    elif isinstance(hint, type) and issubclass(hint, AbstractArray):
+        kind = ArrayKind.of(hint)
+        for cls, _ in _members(hint.array_type, names):
+            yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
+    else:
+        cls = plum.resolve_type_hint(hint if origin is None else origin)
+        if isinstance(cls, type) and issubclass(cls, jax.Array):  # dispatch knows no others
+            yield jax.Array, None
+        elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
+            yield cls, None
+
+
+def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
+    """The value of a generic alias (`type A[T] = T | jax.Array`) with these types in it."""
+    given = dict(zip(alias.__type_params__, args, strict=False))
+    value = alias.__value__
+    if isinstance(value, TypeVar):
+        return given.get(value, value)
+    parameters = getattr(value, "__parameters__", ())
+    return value[tuple(given.get(p, p) for p in parameters)] if parameters else value
+
+
+@functools.cache
+def _is_number_or_numpy(cls: type) -> bool:
+    """Whether a class is one of plain operands other than `jax.Array`."""
+    if cls in (object, jax.Array):
+        return False
+    if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):
+        return True
+    try:
+        return any(issubclass(number, cls) for number in _NUMBERS)
+    except TypeError:  # a protocol that cannot be asked
+        return False
+
+
+def _is_subclass(cls: Any, other: Any) -> bool:
+    return other is Any or (cls is not Any and issubclass(cls, other))
+
+
+_ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
+
+
+def type_name(hint: Any) -> str:
+    members = typing.get_args(hint)
+    if members and not isinstance(hint, type):
+        short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
+        others = [m for m in members if not short or m not in _ARRAY_LIKE]
+        return " | ".join([*map(type_name, others), *short])
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+# Dtypes and shapes, as jaxtyping writes them ------------------------------------------------------
+
+
+class Axis(NamedTuple):
+    """An axis of an annotated shape: of any size, unless it says which."""
+
+    size: int | None = None
+    same_as: int | None = None  # axes with the same number have the same size
+    or_one: bool = False
+
+    def implies(self, other: "Axis") -> bool:
+        return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayKind:
+    """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`; names of axes are forgotten."""
+
+    dtypes: Any = None
+    """Those of a class of jaxtyping, as strings and patterns; None for any."""
+    first: tuple[Axis, ...] = ()
+    last: tuple[Axis, ...] | None = None
+    """The axes after `...` or `*name`; None if there are no others than `first`."""
+
+    @staticmethod
+    def of(hint: Any) -> "ArrayKind":
+        axes: list[Axis] = []
+        more: int | None = None
+        words = [_read(word) for word in hint.dim_str.split()]
+        names = [name for _, name, _ in words if name]
+        for variadic, name, or_one in words:
+            if variadic:
+                more = len(axes)
+            elif name.isdecimal():
+                axes.append(Axis(size=int(name), or_one=or_one))
+            elif name.isidentifier() and names.count(name) > 1:
+                axes.append(Axis(same_as=names.index(name), or_one=or_one))
+            else:  # also an expression, of axes of other operands
+                axes.append(Axis())
+        last = None if more is None else tuple(axes[more:])
+        return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
+
+    def takes(self, aval: Any) -> bool:
+        shape = getattr(aval, "shape", None)
+        if shape is None or not _is_of_dtype(aval.dtype, self.dtypes):
+            return False
+        axes = self._axes(len(shape))
+        if axes is None:
+            return False
+        sizes: dict[int, Any] = {}
+        for axis, size in zip(axes, shape, strict=True):
+            if axis is None or (axis.or_one and size == 1):
+                continue
+            if axis.size not in (None, size):
+                return False
+            if axis.same_as is not None and sizes.setdefault(axis.same_as, size) != size:
+                return False
+        return True
+
+    def _axes(self, ndim: int) -> list[Axis | None] | None:
+        """What is said of each axis of an array with `ndim` of them, or None if it has others."""
+        last = self.last or ()
+        more = ndim - len(self.first) - len(last)
+        return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
+
+    def implies(self, other: "ArrayKind") -> bool:
+        """Whether all arrays of this kind are of the other. May say no where it is not obvious."""
+        if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
+            return False
+        if (self.first, self.last) == (other.first, other.last):
+            return True
+        if self.last is not None and other.last is None:
+            return False
+        theirs = other._axes(len(self.first) + len(self.last or ()))
+        if theirs is None or (self.last is not None and {*theirs} > {None, Axis()}):
+            return False
+        own = (*self.first, *(self.last or ()))
+        return all(y is None or x.implies(y) for x, y in zip(own, theirs, strict=True))
+
+    def excludes(self, other: "ArrayKind") -> bool:
+        """Whether no array is of both kinds."""
+        if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
+            return True
+        for x, y in ((self, other), (other, self)):
+            if x.last is None:
+                own, others = x.first, y._axes(len(x.first))
+                return others is None or any(
+                    b is not None
+                    and None not in (a.size, b.size)
+                    and a.size != b.size
+                    and not (a.or_one or b.or_one)
+                    for a, b in zip(own, others, strict=True)
+                )
+        return False
+
+
+def _read(word: str) -> tuple[bool, str, bool]:
+    """Whether a word of jaxtyping's shapes stands for any number of axes; its name, or size; whether one is
+    allowed instead."""
+    if word == "...":
+        return True, "", False
+    rest = word.lstrip("#*_?")
+    marks = word[: len(word) - len(rest)]
+    before, is_equal, after = rest.partition("=")
+    if is_equal and before.isidentifier() and "=" not in after:
+        rest = after
+    return "*" in marks, "" if "_" in marks else rest, "#" in marks
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
+    if wanted is None:
+        return True
+    checker: Any = type("Wanted", (AbstractDtype,), {"dtypes": wanted})
+    return isinstance(jax.ShapeDtypeStruct((), dtype), checker[jax.ShapeDtypeStruct, ""])
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtypes(wanted: Any) -> frozenset[Any]:
+    """The dtypes of JAX that a jaxtyping class takes."""
+    return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
+
+
+@functools.cache
+def _all_dtypes() -> list[Any]:
+    scalars = [x for x in vars(jnp).values() if isinstance(x, type(jnp.float32))]
+    return [*dict.fromkeys(map(np.dtype, scalars)), jax.eval_shape(lambda: jax.random.key(0)).dtype]
