@@ -96,7 +96,7 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
     members = list(dict.fromkeys(_members(hint, names)))
     classes = tuple(cls for cls, _ in members)
     if any(member in ((Any, None), (object, None)) for member in members):
-        return Annotation(Any, (Any,), hint)
+        return Annotation(Any, classes, hint)
     if not members:
         return Annotation(Nothing, (), hint)
     plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]

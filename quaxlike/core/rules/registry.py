@@ -285,7 +285,7 @@ def register(
         raise TypeError(f"register takes an integer as `precedence`; found {precedence!r}.")
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     primitives = [
-        _as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
+        as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
     ]
 
     def decorator(function: _Fn) -> _Fn:
@@ -351,7 +351,7 @@ def register_on_either_side(
     return decorator
 
 
-def _as_primitive(primitive: Any) -> jexc.Primitive:
+def as_primitive(primitive: Any) -> jexc.Primitive:
     if isinstance(primitive, jexc.Primitive):
         return primitive
     if high_level.is_high_level(primitive):
@@ -485,6 +485,12 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
     if not getattr(rule.function, "may_never_match", False):
         raise TypeError(message)
     warn_once(rule, RuleWarning(message))
+
+
+def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
+    """Whether a function can be a rule of the primitive, as far as is known before it is used."""
+    params = compat.parameters_of(primitive)
+    return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
 
 def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
