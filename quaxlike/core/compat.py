@@ -318,7 +318,8 @@ def named_primitives() -> dict[str, jexc.Primitive]:
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
     """The names of the parameters of a primitive, as far as the signature of its lowering shows them."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    known = inspect.signature(rule).parameters.values() if isinstance(rule, types.FunctionType) else ()
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial one
+    known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 

@@ -257,7 +257,7 @@ _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unh
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """The operands of a handler, with copies of ImplicitArrays, whose dtypes it may set as long as it runs."""
+    """The operands of a handler, with copies of ImplicitArrays, whose dtypes it may set while it runs."""
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)

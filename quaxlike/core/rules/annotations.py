@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import AbstractArray, AbstractDtype, ArrayLike
+from jaxtyping import AbstractArray, AbstractDtype, ArrayLike, Shaped
 
 from ..values import Value
 
@@ -139,12 +139,12 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, "Arr
     elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
         yield from _members(hint.__value__, names)
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
-        kind = ArrayKind.of(hint)
+        kind = None if hint.dtypes is Shaped.dtypes and hint.dim_str == "..." else ArrayKind.of(hint)
         for cls, _ in _members(hint.array_type, names):
             yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
     else:
         cls = plum.resolve_type_hint(hint if origin is None else origin)
-        if isinstance(cls, type) and issubclass(cls, jax.Array):  # dispatch knows no others
+        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # none else counts
             yield jax.Array, None
         elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
             yield cls, None
@@ -200,6 +200,7 @@ class Axis(NamedTuple):
     or_one: bool = False
 
     def implies(self, other: "Axis") -> bool:
+        """Whether it is of a size that the other takes, which is not one with the size of another."""
         return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
 
 
@@ -263,10 +264,16 @@ class ArrayKind:
         if self.last is not None and other.last is None:
             return False
         theirs = other._axes(len(self.first) + len(self.last or ()))
-        if theirs is None or (self.last is not None and {*theirs} > {None, Axis()}):
+        if theirs is None or (self.last is not None and not {*theirs} <= {None, Axis()}):
             return False
-        own = (*self.first, *(self.last or ()))
-        return all(y is None or x.implies(y) for x, y in zip(own, theirs, strict=True))
+        same: dict[int, set[Axis]] = {}
+        for x, y in zip((*self.first, *(self.last or ())), theirs, strict=True):
+            if y is not None and y.same_as is not None:
+                same.setdefault(y.same_as, set()).add(x)
+            elif y is not None and not x.implies(y):
+                return False
+        known = lambda axes: not any(axis == Axis() or axis.or_one for axis in axes)
+        return all(len(axes) == 1 and known(axes) for axes in same.values())
 
     def excludes(self, other: "ArrayKind") -> bool:
         """Whether no array is of both kinds."""

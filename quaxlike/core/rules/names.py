@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import compat
 
-_MODULES = {
+MODULES = {
     "jax.numpy": jnp,
     "jax.lax": jax.lax,
     "jax.nn": jax.nn,
@@ -18,7 +18,7 @@ _MODULES = {
     "jax.scipy.special": jax.scipy.special,
 }
 # What a function may take, in the order in which it is tried: floats, integers and booleans, all 2x2.
-_CALLS: list[Callable[..., Any]] = [
+CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f("ij,jk", x, x),
     lambda f, x, i, b: f(x),
     lambda f, x, i, b: f(x, x),
@@ -37,7 +37,7 @@ _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "cop
 
 def function_called(name: str) -> tuple[str, Any] | None:
     """The function of JAX with this name, as in NumPy, and its full name."""
-    for module, namespace in _MODULES.items():
+    for module, namespace in MODULES.items():
         if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
             return f"{module}.{name}", function
     return None
@@ -52,7 +52,7 @@ def primitives_of(function: Any) -> list[str]:
     if not callable(function) or package != "jax":
         return []
     args = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool)]
-    for call in _CALLS:
+    for call in CALLS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
