@@ -325,12 +325,13 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
 
 def arity_of(primitive: jexc.Primitive) -> int | None:
     """The number of operands of a primitive; None if it varies, or its rules do not show it."""
-    jvp, lowering = ad.primitive_jvps.get(primitive), getattr(mlir._lowerings.get(primitive), "rule", None)
+    jvp = ad.primitive_jvps.get(primitive)
+    lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
         return len(jvp.args[0])  # a rule for each
     function = getattr(lowering, "func", lowering)
     if function is lax_internal._nary_lower_hlo:
-        builder = inspect.signature(cast(Any, lowering).args[0]).parameters.values()
+        builder = inspect.signature(lowering.args[0]).parameters.values()
         return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in builder)
     if function is lax_internal._compare_lower_hlo:
         return 2

@@ -16,7 +16,7 @@ from ..core import rules as core_rules
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
 from ..core.rules.annotations import annotation_of
-from ..core.rules.registry import as_primitive, can_match, type_hints
+from ..core.rules.registry import as_primitives, can_match, type_hints
 from ..core.values import is_value, materialise
 from .array import bind, lent
 
@@ -88,8 +88,7 @@ def register(
     And a parameter that is annotated with a sequence of types (`Sequence[T | jax.Array]`) gets all operands
     from its position on, in a list."""
 
-    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
-    primitives = [as_primitive(p) for p in (primitive if several else [primitive])]
+    primitives = as_primitives(primitive)
     registering = [core_rules.register(p, precedence=precedence, rules=rules) for p in primitives]
 
     def decorator(handler: _Fn) -> _Fn:

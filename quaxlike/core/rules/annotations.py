@@ -7,13 +7,14 @@ import operator
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+import jax.core
 import numpy as np
-from jaxtyping import AbstractArray, AbstractDtype, ArrayLike, Shaped
+from jaxtyping import AbstractArray, ArrayLike
 
+from ..array_kinds import ANY_ARRAY, ArrayKind
 from ..values import Value
 
 _NUMBERS = (bool, int, float, complex)
@@ -29,7 +30,7 @@ class Annotation:
     classes: tuple[Any, ...]
     """The classes that it names."""
     written: Any
-    kinds: "tuple[tuple[Any, ArrayKind | None], ...]" = ()
+    kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
     """Each class with its own, if dtypes or shapes decide as well, as in jaxtyping's `Float[Array, "n"]`."""
 
     @property
@@ -113,7 +114,7 @@ def _union(classes: Iterable[Any]) -> Any:
     return functools.reduce(operator.or_, dict.fromkeys(classes))
 
 
-def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, "ArrayKind | None"]]:
+def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, ArrayKind | None]]:
     """The classes of an annotation without what stands around them, each with dtypes and shape."""
     import plum  # takes longer than all of this package
 
@@ -139,7 +140,8 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, "Arr
     elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
         yield from _members(hint.__value__, names)
     elif isinstance(hint, type) and issubclass(hint, AbstractArray):
-        kind = None if hint.dtypes is Shaped.dtypes and hint.dim_str == "..." else ArrayKind.of(hint)
+        kind = ArrayKind.of(hint)
+        kind = None if kind == ANY_ARRAY else kind
         for cls, _ in _members(hint.array_type, names):
             yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
     else:
@@ -187,139 +189,3 @@ def type_name(hint: Any) -> str:
         others = [m for m in members if not short or m not in _ARRAY_LIKE]
         return " | ".join([*map(type_name, others), *short])
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
-
-
-# Dtypes and shapes, as jaxtyping writes them ------------------------------------------------------
-
-
-class Axis(NamedTuple):
-    """An axis of an annotated shape: of any size, unless it says which."""
-
-    size: int | None = None
-    same_as: int | None = None  # axes with the same number have the same size
-    or_one: bool = False
-
-    def implies(self, other: "Axis") -> bool:
-        """Whether it is of a size that the other takes, which is not one with the size of another."""
-        return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayKind:
-    """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`; names of axes are forgotten."""
-
-    dtypes: Any = None
-    """Those of a class of jaxtyping, as strings and patterns; None for any."""
-    first: tuple[Axis, ...] = ()
-    last: tuple[Axis, ...] | None = None
-    """The axes after `...` or `*name`; None if there are no others than `first`."""
-
-    @staticmethod
-    def of(hint: Any) -> "ArrayKind":
-        axes: list[Axis] = []
-        more: int | None = None
-        words = [_read(word) for word in hint.dim_str.split()]
-        names = [name for _, name, _ in words if name]
-        for variadic, name, or_one in words:
-            if variadic:
-                more = len(axes)
-            elif name.isdecimal():
-                axes.append(Axis(size=int(name), or_one=or_one))
-            elif name.isidentifier() and names.count(name) > 1:
-                axes.append(Axis(same_as=names.index(name), or_one=or_one))
-            else:  # also an expression, of axes of other operands
-                axes.append(Axis())
-        last = None if more is None else tuple(axes[more:])
-        return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
-
-    def takes(self, aval: Any) -> bool:
-        shape = getattr(aval, "shape", None)
-        if shape is None or not _is_of_dtype(aval.dtype, self.dtypes):
-            return False
-        axes = self._axes(len(shape))
-        if axes is None:
-            return False
-        sizes: dict[int, Any] = {}
-        for axis, size in zip(axes, shape, strict=True):
-            if axis is None or (axis.or_one and size == 1):
-                continue
-            if axis.size not in (None, size):
-                return False
-            if axis.same_as is not None and sizes.setdefault(axis.same_as, size) != size:
-                return False
-        return True
-
-    def _axes(self, ndim: int) -> list[Axis | None] | None:
-        """What is said of each axis of an array with `ndim` of them, or None if it has others."""
-        last = self.last or ()
-        more = ndim - len(self.first) - len(last)
-        return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
-
-    def implies(self, other: "ArrayKind") -> bool:
-        """Whether all arrays of this kind are of the other. May say no where it is not obvious."""
-        if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
-            return False
-        if (self.first, self.last) == (other.first, other.last):
-            return True
-        if self.last is not None and other.last is None:
-            return False
-        theirs = other._axes(len(self.first) + len(self.last or ()))
-        if theirs is None or (self.last is not None and not {*theirs} <= {None, Axis()}):
-            return False
-        same: dict[int, set[Axis]] = {}
-        for x, y in zip((*self.first, *(self.last or ())), theirs, strict=True):
-            if y is not None and y.same_as is not None:
-                same.setdefault(y.same_as, set()).add(x)
-            elif y is not None and not x.implies(y):
-                return False
-        known = lambda axes: not any(axis == Axis() or axis.or_one for axis in axes)
-        return all(len(axes) == 1 and known(axes) for axes in same.values())
-
-    def excludes(self, other: "ArrayKind") -> bool:
-        """Whether no array is of both kinds."""
-        if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
-            return True
-        for x, y in ((self, other), (other, self)):
-            if x.last is None:
-                own, others = x.first, y._axes(len(x.first))
-                return others is None or any(
-                    b is not None
-                    and None not in (a.size, b.size)
-                    and a.size != b.size
-                    and not (a.or_one or b.or_one)
-                    for a, b in zip(own, others, strict=True)
-                )
-        return False
-
-
-def _read(word: str) -> tuple[bool, str, bool]:
-    """Whether a word of jaxtyping's shapes stands for any number of axes; its name, or size; whether one is
-    allowed instead."""
-    if word == "...":
-        return True, "", False
-    rest = word.lstrip("#*_?")
-    marks = word[: len(word) - len(rest)]
-    before, is_equal, after = rest.partition("=")
-    if is_equal and before.isidentifier() and "=" not in after:
-        rest = after
-    return "*" in marks, "" if "_" in marks else rest, "#" in marks
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
-    if wanted is None:
-        return True
-    checker: Any = type("Wanted", (AbstractDtype,), {"dtypes": wanted})
-    return isinstance(jax.ShapeDtypeStruct((), dtype), checker[jax.ShapeDtypeStruct, ""])
-
-
-@functools.lru_cache(maxsize=1024)
-def _dtypes(wanted: Any) -> frozenset[Any]:
-    """The dtypes of JAX that a jaxtyping class takes."""
-    return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
-
-
-@functools.cache
-def _all_dtypes() -> list[Any]:
-    scalars = [x for x in vars(jnp).values() if isinstance(x, type(jnp.float32))]
-    return [*dict.fromkeys(map(np.dtype, scalars)), jax.eval_shape(lambda: jax.random.key(0)).dtype]

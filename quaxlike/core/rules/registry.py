@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
 from .. import compat, high_level
+from ..primitive_names import function_called, primitives_of
 from ..values import ArrayValue
 from .annotations import NO_ARRAYS, Annotation, annotation_of
-from .names import function_called, primitives_of
 
 if TYPE_CHECKING:
     import plum
@@ -283,10 +283,7 @@ def register(
     """
     if not isinstance(precedence, int):
         raise TypeError(f"register takes an integer as `precedence`; found {precedence!r}.")
-    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
-    primitives = [
-        as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
-    ]
+    primitives = as_primitives(primitive)
 
     def decorator(function: _Fn) -> _Fn:
         global _epoch
@@ -349,6 +346,12 @@ def register_on_either_side(
         return rule
 
     return decorator
+
+
+def as_primitives(primitive: Any) -> list[jexc.Primitive]:
+    """What is registered for: a primitive, its name, or several of these."""
+    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
+    return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
 
 
 def as_primitive(primitive: Any) -> jexc.Primitive:

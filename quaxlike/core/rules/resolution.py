@@ -166,7 +166,7 @@ def may_match(rule: Rule, types: "plum.Signature") -> bool:
     return rule.signature.has_varargs or len(rule.signature.types) == n
 
 
-def fits(rule: Rule, i: int, x: Any, cls: type) -> bool:
+def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
     """Whether an operand that counts as a `cls` in dispatch is one that the rule takes in place `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
@@ -176,7 +176,7 @@ def fits(rule: Rule, i: int, x: Any, cls: type) -> bool:
     return annotation.takes(cls, lambda: _aval(x))
 
 
-def _matches(rule: Rule, types: Sequence[type], operands: Sequence[Any]) -> bool:
+def _matches(rule: Rule, types: Sequence[Any], operands: Sequence[Any]) -> bool:
     if any(map(_is_value_dependent, _hints(rule))):
         return all(fits(rule, i, x, cls) for i, (x, cls) in enumerate(zip(operands, types, strict=True)))
     annotations = rule.annotations(len(types))

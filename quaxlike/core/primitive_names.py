@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
-from .. import compat
+from . import compat
 
 MODULES = {
     "jax.numpy": jnp,
