@@ -14,13 +14,21 @@ from ..arrays import precedence
 from ..arrays.adapted import labels_of, matrix_labels
 from ..arrays.adapted_rules import Lookup, gather_matrices
 from ..arrays.bounds import fill_value_of, filled, fills, in_bounds
-from ..arrays.dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
+from ..arrays.dot_axes import (
+    Labels,
+    arrange,
+    cast,
+    common_dtype,
+    contract,
+    dot_axes,
+    in_order,
+    weight_product,
+)
 from ..arrays.lora.dot import add, multiply, widened
 from ..core.jaxprs.evaluate import cached_trace
 from ..core.quaxify import quaxify
 from ..core.rules import register, register_on_either_side
-from ..core.values import ArrayValue, is_value
-from ..kernels import dense_matmul
+from ..core.values import ArrayValue
 from .alora import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
 
@@ -59,8 +67,7 @@ class _Product:
         own = self.own["w"] if own is None else own
         if len(own) < self.w.ndim or labels != self.x_labels:
             return arrange(*self.times(w, own, x, labels, self.out, **self.params), self.out)
-        dot = jax.lax.dot_general if is_value(w) or is_value(x) else dense_matmul.dot_general
-        return dot(*((w, x) if self.on_left else (x, w)), self.dimension_numbers, **self.params)
+        return weight_product(*((w, x) if self.on_left else (x, w)), self.dimension_numbers, **self.params)
 
     def with_matrix(
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,

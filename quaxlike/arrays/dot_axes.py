@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.quaxify import value_of
 from ..core.values import is_value
+from ..kernels import dense_matmul
 from ..kernels.multilinear import dot_general
 
 _Axes = tuple[int, ...]
@@ -104,6 +106,14 @@ def contract(
     plain = not is_value(x) and not is_value(y)
     product = dot_general if plain and params.get("out_sharding") is None else jax.lax.dot_general
     return product(x, y, dimension_numbers, **params), out
+
+
+def weight_product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
+    """`dot_general` of a weight and what it is multiplied with: for arrays, by `dense_matmul`. Values are
+    dispatched on as they are: some have rules for one side alone."""
+    plain = not any(is_value(value_of(each)) for each in (x, y))
+    product = dense_matmul.dot_general if plain else jax.lax.dot_general
+    return product(x, y, dimension_numbers, **params)
 
 
 def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[Any, Labels]:

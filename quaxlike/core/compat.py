@@ -37,6 +37,7 @@ from jax._src import (
     util,
 )
 from jax._src.interpreters import ad, batching, mlir, partial_eval
+from jax._src.lax import lax as lax_internal
 
 try:  # from JAX 0.11
     from jax._src import flattree
@@ -329,8 +330,31 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
     """The names of the parameters of a primitive, as far as the signature of its lowering shows them."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    known = inspect.signature(rule).parameters.values() if isinstance(rule, types.FunctionType) else ()
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial one
+    known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
+
+
+def arity_of(primitive: jexc.Primitive) -> int | None:
+    """The number of operands of a primitive; None if it varies, or its rules do not show it."""
+    jvp = ad.primitive_jvps.get(primitive)
+    lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
+    if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
+        return len(jvp.args[0])  # a rule for each
+    function = getattr(lowering, "func", lowering)
+    if function is lax_internal._nary_lower_hlo:
+        builder = inspect.signature(lowering.args[0]).parameters.values()
+        return sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in builder)
+    if function is lax_internal._compare_lower_hlo:
+        return 2
+    if not isinstance(function, types.FunctionType):
+        return None
+    _, *rest = inspect.signature(lowering).parameters.values()  # the first is a context
+    operands = [p for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # Some take parameters of the primitive in the same way as operands, rather than by keyword alone.
+    clear = len(operands) == 1 or any(p.kind is p.KEYWORD_ONLY for p in rest)
+    varies = any(p.kind is p.VAR_POSITIONAL for p in rest) or any(p.default is not p.empty for p in operands)
+    return len(operands) if clear and not varies else None
 
 
 class SourceLine(NamedTuple):

@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 
 from . import compat, recording
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers, require_stack_depth, signature_of
+from .rules import Rule, active_layers, fits, require_stack_depth
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
@@ -331,8 +331,9 @@ class _Loss:
         def misfit(rule: Rule) -> int:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
                 return len(types) + 1
-            hints = rule.signature.expand_varargs(len(types))
-            return sum(not signature_of([t]) <= signature_of([h]) for t, h in zip(types, hints, strict=False))
+            return sum(
+                not fits(rule, i, x, t) for i, (x, t) in enumerate(zip(self.operands, types, strict=True))
+            )
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
         ranked = [(misfit(rule), rule) for rule in rules]

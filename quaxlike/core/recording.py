@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from .._checked import a_or_an
 from . import compat, values
 from .hooks import computes_with_itself
-from .rules import Checked, Rule, active_layers
+from .rules import Checked, Rule, RulesByOperands, active_layers
 from .values import aval_of, is_value
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
@@ -67,6 +67,12 @@ class Recorder:
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
         """Calls `handler` for the primitive, and records the event unless it returns `NotImplemented`."""
+        if isinstance(handler, RulesByOperands):
+            outs = (
+                self.follow(each, primitive, operands, params)
+                for each in handler.matching(primitive, operands)
+            )
+            return next((out for out in outs if out is not NotImplemented), NotImplemented)
         rule = handler.rule if isinstance(handler, Checked) else handler
         event = self._new(primitive.name, operands)
         what = ""

@@ -5,7 +5,7 @@ A thin layer over the core: an `ImplicitArray` is a [`quaxlike.ArrayValue`][], `
 Modelled on eformer's `jaximus` and on qax.
 """
 
-from .array import ImplicitArray, OriginArray, UninitializedAval, aux_field, materialize_nested
+from .array import ImplicitArray, OrginArray, OriginArray, UninitializedAval, aux_field, materialize_nested
 from .handlers import default_handler, implicit, materialize_handler, register, use_implicit
 from .ste import ste
 from .trees import (
@@ -24,6 +24,7 @@ from .trees import (
 
 __all__ = [
     "ImplicitArray",
+    "OrginArray",
     "OriginArray",
     "UninitializedAval",
     "aux_field",

@@ -1,12 +1,14 @@
 """`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred."""
 
 import abc
+import contextlib
 import contextvars
 import functools
+import operator
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -19,11 +21,11 @@ from .._checked import checked
 from ..core.hooks import as_dense, probing
 from ..core.jaxprs.slots import leading_axes
 from ..core.operators import ArrayOperators
-from ..core.policy import dense, dense_operands
+from ..core.policy import dense, dense_operands, map_values
 from ..core.quaxify import quaxify
 from ..core.recording import note
 from ..core.rules import active_layers, resolver
-from ..core.values import ArrayValue, is_value
+from ..core.values import ArrayValue, is_value, materialise, replace_fields
 from .declared import Declared, bind_fields, canonical_dtype, take_fields
 from .eformer import AvalHook, Flattening, PostInit
 from .trees import fields
@@ -34,6 +36,7 @@ class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
 
 
 OriginArray.register(jax.Array)
+OrginArray = OriginArray  # as eformer spells it
 
 
 class UninitializedAval(Exception):
@@ -180,9 +183,15 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     def astype(self, dtype: Any) -> "ImplicitArray":
         """The same array in another dtype, to which the result of `materialize()` is cast."""
-        out = jtu.tree_map(lambda x: x, self)
-        object.__setattr__(out, "_declared", self._declared.with_dtype(dtype))  # `out` is not shared yet
-        return out
+        return replace_fields(self, _declared=self._declared.with_dtype(dtype))
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "dtype" and "_is_lent" in vars(self):  # as handlers for eformer do
+                object.__setattr__(self, "_declared", self._declared.with_dtype(value))
+            else:
+                super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
         """Whether handlers apply: they are for one array, not for a stack."""
@@ -223,17 +232,41 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
                 f"No handler for `{primitive}` matches, and its operands {names} each have a "
                 "`default_handler`. Register a handler for this combination of types."
             )
-        return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
+        token = _unhandled.set(values)
+        try:
+            return (own or [ImplicitArray])[0].default_handler(primitive, *values, params=params)
+        finally:
+            _unhandled.reset(token)
 
     @classmethod
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called if no handler matches. By default, it materialises all operands."""
-        return bind(primitive, dense_operands(primitive, args), params or {})
+        """Called if no handler matches. By default, it materialises all operands. There is no warning if a
+        handler calls it, and so asks for that."""
+        unhandled = _unhandled.get()
+        is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
+        arrays = map_values(materialise, args) if is_asked_for else dense_operands(primitive, args)
+        return bind(primitive, arrays, params or {})
 
 
 OriginArray.register(ImplicitArray)
+
+# The operands for which no handler was found, while the default is called with them.
+_unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
+
+
+@contextlib.contextmanager
+def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
+    """The operands of a handler, with copies of ImplicitArrays, whose dtypes it may set while it runs."""
+    copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
+    for x in copies.values():
+        object.__setattr__(x, "_is_lent", True)
+    try:
+        yield [copies.get(id(x), x) for x in operands]
+    finally:
+        for x in copies.values():
+            object.__delattr__(x, "_is_lent")
 
 
 def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -4,18 +4,21 @@ import functools
 import inspect
 import operator
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import jax
 import jax.extend.core as jexc
 
 from .._checked import checked
 from ..core import rules as core_rules
 from ..core.policy import map_values
 from ..core.quaxify import quaxify
-from ..core.rules.registry import type_hints
-from ..core.values import Value, is_value, materialise
-from .array import bind
+from ..core.rules.annotations import annotation_of
+from ..core.rules.registry import as_primitives, can_match, type_hints
+from ..core.values import is_value, materialise
+from .array import bind, lent
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -76,41 +79,57 @@ def register(
 ) -> Callable[[_Fn], _Fn]:
     """Registers a handler of a primitive for operands of the annotated types.
 
-    Like [`quaxlike.register`][], with these differences. A handler that names no type is refused, since it
-    would be called for all types. One that can never match, since it takes a parameter of the primitive by
+    Like [`quaxlike.register`][], with these differences. A handler that names no type would be called for
+    all types: it is left out, with a [`quaxlike.RuleWarning`][]. In a union that names one (`T | Any`), `Any`
+    stands for arrays. One that can never match, since it takes a parameter of the primitive by
     position, is a [`quaxlike.RuleWarning`][]. The primitive is passed to a handler without an annotation that
     asks for it: if its first parameter is called `primitive` or `prim`, and its annotation is `Any` or
     absent; or if a first parameter of another name has no annotation, and each of the others gets an operand.
     And a parameter that is annotated with a sequence of types (`Sequence[T | jax.Array]`) gets all operands
-    from its position on, in a list.
+    from its position on, in a list."""
 
-    **Raises:**
-
-    `TypeError` for a handler without a parameter that is annotated with a type of array.
-    """
-
-    registering = core_rules.register(primitive, precedence=precedence, rules=rules)
+    primitives = as_primitives(primitive)
+    registering = [core_rules.register(p, precedence=precedence, rules=rules) for p in primitives]
 
     def decorator(handler: _Fn) -> _Fn:
         parameters = inspect.signature(handler).parameters
         first = next(iter(parameters), "")
-        hints = {k: v for k, v in type_hints(handler).items() if k != "return"}
+        hints = {k: _closed(v) for k, v in type_hints(handler).items() if k != "return"}
         if not any(map(_names_a_type, hints.values())):
-            raise TypeError(
+            code = inspect.unwrap(handler).__code__
+            message = (
                 f"The handler {handler.__qualname__} for {primitive!r} names no type of array, so it would "
-                "be called for all types. Annotate a parameter with the type that it is for; `Any` stands "
-                f"for anything, also in a union. Found: {hints}."
+                "be called for all types, and is left out. Annotate a parameter with the type that it is "
+                f"for; others may be `Any`. Found: {hints}."
             )
+            warnings.warn_explicit(message, core_rules.RuleWarning, code.co_filename, code.co_firstlineno)
+            return handler
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
         # The number of operands tells an operand from the primitive, unless the handler takes any number.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        readings: list[Callable[..., Any]] = []
         if is_primitive or (first and first not in hints and not variadic):
-            registering(_annotated(handler, hints | {first: jexc.Primitive}))
+            readings.append(_annotated(handler, hints | {first: jexc.Primitive}))
         if not is_primitive:
-            registering(_annotated(handler, hints))
+            readings.append(_annotated(handler, hints))
+        for p, registered in zip(primitives, registering, strict=True):
+            for reading in [each for each in readings if can_match(p, each)] or readings[-1:]:
+                registered(reading)
         return handler
 
     return decorator
+
+
+def _closed(hint: Any) -> Any:
+    """A union that names a type beside `Any`, with arrays for the latter; the same of the elements of a
+    sequence."""
+    if (element := _element(hint)) is not None:
+        closed = _closed(element)
+        return hint if closed is element else Sequence[closed]
+    members = typing.get_args(hint)
+    if Any not in members or not _names_a_type(hint):
+        return hint
+    return functools.reduce(operator.or_, (jax.Array if member is Any else member for member in members))
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
@@ -121,7 +140,8 @@ def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[.
     at = next((i for i, p in enumerate(parameters) if _element(hints.get(p.name)) is not None), None)
 
     def annotated(*args: Any, **kwargs: Any) -> Any:
-        return handler(*(args if at is None else (*args[:at], list(args[at:]))), **kwargs)
+        with lent(args) as operands:
+            return handler(*(operands if at is None else (*operands[:at], operands[at:])), **kwargs)
 
     functools.update_wrapper(annotated, handler)
     annotated.__annotations__ = {p.name: hints.get(p.name, Any) for p in parameters}
@@ -140,11 +160,7 @@ def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[.
 
 
 def _names_a_type(hint: Any) -> bool:
-    element = _element(hint)
-    members = typing.get_args(hint) or (hint,)
-    if Any in members:
-        return False
-    return element is not None or any(isinstance(h, type) and issubclass(h, Value) for h in members)
+    return _element(hint) is not None or annotation_of(hint).names_value
 
 
 def _element(hint: Any) -> Any:

@@ -23,8 +23,11 @@ _MOST_ROWS = {"float32": 16, "bfloat16": 8}
 _MOST_TRANSPOSED = 64
 
 
-def dense_matmul(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Array, "... n"]:
-    """`x @ w.T`, differentiable in both.
+def dense_matmul(
+    x: Float[Array, "... k"], w: Float[Array, "n k"], *, weight_first: bool = False
+) -> Float[Array, "... n"]:
+    """`x @ w.T`, differentiable in both; `weight_first` if it was written as a product of `w` with `x`, for
+    interpreters to which the order of the operands matters.
 
     On CPUs, a few rows are multiplied by native code where it is compiled, which reads a weight once, as fast
     as the memory gives it. Without it, one row in bfloat16 is multiplied and added as the weight is read, in
@@ -33,8 +36,8 @@ def dense_matmul(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Arra
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
-        return _plain(x, w)
-    return dense_matmul_p(*vary_alike((x, w)))
+        return _plain(x, w, weight_first=weight_first)
+    return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first)
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
@@ -45,7 +48,7 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
     if usual and last and _is_weight(y, x):
         return dense_matmul(x, y)
     if usual and last and _is_weight(x, y):
-        return jnp.moveaxis(dense_matmul(y, x), -1, 0)
+        return jnp.moveaxis(dense_matmul(y, x, weight_first=True), -1, 0)
     return lax.dot_general(x, y, dimension_numbers, **params)
 
 
@@ -64,11 +67,13 @@ def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Fl
     return stacked_matmul_p(*vary_alike((x, w)))
 
 
-def _plain(x: Array, w: Array) -> Array:
+def _plain(x: Array, w: Array, *, weight_first: bool = False) -> Array:
+    if weight_first:
+        return jnp.moveaxis(lax.dot_general(w, x, (((1,), (x.ndim - 1,)), ((), ()))), 0, -1)
     return lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-def _on_cpu(x: Array, w: Array) -> Array:
+def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return _plain(x, w)
@@ -81,7 +86,7 @@ def _on_cpu(x: Array, w: Array) -> Array:
     return y.reshape(*x.shape[:-1], len(w))
 
 
-def _native(x: Array, w: Array) -> Array:
+def _native(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= _MOST_ROWS[x.dtype.name] or not w.size:
         return _on_cpu(x, w)
@@ -91,29 +96,29 @@ def _native(x: Array, w: Array) -> Array:
 
 
 def _lower_on_cpu(
-    native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any
+    native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any, **params: Any
 ) -> Any:
     # Other machines, to which a program is exported, may lack the library; XLA cannot divide a call of it.
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)
-    return compat.lower_unvaried(rule, context, *operands)
+    return compat.lower_unvaried(rule, context, *operands, **params)
 
 
-def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    return sum_tangents(dense_matmul_p, primals, tangents, {})
+def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], **params: Any) -> Any:
+    return sum_tangents(dense_matmul_p, primals, tangents, params)
 
 
-def _transpose(ct: Any, x: Any, w: Any) -> Any:
+def _transpose(ct: Any, x: Any, w: Any, **params: Any) -> Any:
     if not ad.is_undefined_primal(x):
         return NotImplemented
     return lax.dot_general(ct, w, (((ct.ndim - 1,), (0,)), ((), ()))), None
 
 
-def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...]) -> Any:
+def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
     if dims[1] is not None:  # a batch of weights
         return NotImplemented
-    return map_rows(dense_matmul_p, size, operands, dims, {}, rows=(0,))
+    return map_rows(dense_matmul_p, size, operands, dims, params, rows=(0,))
 
 
 dense_matmul_p = define_primitive("dense_matmul", _plain, jvp=_jvp, transpose=_transpose, batching=_batching)

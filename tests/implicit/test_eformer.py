@@ -1,5 +1,6 @@
 """Classes and handlers as they are written for eformer."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 from jax.extend.core import Primitive
 
 import quaxlike as ql
-from quaxlike.implicit import ImplicitArray, aux_field, implicit, materialize_handler, register
+from quaxlike.implicit import (
+    ImplicitArray,
+    OrginArray,
+    OriginArray,
+    aux_field,
+    implicit,
+    materialize_handler,
+    register,
+    ste,
+)
 from tests.samples import normal, wrong_types
 
 X = normal(4, 3)
@@ -159,7 +169,7 @@ class TestHandlers:
             np.testing.assert_array_equal(f(*xs), 7 * np.concatenate([*map(ql.materialise, xs)], 1))
 
     def test_what_is_no_sequence_of_arrays(self):
-        with pytest.raises(TypeError, match="names no type of array"):
+        with pytest.warns(ql.RuleWarning, match="names no type of array"):
 
             @register("broadcast_in_dim", rules=ql.RuleSet())
             def _(x: Any, shape: Sequence[int]): ...
@@ -218,3 +228,108 @@ class TestResultsOfMaterialize:
                     f(x)
         with pytest.raises(TypeError, match=message):
             style(X)
+
+
+@dataclasses.dataclass
+class Sixteenths(ImplicitArray):
+    """Written as eformer's quantised classes are."""
+
+    packed: jax.Array
+    scale: jax.Array
+    block: int = aux_field(default=8)
+
+    @classmethod
+    def quantize(cls, array: jax.Array) -> "Sixteenths":
+        scale = jnp.max(jnp.abs(array), -1, keepdims=True) / 16
+        packed = jnp.round(array / scale).astype(jnp.int8)
+        return cls(packed=packed, scale=scale, shape=array.shape, dtype=array.dtype)
+
+    def materialize(self):
+        return (self.packed.astype(self.scale.dtype) * self.scale).reshape(self.shape).astype(self.dtype)
+
+
+ArrayType = jax.Array | Sixteenths | Any
+LOOSE = ql.RuleSet()
+CALLS: list[str] = []
+
+
+def _plain(x):
+    return x.materialize() if isinstance(x, Sixteenths) else x
+
+
+def _register_loosely():
+    @register("dot_general", rules=LOOSE)
+    def _(primitive: Primitive, lhs: ArrayType, rhs: ArrayType, *args, **kwargs) -> ArrayType:
+        CALLS.append("dot_general")
+        return jax.lax.dot_general(_plain(lhs), _plain(rhs), *args, **kwargs)
+
+    @register("convert_element_type", rules=LOOSE)
+    def _(primitive: Primitive, operand: ArrayType, **kwargs) -> ArrayType:
+        CALLS.append("convert_element_type")
+        operand.dtype = kwargs["new_dtype"]
+        return operand
+
+    @register("concatenate", rules=LOOSE)
+    def _(primitive: Primitive, operands: Sequence[ArrayType], *args, **kwargs) -> ArrayType:
+        CALLS.append("concatenate")
+        return jax.lax.concatenate([*map(_plain, operands)], *args, **kwargs)
+
+
+_register_loosely()
+
+
+class TestLooseHandlers:
+    W, INPUTS = normal(4, 8), normal(3, 4)
+
+    @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+    def test_products(self, wrap):
+        w = Sixteenths.quantize(self.W)
+        CALLS.clear()
+        run = lambda f: wrap(ql.quaxify(f, rules=LOOSE))
+        with ql.on_materialise("error"):
+            left = run(jnp.matmul)(self.INPUTS, w)
+            np.testing.assert_allclose(left, self.INPUTS @ w.materialize(), rtol=1e-5)
+            right = run(jnp.matmul)(w, self.W.T)
+            np.testing.assert_allclose(right, w.materialize() @ self.W.T, rtol=1e-5)
+            run(lambda w: jnp.concatenate([w, w]))(w)
+        assert CALLS == ["dot_general", "dot_general", "concatenate"]
+
+    def test_a_handler_sets_the_dtype_of_its_copy(self):
+        w = Sixteenths.quantize(self.W)
+        out = ql.quaxify(lambda w: w.astype(jnp.float16), rules=LOOSE)(w)
+        assert (type(out), out.dtype, w.dtype) == (Sixteenths, jnp.float16, jnp.float32)
+        out = ql.quaxify(jnp.matmul, rules=LOOSE)(self.INPUTS.astype(jnp.float16), out)
+        assert out.shape == (3, 8)
+        with pytest.raises(AttributeError, match="cannot assign to field 'dtype'"):
+            w.dtype = jnp.float16
+
+    def test_training(self):
+        def loss(w):
+            return (ql.quaxify(jnp.matmul, rules=LOOSE)(self.INPUTS, ste(Sixteenths.quantize)(w)) ** 2).sum()
+
+        dense = Sixteenths.quantize(self.W).materialize()
+        want = jax.grad(lambda w: ((self.INPUTS @ w) ** 2).sum())(dense)
+        CALLS.clear()
+        for grad in (jax.grad(loss), jax.jit(jax.grad(loss))):
+            np.testing.assert_allclose(grad(self.W), want, rtol=1e-5)
+        assert set(CALLS) == {"dot_general"}
+
+    def test_the_spelling(self):
+        assert OrginArray is OriginArray
+        assert isinstance(X, OrginArray)
+
+    def test_handlers_that_are_there_twice(self):
+        rules = ql.RuleSet()
+
+        @register("neg", rules=rules)
+        def first(primitive: Primitive, x: ArrayType, **kwargs):
+            raise AssertionError
+
+        with pytest.warns(ql.RuleWarning, match=r"neg\(.*Sixteenths\) .* replaces neg"):
+
+            @register("neg", rules=rules)
+            def second(primitive: Primitive, x: ArrayType, **kwargs):
+                return x.materialize()
+
+        w = Sixteenths.quantize(self.W)
+        np.testing.assert_array_equal(ql.quaxify(jax.lax.neg, rules=rules)(w), w.materialize())

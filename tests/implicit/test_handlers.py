@@ -133,9 +133,11 @@ class TestRegister:
         def _(x: ImplicitArray, **params):
             return X * 2.0
 
-        @register("sin", rules=rules)
-        def _(x: Any, y: Box, **params):
-            raise AssertionError
+        with pytest.warns(ql.RuleWarning, match="takes 2 operand.*`sin` has 1"):
+
+            @register("sin", rules=rules)
+            def _(x: Any, y: Box, **params):
+                raise AssertionError
 
         np.testing.assert_array_equal(ql.quaxify(jax.lax.sin, rules=rules)(Box(X)), 2 * X)
 
@@ -143,14 +145,34 @@ class TestRegister:
         with pytest.raises(ValueError, match=r"No JAX primitive is called 'dot_generl'\. Did you mean"):
             register("dot_generl")
 
-    @pytest.mark.parametrize("hint", [Any, Codes | Any, jax.Array, jax.Array | Any])
-    def test_a_handler_for_all_types_is_refused(self, hint):
+    @pytest.mark.parametrize("hint", [Any, jax.Array, jax.Array | Any])
+    def test_a_handler_for_all_types_is_left_out(self, hint):
         def handler(x, **params):
             raise AssertionError
 
+        rules = ql.RuleSet()
         handler.__annotations__["x"] = hint
-        with pytest.raises(TypeError, match=r"handler .* for 'sin' names no type of array"):
-            register("sin")(handler)
+        with pytest.warns(ql.RuleWarning, match=r"handler .* for 'sin' names no type of array") as met:
+            register("sin", rules=rules)(handler)
+        assert [w.filename for w in met] == [__file__]
+        assert not list(rules)
+
+    @pytest.mark.parametrize("hint", [Codes | Any, jax.Array | Codes | Any, Any | Codes])
+    def test_a_union_that_names_a_type_is_for_that_type(self, hint):
+        rules = ql.RuleSet()
+
+        def less(x, y, **params):
+            return jax.lax.lt(*(ql.materialise(each) + 0.0 for each in (x, y)))
+
+        less.__annotations__ = {"x": hint, "y": hint}
+        register("lt", rules=rules)(less)
+        codes = Codes.quantize(jnp.eye(2) + 1)
+        run = ql.quaxify(jax.lax.lt, rules=rules)
+        with ql.on_materialise("error"):
+            for xs in ((codes, jnp.ones((2, 2))), (jnp.ones((2, 2)), codes), (codes, codes)):
+                np.testing.assert_array_equal(run(*xs), jax.lax.lt(*ql.materialise(xs)))
+            with pytest.raises(ql.MaterialisationError, match="lt: no rule for"):
+                run(codes, Box(jnp.ones((2, 2))))
 
 
 class TestFallbacks:
@@ -162,6 +184,33 @@ class TestFallbacks:
     def test_materialize_handler(self):
         out = materialize_handler(jax.lax.concatenate_p, Box(X), X, params={"dimension": 0})
         np.testing.assert_array_equal(out, jnp.concatenate([X, X]))
+
+    @pytest.mark.parametrize("explicit", [True, False])
+    def test_what_a_handler_asks_for_is_no_loss(self, explicit):
+        class Loud(ImplicitArray):
+            array: jax.Array
+
+            def materialize(self):
+                return self.array
+
+            @classmethod
+            def default_handler(cls, primitive, *args, params=None):
+                return super().default_handler(primitive, *args, params=params)
+
+        rules = ql.RuleSet()
+        if explicit:
+
+            @register("neg", rules=rules)
+            def _(primitive, x: Loud, **params):
+                return Loud.default_handler(primitive, x, params=params)
+
+        run = ql.quaxify(jax.lax.neg, rules=rules)
+        with ql.on_materialise("error"):
+            if explicit:
+                np.testing.assert_array_equal(run(Loud(X)), -X)
+            else:
+                with pytest.raises(ql.MaterialisationError, match="neg: no rule for"):
+                    run(Loud(X))
 
     def test_without_parameters(self):
         np.testing.assert_array_equal(Box.default_handler(jax.lax.neg_p, Box(X)), -X)

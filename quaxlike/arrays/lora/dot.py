@@ -12,10 +12,9 @@ from ...core.jaxprs.evaluate import cached_trace
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
-from ...kernels import dense_matmul
 from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
-from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order
+from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
 from .array import RANK, LoraArray, drops, labels, row_scale, tell_of_dropout
 
 # Tried before the rules of arrays with a special storage, which then receive the parts; and after those of
@@ -59,9 +58,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
-        operands = (w, x) if on_left else (x, w)
-        product = jax.lax.dot_general if is_value(w) or is_value(x) else dense_matmul.dot_general
-        return product(*operands, dimension_numbers, **params)
+        return weight_product(*((w, x) if on_left else (x, w)), dimension_numbers, **params)
 
     def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
         first, then = (a, a_labels), (b, b_labels)

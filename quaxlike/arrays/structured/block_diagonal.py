@@ -1,5 +1,6 @@
 """`BlockDiagonalMatrix`: equal blocks along the diagonal."""
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -63,8 +64,8 @@ class BlockDiagonalMatrix(StructuredMatrix):
         y = apply(jnp.reshape(x, (*batch, n, m // max(n, 1), k)))
         return jnp.reshape(y, (*y.shape[:-3], n * y.shape[-2], k))
 
-    def times(self, x: Any, precision: Any = None) -> Any:
-        return self._by_block(lambda x: jnp.matmul(self.blocks, x, precision=precision), x)
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+        return self._by_block(lambda x: product(self.blocks, x, precision=precision), x)
 
     def matmul(
         self, other: StructuredMatrix, precision: Any = None

@@ -1,5 +1,6 @@
 """`BlockCirculantMatrix`: blocks that shift one row."""
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -63,10 +64,10 @@ class BlockCirculantMatrix(StructuredMatrix):
         blocks = kernel[..., (at[None, :] - at[:, None]) % max(len(at), 1)]
         return jnp.reshape(jnp.swapaxes(blocks, -3, -2), self.shape)
 
-    def times(self, x: Any, precision: Any = None) -> Any:
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.matmul(self.materialise(), x, precision=precision)
-        by = lambda blocks, x: jnp.matmul(blocks, x, precision=precision)
+            return product(self.materialise(), x, precision=precision)
+        by = lambda blocks, x: product(blocks, x, precision=precision)
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:

@@ -1,5 +1,6 @@
 """`DiagonalMatrix`: a matrix that is zero except on its diagonal."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -61,7 +62,7 @@ class DiagonalMatrix(StructuredMatrix):
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
-    def times(self, x: Any, precision: Any = None) -> Any:
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         return lead(jnp.expand_dims(self.diagonal, -1), x.ndim) * x
 
     def transposed(self) -> "DiagonalMatrix":

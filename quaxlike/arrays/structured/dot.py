@@ -2,14 +2,16 @@
 
 import functools
 import math
+from inspect import signature
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from ...core.policy import dense
-from ...core.quaxify import quaxify
+from ...core.quaxify import quaxify, value_of
 from ...core.rules import register_on_either_side
+from ...core.values import is_value
 from ..dot_axes import dot_axes, in_order
 from .base import StructuredMatrix, inside
 from .diagonal import DiagonalMatrix
@@ -51,7 +53,10 @@ def _product(
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        y = matrix.converted(dtype).times(_cast(x, dtype), precision)
+        # Some types have rules for one side alone, and so the order of the operands counts.
+        reverse = not on_left and is_value(value_of(x)) and "product" in signature(matrix.times).parameters
+        by = {"product": _reversed} if reverse else {}
+        y = matrix.converted(dtype).times(_cast(x, dtype), precision, **by)
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
         # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
@@ -61,6 +66,12 @@ def _product(
         return y if preferred_element_type is None else _cast(y, preferred_element_type)
 
     return inside(product, matrix, x)
+
+
+def _reversed(part: Any, x: Any, precision: Any) -> Any:
+    """`part @ x`, with `x` as the first operand."""
+    out = jnp.matmul(jnp.matrix_transpose(x), jnp.matrix_transpose(part), precision=precision)
+    return jnp.matrix_transpose(out)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

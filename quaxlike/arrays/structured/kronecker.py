@@ -1,5 +1,6 @@
 """`KroneckerMatrix`: the Kronecker product of two matrices."""
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -72,8 +73,8 @@ class KroneckerMatrix(StructuredMatrix):
         *batch, p, _ = x.shape
         return jnp.reshape(x, (*batch, p * r, k))
 
-    def times(self, x: Any, precision: Any = None) -> Any:
-        by = lambda part: lambda x: jnp.matmul(part, x, precision=precision)
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+        by = lambda part: lambda x: product(part, x, precision=precision)
         return self._map(by(self.a), by(self.b), x)
 
     def multiplied(self, other: StructuredMatrix, by: Any) -> "KroneckerMatrix | NotImplementedType":

@@ -123,10 +123,10 @@ class LowRankUpdate(StructuredMatrix):
         )
         return is_shared or bool(has_rule)
 
-    def times(self, x: Any, precision: Any = None) -> Any:
-        inner = jnp.matmul(jnp.matrix_transpose(self.v), x, precision=precision)
-        update = jnp.matmul(self.u, inner, precision=precision)
-        y = jnp.matmul(self.base, x, precision=precision)
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+        inner = product(jnp.matrix_transpose(self.v), x, precision=precision)
+        update = product(self.u, inner, precision=precision)
+        y = product(self.base, x, precision=precision)
         ndim = max(update.ndim, y.ndim)
         return lead(y, ndim) + lead(update, ndim)
 

@@ -1,5 +1,6 @@
 """`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two beside it."""
 
+from collections.abc import Callable
 from types import NotImplementedType
 from typing import Any, ClassVar
 
@@ -78,7 +79,7 @@ class TridiagonalMatrix(StructuredMatrix):
         lower, diagonal, upper = self.lower[..., beside], self.diagonal[..., rows], self.upper[..., beside]
         return replace_fields(self, lower=lower, diagonal=diagonal, upper=upper)
 
-    def times(self, x: Any, precision: Any = None) -> Any:
+    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())
         if x.shape[-2] < 2:
             return diagonal * x

@@ -159,8 +159,12 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         return False
     arity = max(len(a.signature.types), len(b.signature.types))
     slots = []
-    for x, y in zip(a.signature.expand_varargs(arity), b.signature.expand_varargs(arity), strict=True):
-        both = [t for t in _classes(x, y, types) if _matches(t, x) and _matches(t, y)]
+    for x, y in zip(a.annotations(arity), b.annotations(arity), strict=True):
+        both = [
+            cls
+            for cls in _classes(x.hint, y.hint, types)
+            if _matches(cls, x.hint) and _matches(cls, y.hint) and not x.excludes(y, cls)
+        ]
         if not both:
             return False
         slots.append(both)
@@ -170,7 +174,8 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)
-        order = in_order(a.primitive, signature, [r for r in registered if signature <= r.signature])
+        others = [r for r in registered if signature <= r.signature and not r.depends_on_shapes]
+        order = in_order(a.primitive, signature, list({*others, a, b}))
         first = order[0]  # the others are tried only if a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
             return True

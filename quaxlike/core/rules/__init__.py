@@ -13,6 +13,8 @@ from .registry import signature_of as signature_of
 from .resolution import AmbiguousRuleError as AmbiguousRuleError
 from .resolution import Checked as Checked
 from .resolution import Resolver as Resolver
+from .resolution import RulesByOperands as RulesByOperands
 from .resolution import active_layers as active_layers
+from .resolution import fits as fits
 from .resolution import resolver as resolver
 from .resolution import use_rule_sets as use_rule_sets

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import threading
@@ -10,25 +11,25 @@ import typing
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import AbstractArray, ArrayLike
+from jaxtyping import ArrayLike
 
 from .. import compat, high_level
 from ..hooks import RuleError
-from ..values import ArrayValue, Value
+from ..primitive_names import function_called, primitives_of
+from ..values import ArrayValue
+from .annotations import NO_ARRAYS, Annotation, annotation_of
 
 if TYPE_CHECKING:
     import plum
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-_NUMBERS = (bool, int, float, complex)
-_NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -36,9 +37,9 @@ class RuleWarning(UserWarning):
     """A rule or a type that was written for another library works, but less is certain about it than here.
 
     A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes` (under
-    `jax_enable_checks`, this is a [`quaxlike.RuleError`][]). A handler of an ImplicitArray can never match. A
-    type that refuses to materialise is differentiated by its leaves, or its only leaf decides about control
-    flow. Each rule and each type is warned about once.
+    `jax_enable_checks`, this is a [`quaxlike.RuleError`][]). A rule replaces one that is written elsewhere. A
+    handler of an ImplicitArray can never match. A type that refuses to materialise is differentiated by its
+    leaves, or its only leaf decides about control flow. Each rule and each type is warned about once.
     """
 
     __module__ = "quaxlike"
@@ -64,13 +65,43 @@ class Rule:
     signature: "plum.Signature"
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
-    operands: frozenset[str] = frozenset()  # the names of its operands
-    arrays: tuple[bool, ...] = ()  # whether it names each of them, and any more, as `jax.Array`
+    operands: dict[str, Annotation] = dataclasses.field(default_factory=dict[str, Annotation])
+    varargs: Annotation | None = None  # that of any further operands
+    defaults: frozenset[str] = frozenset()  # operands with a default, which other calls leave out
 
     @property
     def written(self) -> Callable[..., Any]:
         """The function as its author wrote it; several rules may share it."""
         return inspect.unwrap(getattr(self.function, "written_as", self.function))
+
+    @property
+    def is_for_both_sides(self) -> bool:
+        """Whether it is what `register_on_either_side` adds for a type on both sides."""
+        return getattr(self.function, "is_for_both_sides", False)
+
+    @functools.cached_property
+    def _names_arrays(self) -> tuple[bool, ...]:
+        """Whether it names each of its operands, and any more, as `jax.Array`."""
+        more = False if self.varargs is None else self.varargs.names_array
+        return (*(annotation.names_array for annotation in self.operands.values()), more)
+
+    @functools.cached_property
+    def depends_on_shapes(self) -> bool:
+        """Whether it is for certain dtypes or shapes, so that types alone do not tell whether it matches."""
+        return any(annotation.kinds for annotation in self.annotations(len(self.operands) + 1))
+
+    def annotations(self, n: int) -> list[Annotation]:
+        """Those of `n` operands."""
+        own = list(self.operands.values())
+        return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
+
+    def is_like(self, other: "Rule") -> bool:
+        """Whether it is for the same operands as another rule."""
+        if self.signature != other.signature:
+            return False
+        n = len(self.operands) + 1
+        pairs = list(zip(self.annotations(n), other.annotations(n), strict=True))
+        return all(x.implies(y) and y.implies(x) for x, y in pairs)
 
     @property
     def source(self) -> str:
@@ -89,11 +120,12 @@ class Rule:
                     f"The rule {self} does not take the parameter(s) "
                     f"{', '.join(sorted(unknown))}. Add `**params` to it, and pass them on."
                 )
-        if any(self.arrays):
+        arrays = self._names_arrays
+        if any(arrays):
             # JAX hands numbers and NumPy arrays to primitives as they are.
-            named = itertools.chain(self.arrays, itertools.repeat(self.arrays[-1]))
+            named = itertools.chain(arrays, itertools.repeat(arrays[-1]))
             operands = [
-                jnp.asarray(x) if as_array and isinstance(x, _NO_ARRAYS) else x
+                jnp.asarray(x) if as_array and isinstance(x, NO_ARRAYS) else x
                 for x, as_array in zip(operands, named, strict=False)
             ]
         if self.takes_primitive:
@@ -101,9 +133,9 @@ class Rule:
         return self.function(*operands, **params)
 
     def __repr__(self) -> str:
-        names = [*map(type_name, self.signature.types)]
-        if self.signature.has_varargs:
-            names.append(f"*{type_name(self.signature.varargs)}")
+        names = [*map(str, self.operands.values())]
+        if self.varargs is not None:
+            names.append(f"*{self.varargs}")
         return f"{self.primitive}({', '.join(names)}) at {self.source}"
 
 
@@ -146,15 +178,22 @@ class RuleSet:
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
             for function, precedence in self._waiting.pop(primitive, ()):
-                self.add(Rule(primitive, function, *_inspect(function, precedence)))
+                for rule in rules_of(primitive, function, precedence):
+                    self.add(rule)
             return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
-        kept = [r for r in self[rule.primitive] if r.signature != rule.signature]
-        for replaced in set(self[rule.primitive]) - set(kept):
-            if replaced.function.__module__ != rule.function.__module__:
-                warnings.warn(f"{rule} replaces {replaced}.", stacklevel=4)
-        self._rules[rule.primitive] = (*kept, rule)
+        """Adds a rule in place of one for the same operands.
+
+        **Raises:** `RuleError` if both are written beside each other.
+        """
+        alike = [r for r in self[rule.primitive] if r.is_like(rule)]
+        if rule.is_for_both_sides and not all(r.is_for_both_sides for r in alike):
+            return  # one that is written for these very types goes before
+        for replaced in alike:
+            if rule.is_for_both_sides or not replaced.is_for_both_sides:
+                check_replacement(replaced, rule)
+        self._rules[rule.primitive] = (*(r for r in self[rule.primitive] if r not in alike), rule)
 
     def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
         """Adds a rule whose annotations are read when `primitive` is first dispatched."""
@@ -239,23 +278,19 @@ def register(
     """
     if not isinstance(precedence, int):
         raise TypeError(f"register takes an integer as `precedence`; found {precedence!r}.")
-    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
-    primitives = [
-        _as_primitive(p) for p in (cast(list[Any], primitive) if several else [cast(Any, primitive)])
-    ]
+    primitives = as_primitives(primitive)
 
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
         # Our own rules wait until they are needed, so that importing the package inspects none of them.
         wait = (function.__module__ or "").startswith(_PACKAGE)
-        inspected = None if wait else _inspect(function, precedence)
         with lock:
             for p in primitives:
-                if inspected is None:
+                if wait:
                     into.add_later(p, function, precedence)
-                else:
-                    rule = Rule(p, function, *inspected)
+                    continue
+                for rule in rules_of(p, function, precedence):
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
             _epoch += 1
@@ -283,6 +318,8 @@ def register_on_either_side(
     - `other`: the type of the operand on the other side. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
+    A rule that is registered for exactly `(types, types)` is used instead of this one.
+
     **Returns:**
 
     A decorator that returns the rule unchanged. The rule takes the primitive, then the two operands by
@@ -297,30 +334,44 @@ def register_on_either_side(
 
             typed.__annotations__ |= {"x": left, "y": right}
             typed.__module__ = rule.__module__
+            marks: Any = typed
+            marks.written_as = rule  # for its source line
+            marks.is_for_both_sides = left is types and right is types
             register(primitive, precedence=precedence, rules=rules)(typed)
-            typed.written_as = rule  # pyright: ignore[reportFunctionMemberAccess] (for its source line)
         return rule
 
     return decorator
 
 
-def _as_primitive(primitive: Any) -> jexc.Primitive:
+def as_primitives(primitive: Any) -> list[jexc.Primitive]:
+    """What is registered for: a primitive, its name, or several of these."""
+    several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
+    return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
+
+
+def as_primitive(primitive: Any) -> jexc.Primitive:
     if isinstance(primitive, jexc.Primitive):
         return primitive
     if high_level.is_high_level(primitive):
         return high_level.primitive_of(primitive)
     if not isinstance(primitive, str):
-        hint = ' Write `@quaxlike.register("name")` above a rule.' if inspect.isroutine(primitive) else ""
+        known = primitives_of(primitive) or (["name"] if inspect.isroutine(primitive) else [])
+        hint = " or ".join(f'`@quaxlike.register("{name}")`' for name in known)
         raise TypeError(
-            f"register takes a JAX primitive, its name, or a sequence of these; found {primitive!r}.{hint}"
+            f"register takes a JAX primitive, its name, or a sequence of these; found {primitive!r}."
+            + (f" Write {hint} above a rule." if known else "")
         )
     name = primitive.removesuffix("_p")
     if name not in compat.named_primitives():  # it may have been defined since
         compat.named_primitives.cache_clear()
     known = compat.named_primitives()
     if name not in known:
-        near = difflib.get_close_matches(primitive, known, n=3)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        called = function_called(primitive)
+        if called and (near := primitives_of(called[1])):
+            hint = f" Did you mean {' or '.join(map(repr, near))}, by which `{called[0]}` is computed?"
+        else:
+            near = difflib.get_close_matches(primitive, known, n=3)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}")
     found, *others = known[name]
     if others:
@@ -331,48 +382,77 @@ def _as_primitive(primitive: Any) -> jexc.Primitive:
     return found
 
 
-def _inspect(
-    function: Callable[..., Any], precedence: int
-) -> "tuple[plum.Signature, bool, frozenset[str] | None, frozenset[str], tuple[bool, ...]]":
-    import plum  # takes longer than all of this package
-
-    types: list[Any] = []
-    varargs: Any = plum.Signature().varargs
-    keywords: set[str] | None = set()
+def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
+    """The function as a rule of the primitive; as several, if some of its operands have defaults."""
     hints = type_hints(function)
-    parameters = inspect.signature(function).parameters
-    _check_annotations(function, parameters.values(), hints)
-    takes_primitive = False
-    operands: set[str] = set()
-    for i, p in enumerate(parameters.values()):
-        hint = _plain_hint(hints.get(p.name, Any))
-        if p.kind is p.VAR_KEYWORD:
-            keywords = None
-        elif p.kind is p.KEYWORD_ONLY:
-            if keywords is not None:
-                keywords.add(p.name)
-        elif p.kind is p.VAR_POSITIONAL:
-            varargs = hint
-        elif i == 0 and isinstance(hint, type) and issubclass(hint, jexc.Primitive):
-            takes_primitive = True
-        elif p.default is p.empty:
-            types.append(hint)
-            operands.add(p.name)
-        elif keywords is not None:  # has a default: a parameter of the primitive, not an operand
-            keywords.add(p.name)
-    signature = plum.Signature(*types, varargs=varargs, precedence=precedence)
-    named = None if keywords is None else frozenset(keywords)
-    return signature, takes_primitive, named, frozenset(operands), tuple(map(_is_array, (*types, varargs)))
+    parameters = list(inspect.signature(function).parameters.values())
+    first = hints.get(parameters[0].name) if parameters else None
+    takes_primitive = isinstance(first, type) and issubclass(first, jexc.Primitive)
+    by_position = [p for p in parameters[takes_primitive:] if p.kind <= p.VAR_POSITIONAL]
+    annotations = {p.name: annotation_of(hints.get(p.name, Any), _names_in(function)) for p in by_position}
+    _check_annotations(function, [p.name for p in by_position if p.default is p.empty], hints, annotations)
+    positional = [p for p in by_position if p.kind is not p.VAR_POSITIONAL]
+    required = sum(p.default is p.empty for p in positional)
+    several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
+    varargs = annotations[several[0]] if several else None
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+    # A parameter with a default is one of the primitive, unless it must be an operand.
+    params, arity = compat.parameters_of(primitive), compat.arity_of(primitive)
+    defaults = [p.name for p in positional[required:]]
+    may_be = list(itertools.takewhile(lambda name: name not in params, defaults))
+    if arity is None:
+        may_be = list(itertools.takewhile(lambda name: annotations[name].names_operand, may_be))
+        counts = range(required, required + len(may_be) + 1)
+    else:
+        counts = [required + min(max(arity - required, 0), len(may_be))]
+
+    def rule(count: int) -> Rule:
+        operands = {p.name: annotations[p.name] for p in positional[:count]}
+        types = [annotation.hint for annotation in operands.values()]
+        more = varargs if count == counts[-1] else None
+        return Rule(
+            primitive,
+            function,
+            signature_of(types, precedence=precedence, **({} if more is None else {"varargs": more.hint})),
+            takes_primitive,
+            None if takes_all else frozenset(names) - operands.keys(),
+            operands,
+            more,
+            frozenset(operands) & {*defaults},
+        )
+
+    return [rule(count) for count in counts]
 
 
-def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a rule, evaluated. They may name what it closes over: a class defined beside it."""
+def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
+    """Evaluates names in quotes that annotations hold: in the bound of a type variable, for example."""
+
+    def evaluate(name: str) -> Any:
+        def quoted() -> None: ...
+
+        quoted.__annotations__ = {"it": name}
+        return type_hints(inspect.unwrap(function), quoted)["it"]
+
+    return evaluate
+
+
+def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The annotations of a rule, evaluated. They may name what it closes over: a class defined beside it.
+
+    **Arguments:**
+
+    - `of`: another function whose annotations are meant, with the names of `function`.
+    """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     around: dict[str, Any] = {}
     for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
         with contextlib.suppress(ValueError):  # nothing is in it yet
             around[name] = cell.cell_contents
     try:
+        if of is not None:
+            return typing.get_type_hints(of, getattr(function, "__globals__", {}), around)
         return typing.get_type_hints(function, localns=around)
     except NameError as error:
         raise TypeError(
@@ -382,28 +462,16 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _check_annotations(
-    function: Callable[..., Any], parameters: Iterable[inspect.Parameter], hints: dict[str, Any]
+    function: Callable[..., Any], operands: Sequence[str], hints: Any, annotations: dict[str, Annotation]
 ) -> None:
     """Raises a `TypeError` for operands without annotations, unless another one is of a Value type."""
-    operands = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL or _is_required(p)]
     bare = [name for name in operands if name not in hints]
-    members = [
-        t for name in operands if name in hints for t in (typing.get_args(hints[name]) or (hints[name],))
-    ]
-    if bare and not any(isinstance(t, type | TypeVar) and _may_be_value(t) for t in members):
+    if bare and not any(annotations[name].names_value for name in operands):
         raise TypeError(
             f"The rule {_place(function)} has no annotation on `{bare[0]}`, so it would take the primitive "
             "over for every type. Annotations select the rule: a type of Values, `jax.Array`, or `Any`; "
             "for the primitive itself, in front, `jax.extend.core.Primitive`."
         )
-
-
-def _is_required(p: inspect.Parameter) -> bool:
-    return p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-
-
-def _may_be_value(hint: Any) -> bool:
-    return isinstance(hint, TypeVar) or issubclass(typing.get_origin(hint) or hint, Value)
 
 
 def _place(function: Callable[..., Any]) -> str:
@@ -412,22 +480,89 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` if a rule takes a parameter of its primitive by position, and so never matches;
-    only warns if its function has an attribute `may_never_match`."""
-    for name in rule.operands.intersection(params):
-        message = (
-            f"The rule {rule} can never match: `{name}` is a parameter of `{rule.primitive}`, and "
-            f"comes by keyword. Put a `*` before it: `def _(x: ..., *, {name}, **params)`."
+    """Raises a `TypeError` for a rule that can never match: if it takes a parameter of its primitive by
+    position, has another number of operands, or an annotation that no operand has. Only warns if its function
+    has an attribute `may_never_match`."""
+    if (why := _never_matches(rule, params)) is None:
+        return
+    message = f"The rule {rule} can never match: {why}"
+    if not getattr(rule.function, "may_never_match", False):
+        raise TypeError(message)
+    warn_once(rule, RuleWarning(message))
+
+
+def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
+    """Whether a function can be a rule of the primitive, as far as is known before it is used."""
+    params = compat.parameters_of(primitive)
+    return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
+
+
+def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
+    for name in (rule.operands.keys() - rule.defaults).intersection(params):
+        return (
+            f"`{name}` is a parameter of `{rule.primitive}`, and comes by keyword. "
+            f"Put a `*` before it: `def _(x: ..., *, {name}, **params)`."
         )
-        if not getattr(rule.function, "may_never_match", False):
-            raise TypeError(message)
-        warn_once(rule, RuleWarning(message))
+    arity, count = compat.arity_of(rule.primitive), len(rule.operands)
+    if arity is not None and (count > arity or (count < arity and rule.varargs is None)):
+        return (
+            f"it takes {count} operand(s), and `{rule.primitive}` has {arity}. Parameters of the primitive "
+            "come by keyword, and so stand after a `*`, or in `**params`."
+        )
+    for name, annotation in rule.operands.items():
+        if annotation.is_impossible:
+            return (
+                f"no operand `{name}` is of type {annotation}. Operands are arrays, which count as "
+                "`jax.Array`, or Values."
+            )
+    return None
 
 
-def signature_of(types: Iterable[Any]) -> "plum.Signature":
-    import plum
+def check_replacement(old: Rule, new: Rule) -> None:
+    """Raises a `RuleError` if a rule would replace one that is written beside it.
 
-    return plum.Signature(*types)
+    What a definition made before is replaced when it runs again (a cell of a notebook, a module that is
+    reloaded). A rule that is written elsewhere is replaced with a warning.
+    """
+    was, now = old.written.__code__, new.written.__code__
+    if was is now:
+        return
+    module = new.function.__module__
+    running = _running(new.written.__globals__) if old.function.__module__ == module else []
+    beside = any(_contains(code, was) and _contains(code, now) for code in running)
+    renamed = old.written.__qualname__ != new.written.__qualname__
+    if old.function.__module__ == module and not beside and not renamed:
+        return
+    runs_again = any(code.co_name == "<module>" for code in running)
+    lenient = getattr(new.function, "may_never_match", False)
+    if old.function.__module__ != module or (runs_again and not beside) or lenient:
+        warn_once(new, RuleWarning(f"{new} replaces {old}."))
+    else:
+        raise RuleError(
+            f"{new} is for the same operands as {old}, and would replace it. Annotations tell rules apart by "
+            "types of Values, and by dtypes and axes of arrays; or write one rule for both."
+        )
+
+
+def _running(namespace: dict[str, Any]) -> list[CodeType]:
+    """The code of a module that is being executed."""
+    found, frame = [], inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is namespace:
+            found.append(frame.f_code)
+        frame = frame.f_back
+    return found
+
+
+def _contains(code: CodeType, other: CodeType) -> bool:
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return any(each is other or _contains(each, other) for each in inside)
+
+
+def signature_of(types: Iterable[Any], **options: Any) -> "plum.Signature":
+    import plum  # takes longer than all of this package
+
+    return plum.Signature(*types, **options)
 
 
 @typing.no_type_check  # type checks would use more of the stack than is counted here
@@ -436,34 +571,3 @@ def require_stack_depth(calls: int = 200) -> None:
     beartype memoises its errors, and would raise a `RecursionError` again in later calls."""
     if calls:
         require_stack_depth(calls - 1)
-
-
-def _plain_hint(hint: Any) -> Any:
-    """Reduces a hint to its class, by which rules are dispatched: `Float[Array, "m n"]` counts as `Array`,
-    and `float` as `float | Array`."""
-    import plum
-
-    while isinstance(hint, type) and issubclass(hint, AbstractArray):
-        hint = hint.array_type
-    hint = plum.resolve_type_hint(hint)
-    members = {*(typing.get_args(hint) or (hint,))}
-    # Python numbers are plain operands, and may be arrays by the time that a primitive gets them.
-    return hint if members.isdisjoint(_NUMBERS) or jax.Array in members else hint | jax.Array
-
-
-def _is_array(hint: Any) -> bool:
-    """Whether a hint names `jax.Array`, and neither numbers nor NumPy arrays."""
-    members = {*(typing.get_args(hint) or (hint,))}
-    return jax.Array in members and members.isdisjoint(_NO_ARRAYS)
-
-
-_ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
-
-
-def type_name(hint: Any) -> str:
-    members = typing.get_args(hint)
-    if members and not isinstance(hint, type):
-        short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
-        others = [m for m in members if not short or m not in _ARRAY_LIKE]
-        return " | ".join([*map(type_name, others), *short])
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -17,6 +17,7 @@ import jax.extend.core as jexc
 
 from .. import compat
 from ..values import KINDS, Value, aval_of, is_value
+from .annotations import type_name
 from .registry import (
     GLOBAL,
     Rule,
@@ -28,7 +29,6 @@ from .registry import (
     lock,
     require_stack_depth,
     signature_of,
-    type_name,
     warn_once,
 )
 
@@ -61,15 +61,14 @@ class Resolver:
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params)
         operands = signature_of(jax.Array if t is None else t for t in types)
+        may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
         found: list[Callable[..., Any]] = []
         for layer in self.layers:
-            if not any(map(_has_value_dependent_type, layer[primitive])):
-                matching = [r for r in layer[primitive] if operands <= r.signature]
-                found += in_order(primitive, operands, matching)
+            matching = [r for r in layer[primitive] if may_match(r, operands)]
+            if any(map(depends_on_operands, matching)):
+                found.append(RulesByOperands(operands, matching, may_decline))
             else:
-                found.append(ValueDependentRules(operands, layer[primitive]))
-        may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
-        found[:] = [Checked(rule, may_decline) for rule in found]
+                found += [Checked(r, may_decline) for r in in_order(primitive, operands, matching)]
         with lock:
             if self._made_at == epoch():  # else a rule was registered in the meantime
                 self.cache[key] = found
@@ -109,53 +108,86 @@ def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
 
 
 def in_order(
-    primitive: jexc.Primitive, operands: "plum.Signature", matching: list[Rule]
+    primitive: jexc.Primitive, operands: "plum.Signature", matching: Sequence[Rule]
 ) -> list[Callable[..., Any]]:
     order: list[Callable[..., Any]] = []
     while matching:
         best = [r for r in matching if not any(more_specific(q, r) for q in matching)]
         highest = max(r.signature.precedence for r in best)
         best = [r for r in best if r.signature.precedence == highest]
-        if len(best) > 1:
+        if any(r.written is not best[0].written for r in best):
             return [*order, Ambiguity(primitive, operands, best)]
-        order += best
-        # A function that declines these types also declines them under a less specific signature.
+        order.append(best[0])
+        # A function that declines these types also declines them under another signature.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ValueDependentRules:
-    """Stands for the rules of a primitive if some are for types that are recognised by the value, not the
-    class, of an operand (plum's `__faithful__ = False`). Each call tries those that match its operands."""
+class RulesByOperands:
+    """The rules of a primitive for operands of certain types, where these do not tell which rules match.
 
-    operands: "plum.Signature"
-    rules: Sequence[Rule]
+    Some rules are for dtypes or shapes (jaxtyping's `Float[Array, "n"]`), or for types whose instances are
+    recognised by their value, not their class (plum's `__faithful__ = False`). Each call tries those that
+    match its operands.
+    """
+
+    def __init__(self, types: "plum.Signature", rules: Sequence[Rule], may_decline: bool) -> None:
+        self._types = types
+        self._rules = rules
+        self._may_decline = may_decline
+        self._orders: dict[tuple[Rule, ...], list[Callable[..., Any]]] = {}
+
+    def matching(self, primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Callable[..., Any]]:
+        """The rules for these operands, best first."""
+        found = tuple(rule for rule in self._rules if _matches(rule, self._types.types, operands))
+        if found not in self._orders:
+            order = in_order(primitive, self._types, found)
+            self._orders[found] = [Checked(rule, self._may_decline) for rule in order]
+        return self._orders[found]
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-        types = self.operands.types
-
-        def matches(rule: Rule) -> bool:
-            if not _has_value_dependent_type(rule):
-                return self.operands <= rule.signature
-            if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
-                return False
-            hints = rule.signature.expand_varargs(len(types))
-            return all(_is_of(x, t, hint) for x, t, hint in zip(operands, types, hints, strict=True))
-
-        matching = [r for r in self.rules if matches(r)]
-        for rule in in_order(primitive, self.operands, matching):
-            out = Checked(rule, may_decline=False)(primitive, operands, params)
+        for rule in self.matching(primitive, operands):
+            out = rule(primitive, operands, params)
             if out is not NotImplemented:
                 return out
         return NotImplemented
 
 
-def _has_value_dependent_type(rule: Rule) -> bool:
-    """Whether the signature of a rule has a type whose instances are recognised by their value."""
-    signature = rule.signature
-    hints = (*signature.types, signature.varargs) if signature.has_varargs else signature.types
-    return not signature.is_faithful and any(map(_is_value_dependent, hints))
+def depends_on_operands(rule: Rule) -> bool:
+    """Whether the types of the operands do not tell whether a rule matches."""
+    return rule.depends_on_shapes or any(map(_is_value_dependent, _hints(rule)))
+
+
+def may_match(rule: Rule, types: "plum.Signature") -> bool:
+    """Whether a rule may match operands that count as these types in dispatch."""
+    if not any(map(_is_value_dependent, _hints(rule))):
+        return types <= rule.signature
+    n = len(types.types)
+    return rule.signature.has_varargs or len(rule.signature.types) == n
+
+
+def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
+    """Whether an operand that counts as a `cls` in dispatch is one that the rule takes in place `i`."""
+    annotation = rule.annotations(i + 1)[i]
+    signature = signature_of([annotation.hint])
+    by_value = isinstance(x, Value) and _is_value_dependent(annotation.hint)
+    if not (signature.match((x,)) if by_value else signature_of([cls]) <= signature):
+        return False
+    return annotation.takes(cls, lambda: _aval(x))
+
+
+def _matches(rule: Rule, types: Sequence[Any], operands: Sequence[Any]) -> bool:
+    if any(map(_is_value_dependent, _hints(rule))):
+        return all(fits(rule, i, x, cls) for i, (x, cls) in enumerate(zip(operands, types, strict=True)))
+    annotations = rule.annotations(len(types))
+    return all(
+        not annotation.kinds or annotation.takes(cls, functools.partial(_aval, x))
+        for x, cls, annotation in zip(operands, types, annotations, strict=True)
+    )
+
+
+def _hints(rule: Rule) -> list[Any]:
+    return [each.hint for each in rule.annotations(len(rule.operands) + 1)]
 
 
 def _is_value_dependent(hint: Any) -> bool:
@@ -171,15 +203,16 @@ def _is_value_dependent(hint: Any) -> bool:
     return not plum.is_faithful(hint)
 
 
-def _is_of(x: Any, type_: Any, hint: Any) -> bool:
-    """Whether an operand that counts as a `type_` in dispatch is of the annotated type."""
-    signature = signature_of([hint])
-    by_value = isinstance(x, Value) and _is_value_dependent(hint)
-    return signature.match((x,)) if by_value else signature_of([type_]) <= signature
-
-
 def more_specific(a: Rule, b: Rule) -> bool:
-    return a.signature <= b.signature and not b.signature <= a.signature
+    return _implies(a, b) and not _implies(b, a)
+
+
+def _implies(a: Rule, b: Rule) -> bool:
+    """Whether rule `b` matches all operands that `a` does."""
+    if not a.signature <= b.signature:
+        return False
+    n = max(len(a.operands), len(b.operands)) + 1
+    return all(x.implies(y) for x, y in zip(a.annotations(n), b.annotations(n), strict=False))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,146 @@
+"""Kinds of arrays: the dtypes and shapes of annotations such as jaxtyping's `Float[Array, "n m"]`."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import AbstractDtype, Shaped
+
+
+class Axis(NamedTuple):
+    """An axis of an annotated shape: of any size, unless it says which."""
+
+    size: int | None = None
+    same_as: int | None = None  # axes with the same number have the same size
+    or_one: bool = False
+
+    def implies(self, other: "Axis") -> bool:
+        """Whether it is of a size that the other takes, which is not one with the size of another."""
+        return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayKind:
+    """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`; names of axes are forgotten."""
+
+    dtypes: Any = None
+    """Those of a class of jaxtyping, as strings and patterns; None for any."""
+    first: tuple[Axis, ...] = ()
+    last: tuple[Axis, ...] | None = None
+    """The axes after `...` or `*name`; None if there are no others than `first`."""
+
+    @staticmethod
+    def of(hint: Any) -> "ArrayKind":
+        axes: list[Axis] = []
+        more: int | None = None
+        words = [_read(word) for word in hint.dim_str.split()]
+        names = [name for _, name, _ in words if name]
+        for variadic, name, or_one in words:
+            if variadic:
+                more = len(axes)
+            elif name.isdecimal():
+                axes.append(Axis(size=int(name), or_one=or_one))
+            elif name.isidentifier() and names.count(name) > 1:
+                axes.append(Axis(same_as=names.index(name), or_one=or_one))
+            else:  # also an expression, of axes of other operands
+                axes.append(Axis())
+        last = None if more is None else tuple(axes[more:])
+        return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
+
+    def takes(self, aval: Any) -> bool:
+        shape = getattr(aval, "shape", None)
+        if shape is None or not _is_of_dtype(aval.dtype, self.dtypes):
+            return False
+        axes = self._axes(len(shape))
+        if axes is None:
+            return False
+        sizes: dict[int, Any] = {}
+        for axis, size in zip(axes, shape, strict=True):
+            if axis is None or (axis.or_one and size == 1):
+                continue
+            if axis.size not in (None, size):
+                return False
+            if axis.same_as is not None and sizes.setdefault(axis.same_as, size) != size:
+                return False
+        return True
+
+    def _axes(self, ndim: int) -> list[Axis | None] | None:
+        """What is said of each axis of an array with `ndim` of them, or None if it has others."""
+        last = self.last or ()
+        more = ndim - len(self.first) - len(last)
+        return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
+
+    def implies(self, other: "ArrayKind") -> bool:
+        """Whether all arrays of this kind are of the other. May say no where it is not obvious."""
+        if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
+            return False
+        if (self.first, self.last) == (other.first, other.last):
+            return True
+        if self.last is not None and other.last is None:
+            return False
+        theirs = other._axes(len(self.first) + len(self.last or ()))
+        if theirs is None or (self.last is not None and not {*theirs} <= {None, Axis()}):
+            return False
+        same: dict[int, set[Axis]] = {}
+        for x, y in zip((*self.first, *(self.last or ())), theirs, strict=True):
+            if y is not None and y.same_as is not None:
+                same.setdefault(y.same_as, set()).add(x)
+            elif y is not None and not x.implies(y):
+                return False
+        known = lambda axes: not any(axis == Axis() or axis.or_one for axis in axes)
+        return all(len(axes) == 1 and known(axes) for axes in same.values())
+
+    def excludes(self, other: "ArrayKind") -> bool:
+        """Whether no array is of both kinds."""
+        if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
+            return True
+        for x, y in ((self, other), (other, self)):
+            if x.last is None:
+                own, others = x.first, y._axes(len(x.first))
+                return others is None or any(
+                    b is not None
+                    and None not in (a.size, b.size)
+                    and a.size != b.size
+                    and not (a.or_one or b.or_one)
+                    for a, b in zip(own, others, strict=True)
+                )
+        return False
+
+
+def _read(word: str) -> tuple[bool, str, bool]:
+    """Whether a word of jaxtyping's shapes stands for any number of axes; its name, or size; whether one is
+    allowed instead."""
+    if word == "...":
+        return True, "", False
+    rest = word.lstrip("#*_?")
+    marks = word[: len(word) - len(rest)]
+    before, is_equal, after = rest.partition("=")
+    if is_equal and before.isidentifier() and "=" not in after:
+        rest = after
+    return "*" in marks, "" if "_" in marks else rest, "#" in marks
+
+
+ANY_ARRAY = ArrayKind.of(cast(Any, Shaped)[jax.Array, "..."])
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
+    if wanted is None:
+        return True
+    checker: Any = type("Wanted", (AbstractDtype,), {"dtypes": wanted})
+    return isinstance(jax.ShapeDtypeStruct((), dtype), checker[jax.ShapeDtypeStruct, ""])
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtypes(wanted: Any) -> frozenset[Any]:
+    """The dtypes of JAX that a jaxtyping class takes."""
+    return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
+
+
+@functools.cache
+def _all_dtypes() -> list[Any]:
+    scalars = [x for x in vars(jnp).values() if isinstance(x, type(jnp.float32))]
+    return [*dict.fromkeys(map(np.dtype, scalars)), jax.eval_shape(lambda: jax.random.key(0)).dtype]

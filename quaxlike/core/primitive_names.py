@@ -1,0 +1,74 @@
+"""The primitives by which functions of JAX are computed, for rules registered by the name of a function."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jexc
+import jax.numpy as jnp
+
+from . import compat
+
+MODULES = {
+    "jax.numpy": jnp,
+    "jax.lax": jax.lax,
+    "jax.nn": jax.nn,
+    "jax.numpy.linalg": jnp.linalg,
+    "jax.scipy.special": jax.scipy.special,
+}
+# What a function may take, in the order in which it is tried: floats, integers and booleans, all 2x2.
+CALLS: list[Callable[..., Any]] = [
+    lambda f, x, i, b: f("ij,jk", x, x),
+    lambda f, x, i, b: f(x),
+    lambda f, x, i, b: f(x, x),
+    lambda f, x, i, b: f(b, x, x),
+    lambda f, x, i, b: f(x, x, x),
+    lambda f, x, i, b: f([x, x]),
+    lambda f, x, i, b: f(i),
+    lambda f, x, i, b: f(i, i),
+    lambda f, x, i, b: f(x, i),
+    lambda f, x, i, b: f(x, 1),
+    lambda f, x, i, b: f(x, (2, 2)),
+]
+_CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only named if alone
+
+
+def function_called(name: str) -> tuple[str, Any] | None:
+    """The function of JAX with this name, as in NumPy, and its full name."""
+    for module, namespace in MODULES.items():
+        if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
+            return f"{module}.{name}", function
+    return None
+
+
+def primitives_of(function: Any) -> list[str]:
+    """The names of the primitives by which a function of JAX or NumPy is computed, as far as it can be
+    called with small arrays; none for other functions."""
+    package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):
+        return primitives_of(called[1])
+    if not callable(function) or package != "jax":
+        return []
+    args = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool)]
+    for call in CALLS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                jaxpr = jax.make_jaxpr(lambda *xs, call=call: call(function, *xs))(*args)
+            except Exception:  # it takes something else
+                continue
+        found = list(dict.fromkeys(_names(jaxpr)))
+        if found := [name for name in found if name not in _FORMS] or found:
+            return found
+    return []
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        inside = list(jexc.jaxprs_in_params(eqn.params)) if eqn.primitive.name in _CALLERS else []
+        if inside:
+            yield from _names(inside[0])
+        else:
+            yield eqn.primitive.name

@@ -1,0 +1,191 @@
+"""Annotations of a rule's operands: the types by which it is dispatched, and the arrays that it is for."""
+
+import dataclasses
+import functools
+import itertools
+import operator
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import UnionType
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+from jaxtyping import AbstractArray, ArrayLike
+
+from ..array_kinds import ANY_ARRAY, ArrayKind
+from ..values import Value
+
+_NUMBERS = (bool, int, float, complex)
+NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """What the annotation of an operand means to dispatch."""
+
+    hint: Any
+    """The class of the operands, or a union of classes."""
+    classes: tuple[Any, ...]
+    """The classes that it names."""
+    written: Any
+    kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
+    """Each class with its own, if dtypes or shapes decide as well, as in jaxtyping's `Float[Array, "n"]`."""
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether no operand has it."""
+        return self.hint is Nothing
+
+    @property
+    def names_array(self) -> bool:
+        """Whether it names `jax.Array`, and neither numbers nor NumPy arrays."""
+        return jax.Array in self.classes and not any(map(_is_number_or_numpy, self.classes))
+
+    @property
+    def names_operand(self) -> bool:
+        """Whether it names arrays or a type of Values, as parameters of primitives do not."""
+        return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
+
+    @property
+    def names_value(self) -> bool:
+        """Whether it names a type of Values."""
+        return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
+
+    def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
+        """Whether an operand that counts as a `cls` in dispatch, of this aval, has the dtype and shape."""
+        return not self.kinds or any(
+            _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
+        )
+
+    def implies(self, other: "Annotation") -> bool:
+        """Whether what this one takes has dtypes and shapes that `other` takes as well."""
+        if not other.kinds:
+            return True
+        own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
+        return all(
+            any(
+                _is_subclass(a, b) and (y is None or (x is not None and x.implies(y))) for b, y in other.kinds
+            )
+            for a, x in own
+        )
+
+    def excludes(self, other: "Annotation", cls: type) -> bool:
+        """Whether no operand of a class has a dtype and shape that both take."""
+        own, others = (
+            [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
+            for x in (self, other)
+        )
+        return all(x and y and x.excludes(y) for x, y in itertools.product(own, others))
+
+    def __str__(self) -> str:
+        return type_name(self.written if self.kinds or self.is_impossible else self.hint)
+
+
+class Nothing:
+    """The class of annotations that no operand has, such as `list`."""
+
+
+def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
+    """Reads an annotation. Numbers and NumPy arrays stand for any plain operand; aliases, for their value.
+
+    **Arguments:**
+
+    - `names`: evaluates a name in quotes.
+    """
+    members = list(dict.fromkeys(_members(hint, names)))
+    classes = tuple(cls for cls, _ in members)
+    if any(member in ((Any, None), (object, None)) for member in members):
+        return Annotation(Any, classes, hint)
+    if not members:
+        return Annotation(Nothing, (), hint)
+    plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
+    if all(kind is None for _, kind in members):
+        # They may be arrays by the time that a primitive gets them.
+        return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
+    # Beside kinds of arrays, a number is an array without axes.
+    kinds = [(cls, kind) for cls, kind in members if cls not in plain]
+    kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
+    return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
+
+
+def _union(classes: Iterable[Any]) -> Any:
+    return functools.reduce(operator.or_, dict.fromkeys(classes))
+
+
+def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, ArrayKind | None]]:
+    """The classes of an annotation without what stands around them, each with dtypes and shape."""
+    import plum  # takes longer than all of this package
+
+    if isinstance(hint, typing.ForwardRef | str):
+        hint = names(hint if isinstance(hint, str) else hint.__forward_arg__)
+    origin = typing.get_origin(hint)
+    if hint is None or hint is type(None):
+        pass
+    elif hint is Any:
+        yield Any, None
+    elif origin in (typing.Union, UnionType):
+        for member in typing.get_args(hint):
+            yield from _members(member, names)
+    elif isinstance(hint, TypeVar):
+        several = hint.__constraints__ or (Any if hint.__bound__ is None else hint.__bound__,)
+        for member in several:
+            yield from _members(member, names)
+    elif hasattr(hint, "__supertype__"):  # a NewType
+        yield from _members(hint.__supertype__, names)
+    elif origin is typing.Annotated or (hasattr(origin, "__value__") and not isinstance(origin, type)):
+        args = typing.get_args(hint)
+        yield from _members(args[0] if origin is typing.Annotated else _of_alias(origin, args), names)
+    elif hasattr(hint, "__value__") and not isinstance(hint, type):  # a `type` alias
+        yield from _members(hint.__value__, names)
+    elif isinstance(hint, type) and issubclass(hint, AbstractArray):
+        kind = ArrayKind.of(hint)
+        kind = None if kind == ANY_ARRAY else kind
+        for cls, _ in _members(hint.array_type, names):
+            yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
+    else:
+        cls = plum.resolve_type_hint(hint if origin is None else origin)
+        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # none else counts
+            yield jax.Array, None
+        elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
+            yield cls, None
+
+
+def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
+    """The value of a generic alias (`type A[T] = T | jax.Array`) with these types in it."""
+    given = dict(zip(alias.__type_params__, args, strict=False))
+    value = alias.__value__
+    if isinstance(value, TypeVar):
+        return given.get(value, value)
+    parameters = getattr(value, "__parameters__", ())
+    return value[tuple(given.get(p, p) for p in parameters)] if parameters else value
+
+
+@functools.cache
+def _is_number_or_numpy(cls: type) -> bool:
+    """Whether a class is one of plain operands other than `jax.Array`."""
+    if cls in (object, jax.Array):
+        return False
+    if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):
+        return True
+    try:
+        return any(issubclass(number, cls) for number in _NUMBERS)
+    except TypeError:  # a protocol that cannot be asked
+        return False
+
+
+def _is_subclass(cls: Any, other: Any) -> bool:
+    return other is Any or (cls is not Any and issubclass(cls, other))
+
+
+_ARRAY_LIKE = frozenset(typing.get_args(ArrayLike))
+
+
+def type_name(hint: Any) -> str:
+    members = typing.get_args(hint)
+    if members and not isinstance(hint, type):
+        short = ["ArrayLike"] if {*members} >= _ARRAY_LIKE else []
+        others = [m for m in members if not short or m not in _ARRAY_LIKE]
+        return " | ".join([*map(type_name, others), *short])
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
