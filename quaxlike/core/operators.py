@@ -14,9 +14,10 @@ import jax.tree_util as jtu
 
 from .._checked import a_or_an
 from . import placement
+from .levels import level_of
 from .quaxify import quaxify
 from .trace import check_complete, stage
-from .values import Value, is_value, level_of
+from .values import Value, is_value
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

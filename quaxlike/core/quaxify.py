@@ -14,10 +14,11 @@ import jax.tree_util as jtu
 from .._checked import PyTree, a_or_an
 from . import compat, recording
 from .hooks import Endless, endless_error
+from .levels import running
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver, use_rule_sets
 from .trace import Level, QuaxTrace, ValueTracer
-from .values import Value, aval_of, is_value, kind_of, running
+from .values import Value, aval_of, is_value, kind_of
 from .variables import Copies
 
 _T = TypeVar("_T")

@@ -14,6 +14,7 @@ from jax import lax
 from .._checked import a_or_an
 from . import compat, high_level, recording
 from .index_checks import TAKE_INDICES, with_checks
+from .levels import level_of, named_in_frames, not_dispatched
 from .placeholders import follow, has_placeholders, holds_type_with_placeholders
 from .policy import by_default, dense
 from .rules import Resolver
@@ -24,10 +25,7 @@ from .values import (
     has_missing_parts,
     is_value,
     kind_of,
-    level_of,
     missing_field,
-    named_in_frames,
-    not_dispatched,
     placeholder_types,
 )
 

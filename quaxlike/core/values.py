@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import operator
-import threading
 import typing
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -19,7 +18,7 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike
 
-from .._checked import PyTree, a_or_an
+from .._checked import PyTree
 from . import compat
 from .hooks import (
     OFTEN,
@@ -36,6 +35,7 @@ from .hooks import (
     running_hooks,
     traced,
 )
+from .levels import level_of, named_in_frames, not_dispatched
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -312,67 +312,6 @@ class ArrayValue(Value):
 class NoArrayError(TypeError, RuntimeError):
     """A Value was passed to a function that asks for an array, outside of `quaxify`. It is a `RuntimeError`
     as well, as where a primitive is bound: there JAX would replace a `TypeError` by its own."""
-
-
-def level_of(value: Value | None = None) -> Any:
-    """The trace of the innermost running `quaxify`, or of the innermost that dispatches on `value`; None if
-    there is none."""
-    ours = lambda trace: hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
-    trace = last = compat.current_trace()
-    while trace is not None:
-        if ours(trace):
-            return trace
-        trace, last = getattr(trace, "parent_trace", None), trace
-    # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
-    # running get its program.
-    cut = last is not None and not compat.is_eval_trace(last)
-    if not cut:
-        return None
-    return next((level for level in reversed(running.levels) if not level.in_rule and ours(level)), None)
-
-
-class _Running(threading.local):
-    """The traces of the calls of `quaxify` that a thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.levels: list[Any] = []
-
-
-running = _Running()
-
-
-def has_operators(value: Value) -> bool:
-    """Whether a Value whose type has no operators of its own has them here: where a level dispatches on it,
-    and in rules, for the Values that the operands are made of."""
-    if level_of(value) is not None:
-        return True
-    level = running.levels[-1] if running.levels else None
-    if level is None or not level.in_rule:
-        return False
-    trace = compat.current_trace()
-    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else it runs what is no rule
-        trace = getattr(trace, "parent_trace", None)
-    return trace is None
-
-
-def not_dispatched(value: Value, what: str) -> str:
-    """The error message for a Value that no `quaxify` dispatches on."""
-    return (
-        f"{a_or_an(type(value), capital=True)} was passed to {what} "
-        + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")
-        + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
-        "`quaxlike.materialise` to make it a dense array."
-    )
-
-
-def named_in_frames(frame: Any, variable: str, kind: type) -> str | None:
-    """The function or primitive that a Value was passed to: what a variable of this type holds in the frames
-    of JAX."""
-    for _ in range(4):
-        if frame is not None and isinstance(found := frame.f_locals.get(variable), kind):
-            return f"`{found}`"
-        frame = getattr(frame, "f_back", None)
-    return None
 
 
 def replace_fields(value: _M, /, **fields: Any) -> _M:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import placement
+from .levels import has_operators, not_dispatched
 from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
-from .values import ArrayValue, Value, has_operators, not_dispatched, stand_ins
+from .values import ArrayValue, Value, stand_ins
 
 # How messages call the operators: those of two operands, which Python may also ask of the right one,
 # comparisons, and the rest. `__index__` is missing: JAX would take a Value that has it for a static index.

@@ -32,7 +32,9 @@ INDEXED = {
     "write": lambda v, i: v.at[i].set(0),
     "add": lambda v, i: v.at[..., i].add(1),
     "vmap": lambda v, i: jax.vmap(lambda j: v[j])(jnp.stack([i, 0])),
-    "vmap of slices": lambda v, i: jax.vmap(lambda j: lax.dynamic_slice_in_dim(v, j, 1, 0))(jnp.stack([0, i])),
+    "vmap of slices": lambda v, i: jax.vmap(lambda j: lax.dynamic_slice_in_dim(v, j, 1, 0))(
+        jnp.stack([0, i])
+    ),
     "scan": lambda v, i: lax.scan(lambda c, j: (c, v[j]), 0, jnp.stack([0, i]))[1],
     "jit": lambda v, i: jax.jit(lambda v: v[i])(v),
     "cond": lambda v, i: lax.cond(i > -9, lambda: ql.materialise(v[i]), lambda: ql.materialise(v[0])),

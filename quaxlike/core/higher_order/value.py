@@ -14,9 +14,10 @@ from jax.interpreters import ad, batching, mlir
 
 from ..jaxprs.linearity import has_tangent, held, is_linear, linear_part
 from ..jaxprs.slots import LeafLayout
+from ..levels import not_dispatched
 from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin, stage, value_p
-from ..values import Value, materialised, not_dispatched
+from ..values import Value, materialised
 from .control_flow import stacks
 from .linear import jvp_along
 

@@ -13,11 +13,11 @@ import jax.extend.core as jexc
 import jax.tree_util as jtu
 
 from .. import compat, recording
+from ..levels import running
 from ..placeholders import follow, marked
 from ..policy import MaterialisationError, entered, on_materialise, policy_key
 from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
-from ..values import running
 from .slots import LeafLayout, flatten, split, unflatten
 from .unify import convert_to
 
