@@ -87,6 +87,6 @@ class Passing(ql.ArrayValue):
 
     @staticmethod
     def default(primitive, values, params):
-        arrays = [x.array if isinstance(x, Passing) else x for x in values]
+        arrays = [x.array if isinstance(x, Passing) else ql.materialise(x) for x in values]
         out = primitive.bind(*arrays, **primitive.get_bind_params(params))
         return [Passing(x) for x in out] if primitive.multiple_results else Passing(out)

@@ -63,7 +63,16 @@ def _(x: Units, **params):
 
 
 @ql.register(
-    ["reduce_sum", "broadcast_in_dim", "squeeze", "reshape", "split", "convert_element_type", "unstack"]
+    [
+        "reduce_sum",
+        "broadcast_in_dim",
+        "squeeze",
+        "reshape",
+        "split",
+        "transpose",
+        "convert_element_type",
+        "unstack",
+    ]
 )
 def _(primitive: Primitive, x: Units, **params):
     out = primitive.bind(x.array, **params)
