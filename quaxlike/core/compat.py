@@ -488,8 +488,8 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 def check_errors_like(
     primitive: jexc.Primitive, other: jexc.Primitive, as_other: Callable[..., tuple[Sequence[Any], Any]]
 ) -> None:
-    """Has `checkify` report for a primitive that returns its one operand what it reports for `other`, with the
-    operands and parameters `as_other(operand, **params)`."""
+    """Has `checkify` report for a primitive that returns its one operand what it reports for `other`, with
+    the operands and parameters `as_other(operand, **params)`."""
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
         *context, operand = args  # from JAX 0.11, what comes first is a counter of errors

@@ -1,8 +1,8 @@
 """Indices into Values, as `jax.experimental.checkify` sees them.
 
-Rules clamp and shift the indices of a program, and read leaves of other shapes than that of the array. So that
-checkify reports what it reports for the array, an equation that stands for the check precedes the rule. It
-returns the indices, and compiles to nothing.
+Rules clamp and shift the indices of a program, and read leaves of other shapes than that of the array. An
+equation that stands for the check precedes the rule, so that checkify reports what it reports for the array.
+It returns the indices, and compiles to nothing.
 """
 
 from collections.abc import Sequence

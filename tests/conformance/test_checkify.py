@@ -66,7 +66,7 @@ WHOLE = {
 
 
 def report(fn, *args):
-    """The error that `checkify` finds, without its traceback; the text of what the program raises by itself."""
+    """The error that `checkify` finds, without its traceback, or the text of what the program raises."""
     with ql.on_materialise("allow"):
         try:
             error, _ = checkify.checkify(fn, errors=checkify.all_checks)(*args)

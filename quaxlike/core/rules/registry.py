@@ -21,7 +21,6 @@ from jaxtyping import ArrayLike
 
 from .. import compat, high_level
 from ..hooks import RuleError
-from ..primitive_names import function_called, primitives_of
 from ..values import ArrayValue
 from .annotations import NO_ARRAYS, Annotation, annotation_of
 
@@ -355,6 +354,8 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
     if high_level.is_high_level(primitive):
         return high_level.primitive_of(primitive)
     if not isinstance(primitive, str):
+        from ..primitive_names import primitives_of  # for messages alone
+
         known = primitives_of(primitive) or (["name"] if inspect.isroutine(primitive) else [])
         hint = " or ".join(f'`@quaxlike.register("{name}")`' for name in known)
         raise TypeError(
@@ -366,6 +367,8 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
         compat.named_primitives.cache_clear()
     known = compat.named_primitives()
     if name not in known:
+        from ..primitive_names import function_called, primitives_of
+
         called = function_called(primitive)
         if called and (near := primitives_of(called[1])):
             hint = f" Did you mean {' or '.join(map(repr, near))}, by which `{called[0]}` is computed?"
