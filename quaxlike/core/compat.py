@@ -335,6 +335,7 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 
+@weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
     """The number of operands of a primitive; None if it varies, or its rules do not show it."""
     jvp = ad.primitive_jvps.get(primitive)

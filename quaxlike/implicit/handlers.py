@@ -81,12 +81,15 @@ def register(
 
     Like [`quaxlike.register`][], with these differences. A handler that names no type would be called for
     all types: it is left out, with a [`quaxlike.RuleWarning`][]. In a union that names one (`T | Any`), `Any`
-    stands for arrays. One that can never match, since it takes a parameter of the primitive by
-    position, is a [`quaxlike.RuleWarning`][]. The primitive is passed to a handler without an annotation that
-    asks for it: if its first parameter is called `primitive` or `prim`, and its annotation is `Any` or
-    absent; or if a first parameter of another name has no annotation, and each of the others gets an operand.
-    And a parameter that is annotated with a sequence of types (`Sequence[T | jax.Array]`) gets all operands
-    from its position on, in a list."""
+    stands for arrays. One that can never match, since it takes a parameter of the primitive by position, is a
+    [`quaxlike.RuleWarning`][], and so is a second one for the same types, which replaces the first.
+
+    The primitive is passed to a handler without an annotation that asks for it: if its first parameter is
+    called `primitive` or `prim`, and its annotation is `Any` or absent; or if a first parameter of another
+    name has no annotation, and each of the others gets an operand. A parameter that is annotated with a
+    sequence of types (`Sequence[T | jax.Array]`) gets all operands from its position on, in a list. While a
+    handler runs, it may set the `dtype` of an ImplicitArray that it is given, which is a copy.
+    """
 
     primitives = as_primitives(primitive)
     registering = [core_rules.register(p, precedence=precedence, rules=rules) for p in primitives]

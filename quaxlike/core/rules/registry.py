@@ -235,7 +235,8 @@ def register(
     """Registers a rule for what a primitive does with operands of the annotated types.
 
     The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays,
-    Python scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`.
+    Python scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`; or with
+    jaxtyping, as `Float[Array, "n m"]`, for operands of these dtypes and axes alone.
 
     **Arguments:**
 
@@ -255,7 +256,9 @@ def register(
     **Raises:**
 
     `ValueError` for a name that no primitive has, with near misses. `TypeError` for operands without
-    annotations, unless another one is of a Value type, and for a parameter of the primitive as an operand.
+    annotations, unless another one is of a Value type, and for a rule that can never match: with a parameter
+    of the primitive as an operand, too many operands, or one of a type that none has. `RuleError` for a
+    second rule for the same operands beside the first.
 
     !!! example
 
