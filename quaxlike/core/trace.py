@@ -101,23 +101,6 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     def tolist(self) -> Any:
         return self._concrete("tolist").tolist()
 
-    # Where the Value is. (`Tracer` has these names, and says that nothing traced is anywhere.)
-
-    def devices(self) -> Any:
-        return self.quax_value.devices()
-
-    @property
-    def device(self) -> Any:
-        return self.quax_value.device
-
-    @property
-    def sharding(self) -> Any:
-        return self.quax_value.sharding
-
-    @property
-    def addressable_shards(self) -> Any:
-        return self.quax_value.addressable_shards
-
     def _concrete(self, what: str) -> Any:
         with jexc.set_current_trace(self._trace.parent_trace):
             return dense(self.quax_value, what, hint="Python asks for its elements.")

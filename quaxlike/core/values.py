@@ -16,7 +16,6 @@ import jax
 import jax.core
 import jax.extend.core as jexc
 import jax.tree_util as jtu
-from jaxtyping import ArrayLike
 
 from .._checked import PyTree
 from . import compat
@@ -49,9 +48,8 @@ def takes_no_like(cls: Any) -> bool:
 # The types of which that holds. While there are none, no placeholders are looked for (core/placeholders.py).
 placeholder_types: list[type] = []
 
-# The operators and methods of arrays, by name, as types without `ArrayOperators` have them. Filled, and set
-# on the classes below, by core/without_operators.py.
-stand_ins: dict[str, Any] = {}
+# Called on every new type of Values.
+on_new_type: list[Callable[[Any], None]] = []
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
@@ -99,8 +97,8 @@ class Value(eqx.Module, metaclass=ValueMeta):
         super().__init_subclass__(**kwargs)
         if takes_no_like(cls):
             placeholder_types.append(cls)
-        if not all(issubclass(base, Value) for base in cls.__bases__):
-            _prefer_mixins(cls)
+        for hook in on_new_type:
+            hook(cls)
 
     # `==` compares elements or is an error, so two Values are the same key only if they are one.
     __hash__ = object.__hash__
@@ -121,9 +119,9 @@ class Value(eqx.Module, metaclass=ValueMeta):
     @staticmethod
     def default(
         primitive: jexc.Primitive,
-        values: Sequence["ArrayLike | Value"],
+        values: Sequence["jax.typing.ArrayLike | Value"],
         params: dict[str, Any],
-    ) -> "ArrayLike | Value | Sequence[ArrayLike | Value]":
+    ) -> "jax.typing.ArrayLike | Value | Sequence[jax.typing.ArrayLike | Value]":
         """Called when no rule matches; override it in types that treat all primitives alike.
 
         If no operand overrides it, every Value is materialised, under the policy. If exactly one type
@@ -209,14 +207,6 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
 
-def _prefer_mixins(cls: Any) -> None:
-    """Sets the operators of mixins that are listed behind `ArrayValue`, whose stand-ins hide them."""
-    for base in cls.__mro__[cls.__mro__.index(Value) :]:
-        for name in () if base in Value.__mro__ else vars(base).keys() & stand_ins.keys():
-            if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
-                setattr(cls, name, vars(base)[name])
-
-
 class ArrayValue(Value):
     """A new kind of array.
 
@@ -276,18 +266,9 @@ class ArrayValue(Value):
         return math.prod(self.shape)
 
     if TYPE_CHECKING:  # at run time, a type may have fields of these names: see core/without_operators.py
-
-        @property
-        def device(self) -> Any:
-            """As `jax.Array.device`: the device of the leaves, or the sharding if there are several."""
-
-        @property
-        def sharding(self) -> Any:
-            """As `jax.Array.sharding`, for the array that the value stands for."""
-
-        def devices(self) -> set[Any]:
-            """As `jax.Array.devices`: those that hold leaves."""
-            ...
+        device: ClassVar[Any]  # as those of `jax.Array`, read from the leaves
+        sharding: ClassVar[Any]
+        devices: ClassVar[Any]
 
     @property
     def __jax_array__(self) -> Any:

@@ -6,6 +6,7 @@ says what to write. Nothing compares Values as pytrees.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from . import placement
 from .levels import has_operators, not_dispatched
 from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
-from .values import ArrayValue, Value, stand_ins
+from .values import ArrayValue, Value, on_new_type
 
 # How messages call the operators: those of two operands, which Python may also ask of the right one,
 # comparisons, and the rest. `__index__` is missing: JAX would take a Value that has it for a static index.
@@ -51,6 +52,9 @@ def _remedy(value: Value, what: str) -> str:
     return message
 
 
+stand_ins: dict[str, Any] = {}  # the operators and methods of arrays, by name
+
+
 # Operators with two operands ----------------------------------------------------------------------
 
 
@@ -73,7 +77,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 def _may_know(value: Value, other: Any, name: str) -> bool:
     """Whether the operator `name` of the other operand may take a Value that no level dispatches on."""
     if isinstance(other, Value):
-        return getattr(type(other), name) is not stand_ins[name]
+        return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):
         return False
     if isinstance(other, jax.Array | np.ndarray | np.generic):
@@ -156,6 +160,16 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
     return bool(compare(*args, **kwargs))
 
 
+def _prefer_mixins(cls: Any) -> None:
+    """Sets the operators of mixins that are listed behind `ArrayValue`, whose stand-ins hide them."""
+    if all(issubclass(base, Value) for base in cls.__bases__):
+        return
+    for base in cls.__mro__[cls.__mro__.index(Value) :]:
+        for name in () if base in Value.__mro__ else vars(base).keys() & stand_ins.keys():
+            if next(vars(b)[name] for b in cls.__mro__ if name in vars(b)) is stand_ins[name]:
+                setattr(cls, name, vars(base)[name])
+
+
 def _install() -> None:
     for name, member in vars(ArrayOperators).items():
         if not name.startswith("_"):
@@ -174,9 +188,12 @@ def _install() -> None:
     stand_ins["__hash__"] = Value.__hash__  # which belongs to `==`
     for name, read in _OF_LEAVES.items():
         setattr(ArrayValue, name, _OfLeaves(name, read))
+        # `Tracer` has these names, and says that nothing traced is anywhere.
+        setattr(ValueTracer, name, property(operator.attrgetter(f"quax_value.{name}")))
     of_numpy: tuple[Any, ...] = (ArrayValue, ValueTracer)
     for cls in of_numpy:
         cls.__array_function__ = _array_function
+    on_new_type.append(_prefer_mixins)
 
 
 _install()

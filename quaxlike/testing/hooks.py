@@ -62,9 +62,9 @@ class Subject:
         other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
-    def split(self, axis: int) -> tuple[jax.P, Any] | None:
-        """A spec that spreads an axis (none, for -1), and the value placed by it on as many devices as can
-        share it; None if the type declines it, or does not say how its leaves are spread."""
+    def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
+        """A spec that spreads an axis (none, for -1), the largest number of devices that can share it, and the
+        value placed on them; None if the type declines it, or does not say how its leaves are spread."""
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
         try:
@@ -78,7 +78,7 @@ class Subject:
             sizes += [x.shape[i] for i, entry in enumerate(own) if entry is not None]
         devices = next(n for n in range(len(jax.devices()), 0, -1) if all(k % n == 0 for k in sizes))
         shardings = [jax.NamedSharding(mesh(devices), own) for own in specs]
-        return spec, treedef.unflatten(map(jax.device_put, leaves, shardings))
+        return spec, devices, treedef.unflatten(map(jax.device_put, leaves, shardings))
 
     def same(self, found: Any, what: str, expected: Any = None) -> None:
         expected = self.dense if expected is None else expected
@@ -287,7 +287,7 @@ def _shard_spec(s: Subject) -> bool:
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
-        spec, placed = split
+        spec, _, placed = split
         s.same(reveal(placed), f"placing by shard_spec({spec}) changes the array")
     return s.overrides("shard_spec")
 
