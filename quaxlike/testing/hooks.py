@@ -63,7 +63,7 @@ class Subject:
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
-        """A spec that spreads an axis (none, for -1), the largest number of devices that can share it, and the
+        """A spec that spreads an axis (none, for -1), the largest number of devices that can share it and the
         value placed on them; None if the type declines it, or does not say how its leaves are spread."""
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")

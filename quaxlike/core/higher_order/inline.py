@@ -25,8 +25,9 @@ from ..policy import dense
 from ..quaxify import value_of
 from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
-from .custom_derivatives import CUSTOM, cotangents_in, cotangents_out, custom_derivative
+from .custom_derivatives import CUSTOM, custom_derivative
 from .linear import linear_call
+from .tangents import cotangents_in, cotangents_out
 
 
 @builtin("composite", "eval_jaxpr")

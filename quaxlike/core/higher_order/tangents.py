@@ -1,0 +1,249 @@
+"""Tangents and cotangents of Values, as leaves and as the functions of users take and return them.
+
+A tangent of a Value that is linear in its leaves is a Value of the same class and pattern; so is a cotangent,
+if each leaf is an element. Other Values are first converted to a linear form, by making parts that are not
+linear dense; the tangent (cotangent) is that of the conversion.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from ..._checked import a_or_an
+from ..jaxprs.linearity import (
+    as_cotangent,
+    has_tangent,
+    have_leaves_alike,
+    held,
+    is_derivative,
+    is_linear,
+    linear_part,
+    map_parts,
+    refuses,
+)
+from ..jaxprs.slots import LeafLayout, flatten, has_cotangents, per_slot
+from ..jaxprs.unify import StructureError, dense_as, map_parts_as, unify
+from ..policy import dense, materialised
+from ..values import Value, aval_of, is_value
+
+WHAT = "a custom derivative"
+_PLAIN = "It is the derivative of a plain array."
+_OTHER = "It is the derivative of a Value of another type or pattern."
+
+
+def made_linear(x: Any, what: str, hint: str) -> Any:
+    """`x` with the parts that are not linear made dense, under the policy."""
+    return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
+
+
+def is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero | ad.Zero) or getattr(tangent, "dtype", None) == jax.dtypes.float0
+
+
+def instantiate(tangent: Any, aval: Any) -> Any:
+    return jnp.zeros(aval.shape, aval.dtype) if is_zero(tangent) else tangent
+
+
+# Tangents
+
+
+def tangents_in(slots: Sequence[LeafLayout], primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    pairs = zip(per_slot(slots, primals), per_slot(slots, tangents), strict=True)
+    return [_tangent_in(slot, p, t) for slot, (p, t) in zip(slots, pairs, strict=True)]
+
+
+def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    if slot.treedef is None:
+        return tangents[0]
+    if all(map(is_zero, tangents)):
+        tangent = slot.aval.to_tangent_aval()
+        if any(isinstance(t, SymbolicZero) for t in tangents):
+            return SymbolicZero(tangent)
+        if slot.avals or tangent.dtype == jax.dtypes.float0:
+            return zeros(tangent)
+        return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
+    if slot.linear:
+        triples = zip(primals, tangents, slot.avals, strict=True)
+        return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
+    inexact = [has_tangent(a) for a in slot.avals]
+    nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
+    y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
+    return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
+
+
+def _with_leaves(constant: Value) -> Any:
+    """Makes a Value without leaves dense, or those that it holds."""
+    return map_parts(_with_leaves, constant) if held(constant) else materialised(constant)
+
+
+def zeros(aval: Any) -> Any:
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def _linear_part(x: Value) -> Any:
+    return linear_part(x, materialised)
+
+
+def _of_inexact(
+    f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """`f` as a function of the leaves that have tangents, together with those leaves."""
+
+    def fun(*moving: Any) -> Any:
+        leaf = iter(moving)
+        return f(slot.unflatten([next(leaf) if has else x for x, has in zip(leaves, inexact, strict=True)]))
+
+    return fun, [x for x, has in zip(leaves, inexact, strict=True) if has]
+
+
+def is_forwarded(
+    slot: LeafLayout, tangent: Any, forwarded: dict[int, tuple[LeafLayout, Sequence[Any]]]
+) -> bool:
+    """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function. A branch
+    may have widened the operand to the form of the Value."""
+    if slot.treedef is None or id(tangent) not in forwarded:
+        return False
+    operand = forwarded[id(tangent)][0]
+    try:
+        return operand == slot or (operand.avals == slot.avals and unify(operand, slot, WHAT) == slot)
+    except StructureError:
+        return False
+
+
+def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
+    """Whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
+    if not is_value(x):
+        return False
+    return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
+
+
+def _lifted(tangent: Any, x: Value) -> Any:
+    like = flatten([x])[1][0].like
+    return dense_as(tangent, like, WHAT) if is_value(tangent) else type(x).promote(tangent, like)
+
+
+def tangent_out(slot: LeafLayout, primals: Sequence[Any], tangent: Any) -> list[Any]:
+    if slot.treedef is None:
+        return [dense(tangent, "custom_jvp", hint=_PLAIN)]
+    if is_zero(tangent):
+        return [
+            SymbolicZero(a.to_tangent_aval()) if has_tangent(a) else zeros(a.to_tangent_aval())
+            for a in slot.avals
+        ]
+    x = slot.unflatten(primals)
+    tangent = _lifted(tangent, x)
+    if not is_derivative(tangent, x):
+        name = slot.cls.__name__
+        raise StructureError(
+            f"The jvp rule of a custom_jvp function returns {a_or_an(name)} whose tangent is not of the "
+            f"same type and pattern. Return one of that type as the tangent, or define `{name}.promote`."
+        )
+    leaves, _ = flatten([tangent])
+    return [
+        x if has_tangent(a) else zeros(a.to_tangent_aval()) for x, a in zip(leaves, slot.avals, strict=True)
+    ]
+
+
+# Cotangents
+
+
+def cotangents_in(
+    slots: Sequence[LeafLayout],
+    cts: Sequence[Any],
+    constant: Sequence[Any],
+    symbolic_zeros: bool,
+    types: Iterable[type[Value]],
+) -> list[Any]:
+    fixed = iter(constant)
+    out = []
+    for slot, group in zip(slots, per_slot(slots, cts), strict=True):
+        rest = [None if has_tangent(a) else next(fixed) for a in slot.avals]
+        if slot.treedef is None:
+            (ct,) = group
+            for cls in types if not is_zero(ct) else ():
+                ct = cls.cotangent(ct)
+            out.append(ct)
+        elif symbolic_zeros and all(map(is_zero, group)):
+            out.append(SymbolicZero(slot.aval.to_tangent_aval()))
+        else:
+            leaves = [
+                instantiate(ct, a) if x is None else x
+                for ct, a, x in zip(group, slot.avals, rest, strict=True)
+            ]
+            out.append(as_cotangent(slot.unflatten(leaves)))
+    return out
+
+
+def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
+    """The cotangents of the leaves that have any, from a cotangent whose form is not that of the Value."""
+    ct = made_linear(ct, "custom_vjp", _OTHER)
+    alike = lambda x: map_parts_as(ct, materialised, _linear_part(x))
+    fun, at = _of_inexact(alike, slot, primals, inexact)
+    y, pull_back = jax.vjp(fun, *at)
+    ct = dense_as(ct, y, "custom_vjp")
+    if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
+        leaves = (
+            x if has_tangent(jax.typeof(x)) else zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
+        )
+        return pull_back(jtu.tree_unflatten(jtu.tree_structure(y), leaves))
+    fun, at = _of_inexact(materialised, slot, primals, inexact)
+    y, pull_back = jax.vjp(fun, *at)
+    ct = materialised(ct) if _has_leaf_of_its_shape(ct) else dense(ct, "custom_vjp", hint=_OTHER)
+    return pull_back(jnp.asarray(ct, y.dtype))
+
+
+def _has_leaf_of_its_shape(ct: Any) -> bool:
+    """Whether nothing is lost if `ct` is made dense: it is an array with names, say, or a unit, which is that
+    of a cotangent and means nothing here."""
+    return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
+
+
+def _dense_cotangent(ct: Any) -> Any:
+    """A cotangent as an array: if it is a Value that refuses to materialise, its only leaf."""
+    ct = made_linear(ct, "custom_vjp", _PLAIN)
+    by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
+    return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
+
+
+def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
+    """The cotangents of the leaves of a Value that refuses to materialise, which is differentiated by its
+    leaves: those of a cotangent of its class, whatever its static fields are (a product is in another unit),
+    or a dense one. None if they do not correspond."""
+    if not refuses(slot.like):
+        return None
+    x = slot.unflatten(primals)
+    if not isinstance(ct, slot.cls):
+        ct = _dense_cotangent(ct)
+    leaves = jtu.tree_leaves(ct)
+    return leaves if have_leaves_alike(leaves, jtu.tree_leaves(x)) else None
+
+
+def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[Any]) -> list[Any]:
+    out: list[Any] = []
+    for slot, ct in zip(slots, cotangents, strict=True):
+        if slot.treedef is None:
+            # A linear Value materialises to the dense cotangent.
+            out.append(_dense_cotangent(ct))
+            continue
+        primals = [next(kept) for _ in slot.avals]
+        inexact = [has_tangent(a) for a in slot.avals]
+        if is_zero(ct):
+            moving: Any = iter([None] * sum(inexact))
+        elif has_cotangents(ct) and is_derivative(ct, slot.unflatten(primals)):
+            moving = (x for x, has in zip(flatten([ct])[0], inexact, strict=True) if has)
+        elif (own := _leaves_of_cotangent(slot, primals, ct)) is not None:
+            moving = (x for x, has in zip(own, inexact, strict=True) if has)
+        else:
+            moving = iter(_pulled_back(slot, primals, inexact, ct))
+        leaves = [next(moving) if has else None for has in inexact]
+        out += [ad.Zero(a.to_ct_aval()) if x is None else x for x, a in zip(leaves, slot.avals, strict=True)]
+    return out
