@@ -88,6 +88,9 @@ def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # whether no transform
     return type(trace) is core.EvalTrace
 
 
+JVPTrace = ad.JVPTrace  # of a forward derivative
+
+
 def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
@@ -472,6 +475,12 @@ def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
     (asking.add if needed else asking.discard)(primitive)
 
 
+def is_missing_tangent(x: Any) -> bool:
+    """Whether `x`, a tracer, is the zeros that `jax.jacfwd` puts where there is no tangent."""
+    operands = getattr(getattr(x, "parent", None), "in_tracers", ())
+    return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
+
+
 def lowers_with_devices(jaxpr: Any) -> bool:
     """Whether any equation of a closed jaxpr asks for the devices when it is lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jaxpr))
@@ -486,17 +495,14 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
         return rule(context.replace(avals_in=avals), *args, **params)
 
 
-def check_errors_like(
-    primitive: jexc.Primitive, other: jexc.Primitive, as_other: Callable[..., tuple[Sequence[Any], Any]]
-) -> None:
+def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
     """Has `checkify` report for a primitive that returns its one operand what it reports for `other`, with
     the operands and parameters `as_other(operand, **params)`."""
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
         *context, operand = args  # from JAX 0.11, what comes first is a counter of errors
         operands, others = as_other(operand, **params)
-        error, _ = checkify.error_checks[other](*context, *operands, **others)
-        return error, operand
+        return checkify.error_checks[other](*context, *operands, **others)[0], operand
 
     checkify.error_checks[primitive] = report
 

@@ -8,7 +8,7 @@ import re
 import threading
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._checked import a_or_an
 from .construction import QuickMeta
+from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
 # The hooks of a type, and what each is called for.
 _HOOKS = {
@@ -75,6 +75,8 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
         running.append((materialise, self))
         try:
+            if lacks_tangents(self):
+                raise derivative_alone(type(self))
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
         except RecursionError as error:
             if sum(call is materialise for call, _ in running) < OFTEN:
@@ -97,21 +99,6 @@ class _RunningHooks(threading.local):
 
 running_hooks = _RunningHooks()
 OFTEN = 5  # a hook that is within itself so many times, when Python's stack ends, calls itself
-
-
-def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
-    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
-
-
-def derivative_alone(cls: type) -> ValueError:
-    """The error for a derivative as JAX returns it, whose pattern is missing."""
-    return ValueError(
-        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
-        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
-        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
-        "the derivative."
-    )
 
 
 def as_dense(out: Any, hook: str) -> Any:

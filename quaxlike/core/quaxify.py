@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 
 from .._checked import PyTree, a_or_an
 from . import compat, recording
+from .derivatives import check_jacobian
 from .hooks import Endless, endless_error
 from .levels import running
 from .policy import MaterialisationError
@@ -103,7 +104,8 @@ class _Quaxified(Generic[_T]):
             trace.ended = True
         if copies is not None:
             copies.write_back(trace.unwrap_tree)
-        return trace.unwrap_tree(out)
+        out = trace.unwrap_tree(out)
+        return check_jacobian(out, is_value) if type(parent) is compat.JVPTrace else out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else jtu.Partial(self, instance)

@@ -205,6 +205,8 @@ def _dynamic_slice(
     w: AbstractQuantizedArray, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any
 ) -> Any:
     cut = [axis for axis, size in enumerate(w.shape) if slice_sizes[axis] != size]
+    if not cut:
+        return w
     free = with_free_axes(w, cut)
     if free is None:
         if cut != [0] or slice_sizes[0] != 1 or w.axes:

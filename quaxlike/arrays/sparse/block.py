@@ -1,5 +1,6 @@
 """`BlockSparseArray`: a weight of which only some square blocks are stored."""
 
+import math
 import numbers
 from collections.abc import Sequence
 from types import NotImplementedType
@@ -10,14 +11,15 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, ArrayLike
 
 from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
-from ..batch_axes import mapped
-from .stacks import AbstractSparseArray, add_at, check_values, is_stacked, largest, same_index, shard_stack
+from ...kernels.padded import add_at, get_at
+from .stacks import AbstractSparseArray, check_values, is_stacked, largest, same_index, shard_stack
 
 
 class BlockSparseArray(ArrayOperators, AbstractSparseArray):
@@ -232,22 +234,16 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         b, columns = self.block_size, self.transposed_idx.shape[-2]
         y = y.swapaxes(-2, -1) if self.transposed else y
 
-        def take(y: Array, col_idx: Array) -> Array:
-            cut = y.reshape(y.shape[-2] // b, b, columns, b)
-            return cut.at[jnp.arange(cut.shape[0])[:, None], :, col_idx].get(mode="fill", fill_value=1)
-
-        return mapped(take, self.num_batch)(y, self.col_idx)
+        cut = y.reshape(*self.col_idx.shape[:-1], b, columns, b)
+        return get_at(cut, (self._block_rows(), slice(None), self.col_idx), 1, num_batch=self.num_batch)
 
     def added_to(self, y: Array) -> Array:
         b, columns = self.block_size, self.transposed_idx.shape[-2]
 
-        def add(y: Array, blocks: Array, col_idx: Array) -> Array:
-            cut = y.reshape(y.shape[-2] // b, b, columns, b)
-            rows = jnp.arange(cut.shape[0])[:, None]
-            return add_at(cut, (rows, slice(None), col_idx), blocks).reshape(y.shape)
-
         y = y.swapaxes(-2, -1) if self.transposed else y
-        out = mapped(add, self.num_batch)(y, self.blocks, self.col_idx)
+        cut = y.reshape(*self.col_idx.shape[:-1], b, columns, b)
+        at = self._block_rows(), slice(None), self.col_idx
+        out = add_at(cut, at, self.blocks, num_batch=self.num_batch).reshape(y.shape)
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def has_pattern_of(self, other: Any) -> bool:
@@ -266,16 +262,18 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
+        if math.prod(self.transposed_idx.shape[-2:]) > 1:  # it numbers different blocks
+            self.check_not_zeros([self.col_idx, self.transposed_idx])
+        *rows, _, b, _ = blocks.shape
         columns = self.transposed_idx.shape[-2]
-
-        def dense(blocks: Array, col_idx: Array) -> Array:
-            rows, _, b, _ = blocks.shape
-            each = jnp.zeros((rows, columns, b, b), blocks.dtype)
-            each = add_at(each, (jnp.arange(rows)[:, None], col_idx), blocks)
-            return each.swapaxes(1, 2).reshape(rows * b, columns * b)
-
-        out = mapped(dense, self.num_batch)(blocks, self.col_idx)
+        each = jnp.zeros((*rows, columns, b, b), blocks.dtype)
+        each = add_at(each, (self._block_rows(), self.col_idx), blocks, num_batch=self.num_batch)
+        out = each.swapaxes(-3, -2).reshape(*rows[:-1], rows[-1] * b, columns * b)
         return out.swapaxes(-2, -1) if self.transposed else out
+
+    def _block_rows(self) -> Array:
+        """The block row of each slot."""
+        return lax.broadcasted_iota(jnp.int32, self.col_idx.shape, self.num_batch)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.num_batch or not is_stacked(self.blocks):

@@ -1,23 +1,20 @@
 """Rules of block-sparse arrays: axes (batch axes are axes of every leaf), and sums."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike
+from jaxtyping import ArrayLike
 
 from ...core.rules import register
 from ...core.values import ArrayValue
-from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
+from ...kernels.padded import add_at
+from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import clamped_start, cuts_of, dynamic_slice_in_dim, slice_in_dim
 from .block import BlockSparseArray
 from .shape import lines
-from .stacks import (
-    add_at,
-    broadcast_stack,
-)
+from .stacks import broadcast_stack
 
 
 @register("transpose")
@@ -89,9 +86,6 @@ def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> A
         rows = jnp.sum(x.elements, (-3, -1), dtype=x.dtype)
         return jnp.sum(rows.reshape(*rows.shape[:n], math.prod(rows.shape[n:])), batch, dtype=x.dtype)
 
-    def columns(blocks: Array, col_idx: Array, number: int) -> Array:
-        total = jnp.zeros((number, blocks.shape[-1]), blocks.dtype)
-        return add_at(total, col_idx, jnp.sum(blocks, -2, dtype=blocks.dtype)).reshape(-1)
-
-    add = mapped(functools.partial(columns, number=x.transposed_idx.shape[-2]), n)
-    return jnp.sum(add(x.blocks, x.col_idx), batch, dtype=x.dtype)
+    zeros = jnp.zeros((*x.col_idx.shape[:n], x.transposed_idx.shape[-2], x.block_size), x.dtype)
+    columns = add_at(zeros, (x.col_idx,), jnp.sum(x.elements, -2, dtype=x.dtype), num_batch=n)
+    return jnp.sum(columns.reshape(*columns.shape[:n], math.prod(columns.shape[n:])), batch, dtype=x.dtype)

@@ -18,6 +18,7 @@ from ...core.values import ArrayValue
 from ...kernels import block_sparse_matmul, csr_matmul
 from ...kernels.csr_matmul import coo_matmul, sum_dtype
 from ...kernels.multilinear import accumulator_dtype, varying_zeros
+from ...kernels.padded import add_at
 from .. import precedence
 from ..dot_axes import dot_axes, in_order, product_dtype
 from .block import BlockSparseArray
@@ -101,7 +102,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
         def row(acc: Array, of_row: tuple[Array, Any, Array]) -> tuple[Array, None]:
             x, blocks, columns = of_row
             y = dot(x, blocks, (((1,), (1,)), ((), ())))  # (rows of x, slots, b)
-            return acc.at[columns].add(jnp.moveaxis(y, 1, 0), mode="drop"), None
+            return add_at(acc, (columns,), jnp.moveaxis(y, 1, 0)), None
 
         acc = varying_zeros((columns, x.shape[1], b), dtype, x, *jax.tree.leaves(w.blocks), col_idx)
         return lax.scan(row, acc, (x, blocks, col_idx))[0]

@@ -14,8 +14,9 @@ from ...core.policy import dense
 from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import is_value
+from ...kernels.padded import add_at
 from ...primitives.classes import ZERO_PRESERVING
-from .stacks import AbstractSparseArray, add_at, is_covered
+from .stacks import AbstractSparseArray, is_covered
 from .unstructured import (
     SparseArray,
     fits_int32,
@@ -108,7 +109,7 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     if not fits_int32(sizes):
         return NotImplemented
     place = flattened([x.indices[axis] for axis in kept], sizes, x.is_stored)
-    return add_at(jnp.zeros(math.prod(sizes), x.dtype), place, x.data).reshape(sizes)
+    return add_at(jnp.zeros(math.prod(sizes), x.dtype), (place,), x.data).reshape(sizes)
 
 
 @register(["reduce_or", "reduce_and"])

@@ -14,10 +14,11 @@ from ...core.operators import ArrayOperators
 from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
+from ...kernels.padded import add_at, get_at
 from ...primitives.classes import ZERO_PRESERVING
 from ..batch_axes import mapped
 from ..dot_axes import dot_axes, product_dtype
-from .stacks import add_at, is_covered
+from .stacks import is_covered
 
 
 class OneHotVector(ArrayOperators, ArrayValue):
@@ -52,13 +53,17 @@ class OneHotVector(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.value.shape, self.length), self.value.dtype)
 
     def materialise(self) -> jax.Array:
-        def dense(value: jax.Array, index: jax.Array) -> jax.Array:
-            return add_at(jnp.zeros(self.length, value.dtype), index, value)
-
-        return mapped(dense, self.value.ndim)(self.value, self.index)
+        zeros = jnp.zeros(self.shape, self.value.dtype)
+        return add_at(zeros, (_place(self),), self.value, num_batch=self.value.ndim)
 
     def leading_axis(self) -> Any:
         return (0, 0) if self.value.ndim else NotImplemented
+
+
+def _place(x: OneHotVector) -> jax.Array:
+    """The index, counted from the start."""
+    index = x.index.astype(jnp.promote_types(x.index.dtype, jnp.int32))
+    return jnp.where(index < 0, index + x.length, index)
 
 
 def _if_held(x: OneHotVector, value: jax.Array) -> jax.Array:
@@ -73,9 +78,7 @@ def _with_value(x: OneHotVector, value: jax.Array) -> OneHotVector:
 
 def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
     """Contracts the last axis of `y` with the vector."""
-    if not x.length:
-        return jnp.zeros(y.shape[:-1], y.dtype)
-    return y.at[..., x.index].get(mode="fill", fill_value=0) * _if_held(x, x.value).astype(y.dtype)
+    return get_at(jnp.moveaxis(y, -1, 0), (_place(x),), 0) * _if_held(x, x.value).astype(y.dtype)
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
@@ -136,12 +139,10 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
     """The elements of `y`, broadcast to the shape of `x`, at the index of `x`."""
-    if not x.size:
-        return jnp.ones(x.value.shape, y.dtype)
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)
-    return mapped(lambda y, i: y.at[i].get(mode="clip"), x.value.ndim)(y, x.index)
+    return get_at(y, (_place(x),), 1, num_batch=x.value.ndim)
 
 
 @register("reduce_sum")

@@ -13,7 +13,8 @@ from jaxtyping import Array, ArrayLike, Int
 from ...core.policy import dense
 from ...core.rules import register
 from ...core.values import ArrayValue
-from ..batch_axes import cut_batch, mapped, reshape_batch, squeeze_batch, transpose_batch
+from ...kernels.padded import add_at
+from ..batch_axes import cut_batch, reshape_batch, squeeze_batch, transpose_batch
 from ..bounds import (
     as_gathered,
     clamped_start,
@@ -25,7 +26,7 @@ from ..bounds import (
     slice_in_dim,
 )
 from .block import BlockSparseArray
-from .stacks import add_at, broadcast_stack
+from .stacks import broadcast_stack
 from .unstructured import SparseArray, fits_int32, flattened, smaller, unflattened, unstacked
 
 
@@ -141,7 +142,7 @@ def _padded(x: SparseArray, nse: int) -> SparseArray:
     """The same array, padded to `nse` elements."""
     extra = nse - x.nse
     end = lambda array, fill: jnp.pad(array, [(0, 0)] * x.num_batch + [(0, extra)], constant_values=fill)
-    out = x.replace(data=end(x.data, 0), indices=tuple(map(end, x.indices, x.sizes)))
+    out = x.replace(data=end(x.elements, 0), indices=tuple(map(end, x.indices, x.sizes)))
     if x.order is None:
         return out
     row_ptr, by_column, column_ptr = x.order
@@ -293,5 +294,6 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
     """Scatters what was `found`, `(*batch, slots, ...)`, into zeros `(*batch, size, ...)`."""
-    place = lambda at, found: add_at(jnp.zeros((size, *found.shape[1:]), found.dtype), at, found)
-    return mapped(place, at.ndim - 1)(at, found)
+    n = at.ndim - 1
+    zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)
+    return add_at(zeros, (at,), found, num_batch=n)

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from ...core.derivatives import derivative_alone
 from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import ArrayValue, Value, is_value
 from ..batch_axes import mapped, transpose_batch
@@ -79,6 +80,13 @@ class AbstractSparseArray(ArrayValue):
     def elements(self) -> Any:
         """What is stored, with zeros in the place of padding, for elementwise functions; a Value as it is.
         Products and scatters ignore padding anyway."""
+
+    def check_not_zeros(self, pattern: Sequence[Any]) -> None:
+        """Raises an error if the indices of a pattern, in which not all can be zero, are known to be zero:
+        `jax.jacfwd` puts that in the place of any pattern."""
+        known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
+        if known and not any(np.asarray(index).any() for index in pattern):
+            raise derivative_alone(type(self))
 
     @abc.abstractmethod
     def with_elements(self: _S, elements: Any) -> _S:
@@ -151,14 +159,6 @@ def largest(sizes: np.ndarray, density: float | None) -> np.ndarray:
 def is_covered(w: Any, y: Any) -> bool:
     """Whether an elementwise function of `w` and `y` has the shape of `w`."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
-
-
-def add_at(y: Array, at: Any, values: Array) -> Array:
-    """Adds `values` to `y` (for booleans: or) at the indices `at`; those out of bounds are dropped."""
-    if not y.size:
-        return y
-    at = y.at[at]
-    return (at.max if y.dtype == bool else at.add)(values, mode="drop")
 
 
 def same_index(x: Any, y: Any) -> bool:

@@ -19,8 +19,8 @@ from ..._checked import checked
 from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
-from ..batch_axes import mapped
-from .stacks import AbstractSparseArray, add_at, check_values, largest, same_index, shard_stack
+from ...kernels.padded import add_at, get_at
+from .stacks import AbstractSparseArray, check_values, largest, same_index, shard_stack
 
 
 class SparseArray(ArrayOperators, AbstractSparseArray):
@@ -156,10 +156,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         width = max((len(places) for places, _ in each), default=0)
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
         group = jnp.asarray(np.reshape([g for _, g in each], flat.shape), jnp.int32)
-        total = lambda data, group: add_at(jnp.zeros(width, data.dtype), group, data)
-        total = mapped(total, len(batch))
         places = np.reshape(places, (*batch, width)).astype(np.int64)
-        return cls._at_places(total(data, group), places, sizes)
+        total = add_at(jnp.zeros((*batch, width), data.dtype), (group,), data, num_batch=len(batch))
+        return cls._at_places(total, places, sizes)
 
     @classmethod
     def _at_places(cls, data: Array, places: np.ndarray, sizes: tuple[int, ...]) -> "SparseArray":
@@ -300,13 +299,10 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             jnp.where(index < size, 0, 1) if along == 1 else index
             for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
         ]
-        if not y.size:
-            return jnp.ones(self.data.shape, y.dtype)
-        return mapped(lambda y, *indices: y.at[indices].get(mode="fill", fill_value=1), n)(y, *at)
+        return get_at(y, at, 1, num_batch=n)
 
     def added_to(self, y: Array) -> Array:
-        add = mapped(lambda y, data, *indices: add_at(y, indices, data), self.num_batch)
-        return add(y, self.data, *self.indices)
+        return add_at(y, self.indices, self.data, num_batch=self.num_batch)
 
     def has_pattern_of(self, other: Any) -> bool:
         return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
@@ -325,8 +321,10 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        dense = lambda data, *indices: add_at(jnp.zeros(self.sizes, data.dtype), indices, data)
-        return mapped(dense, self.num_batch)(self.data, *self.indices)
+        # No place occurs twice, and the pointers of a matrix end with the number of its elements.
+        if self.nse >= (2 if self.order is None else 1):
+            self.check_not_zeros([*self.indices, *(self.order or ())])
+        return self.added_to(jnp.zeros(self.shape, self.data.dtype))
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return [0] * len(jax.tree.leaves(self)) if self.num_batch else NotImplemented

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
 from ..multilinear import accumulator_dtype, varying_zeros
+from ..padded import add_at, get_at
 
 # How many numbers are gathered at a time.
 _PIECE = 2**18
@@ -42,8 +43,7 @@ def coo_matmul(
     @jax.checkpoint  # so that gathered rows are not residuals
     def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         into, out_of, data = piece
-        terms = data[:, None] * x.at[out_of].get(mode="fill", fill_value=0)
-        return acc.at[into].add(terms, mode="drop"), None
+        return add_at(acc, (into,), data[:, None] * get_at(x, (out_of,), 0)), None
 
     return lax.scan(add, acc, _pieces(x.shape[1], (into, size), (out_of, x.shape[0]), (data, 0)))[0]
 
@@ -58,9 +58,7 @@ def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtyp
 
     def dots(_: None, piece: tuple[Array, Array]) -> tuple[None, Array]:
         row, column = piece
-        return None, jnp.sum(
-            y.at[row].get(mode="fill", fill_value=0) * x.at[column].get(mode="fill", fill_value=0), 1
-        )
+        return None, jnp.sum(get_at(y, (row,), 0) * get_at(x, (column,), 0), 1)
 
     pieces = _pieces(x.shape[1], (rows, y.shape[0]), (columns, x.shape[0]))
     return lax.scan(dots, None, pieces)[1].reshape(-1)[: rows.shape[0]].astype(out_dtype)

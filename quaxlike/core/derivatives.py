@@ -1,0 +1,59 @@
+"""Derivatives of Values, as JAX returns them: without tangents of indices, codes and keys."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from .._checked import a_or_an
+from . import compat
+
+
+def is_derivative_alone(leaves: Sequence[Any]) -> bool:
+    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
+    return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
+
+
+def derivative_alone(cls: type) -> ValueError:
+    """The error for a derivative as JAX returns it, whose pattern is missing."""
+    return ValueError(
+        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
+        "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
+        "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
+        "the derivative."
+    )
+
+
+def lacks_tangents(value: Any) -> bool:
+    """Whether leaves of a Value, which are traced, are the zeros that `jax.jacfwd` puts in their place."""
+    if compat.is_eval_trace(compat.current_trace()):
+        return False
+    return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
+
+
+def _is_result_for_jacfwd(frame: Any) -> bool:
+    """Whether what the function of a frame returns is the result of the function of a `jax.jacfwd`: no frame
+    between them is that of another function."""
+    while frame is not None and compat.is_internal(frame.f_code.co_filename):
+        if frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def check_jacobian(out: Any, is_value: Callable[[Any], bool]) -> Any:
+    """What a function returns that is differentiated; raises an error if it is that of `jax.jacfwd`, which
+    would leave nothing of the patterns of Values."""
+    if not _is_result_for_jacfwd(compat.calling_frame()):
+        return out
+    for value in filter(is_value, jtu.tree_leaves(out, is_leaf=is_value)):
+        if not all(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact) for leaf in jtu.tree_leaves(value)):
+            raise TypeError(
+                f"jax.jacfwd of a function that returns {a_or_an(type(value).__qualname__)}: JAX puts zeros "
+                "where leaves that are not inexact, such as indices or codes, have no tangents, so the "
+                "result would stand for other numbers. Return an array: `jax.jacfwd(lambda x: "
+                "quaxlike.materialise(f(x)))`."
+            )
+    return out

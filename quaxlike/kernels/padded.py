@@ -1,0 +1,62 @@
+"""Reading and adding at indices some of which are padding: out of bounds, they count as nothing.
+
+They are clamped, and what is read or added there is replaced, rather than left to JAX's modes "fill" and
+"drop": `checkify` reports every index that is out of bounds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+
+def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
+    """The elements of `y` at these indices, which come first in the result, and `fill` in place of padding.
+
+    **Arguments:**
+
+    - `at`: an index for each axis behind the batch axes, or `slice(None)`; trailing ones may be left out.
+    - `num_batch`: how many leading axes of `y` and of all indices stack arrays. Default 0.
+    """
+    places, inside = _clamped(y, at, num_batch)
+    if not y.size:
+        rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
+        return jnp.full((*inside.shape, *rest), fill, y.dtype)
+    out = y.at[places].get(mode="promise_in_bounds")
+    return jnp.where(_before(inside, out), out, jnp.asarray(fill, out.dtype))
+
+
+def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Array:
+    """Adds `values`, whose first axes are those of the indices, to `y` (for booleans: or); `at` and
+    `num_batch` are those of `get_at`."""
+    if not y.size:
+        return y
+    places, inside = _clamped(y, at, num_batch)
+    values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
+    into = y.at[places]
+    return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")
+
+
+def _clamped(y: Array, at: Sequence[Any], num_batch: int) -> tuple[tuple[Any, ...], Array]:
+    """Indices into all axes of `y`, in bounds, and which of them were so."""
+    shape = np.broadcast_shapes(*(np.shape(index) for index in at if not isinstance(index, slice)))
+    places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]
+    inside = jnp.ones(shape, bool)
+    for index, size in zip(at, y.shape[num_batch:], strict=False):
+        if not isinstance(index, slice):
+            stored = (index >= 0) & (index < size)
+            inside, index = inside & stored, jnp.where(stored, index, 0).astype(jnp.int32)
+        places.append(index)
+    return tuple(places), inside
+
+
+def _is_whole(at: Sequence[Any], i: int) -> bool:
+    return i >= len(at) or isinstance(at[i], slice)
+
+
+def _before(inside: Array, x: Array) -> Array:
+    """A mask of the first axes of `x`, as one of all axes."""
+    return jnp.expand_dims(inside, tuple(range(inside.ndim, x.ndim)))
