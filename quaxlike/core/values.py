@@ -85,6 +85,11 @@ class Value(eqx.Module, metaclass=ValueMeta):
     own_dtypes: ClassVar[bool] = False
     """Whether rules for this type may return results of another dtype than their primitive does."""
 
+    own_shapes: ClassVar[bool | None] = None
+    """Whether rules for this type may return results of another shape than their primitive does, such as one
+    boolean for each vector where the elements are vectors. None means that they may, with a warning, for a
+    value that refuses to materialise."""
+
     default_precedence: ClassVar[int] = 0
     """Where operands of several types override `default`, the one with the highest precedence is called."""
 
@@ -340,7 +345,7 @@ def has_missing_parts(value: Value) -> bool:
     for name in _required_fields(cls):
         part = getattr(value, name, 0)
         if KINDS[type(part)] != "array" and _is_missing(part):
-            return not _materialises(value)
+            return refuses(value)
     return False
 
 
@@ -407,22 +412,27 @@ def _holds_nothing_but_none(node: Any) -> bool:
     return bool(leaves) and all(x is None for x in leaves)
 
 
-def _materialises(value: Value) -> bool:
+def refuses(value: Value) -> bool:
+    """Whether a Value refuses to materialise, or cannot."""
     leaves, treedef = jtu.tree_flatten(value)
     try:
-        return _materialises_with(treedef, tuple(map(jax.typeof, leaves)))
-    except TypeError:  # leaves that are not arrays, or unhashable statics
-        return False
+        avals = tuple(map(jax.typeof, leaves))
+    except TypeError:  # leaves that are not arrays
+        return True
+    try:
+        return _refuses(treedef, avals)
+    except TypeError:  # unhashable statics
+        return _refuses.__wrapped__(treedef, avals)
 
 
 @functools.lru_cache(maxsize=4096)
-def _materialises_with(treedef: Any, avals: tuple[Any, ...]) -> bool:
+def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
     value = as_shapes(jtu.tree_unflatten(treedef, avals))
     try:
         with probing():
-            return bool(jtu.tree_leaves(jax.eval_shape(type(value).materialise, value)))
-    except Exception:  # a type may fail in any way without its parts
-        return False
+            return not jtu.tree_leaves(jax.eval_shape(lambda x: type(x).materialise(x), value))
+    except Exception:  # a type may refuse in any way, or fail in any without its parts
+        return True
 
 
 def materialise(tree: PyTree) -> PyTree:

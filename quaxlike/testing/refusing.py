@@ -58,8 +58,9 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # Declared, for a type that refuses and does not say so is taken to be linear.
+    # Declared, for more is assumed of a type that refuses and does not say so.
     Refusing.linear = cls.linear
+    Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
     Refusing.__module__, Refusing.__doc__ = cls.__module__, cls.__doc__
     return cast(type[_V], Refusing)

@@ -33,6 +33,19 @@ class Odd(ql.ArrayValue):
         return self.array
 
 
+class Points(ql.ArrayValue):
+    """Points of the plane, whose coordinates cannot be made one array."""
+
+    x: jax.Array
+    y: jax.Array
+
+    def aval(self):
+        return jax.core.ShapedArray((*self.x.shape, 2), self.x.dtype)
+
+    def materialise(self):
+        raise TypeError("points are no array")
+
+
 @pytest.fixture
 def trusting():
     """Rules that were right are trusted, as they are for users."""
@@ -184,6 +197,64 @@ class TestResultsOfRules:
         f(Box(n + 1), n)  # warnings are errors
         f(Box(n[:1]), n[:1])
         ql.quaxify(jax.lax.add, rules=rules)(Box(n[0]), n[0])
+
+    @pytest.mark.quick(2)
+    @pytest.mark.parametrize("inner", [lambda f: f, lambda f: lambda *xs: jax.jit(f)(*xs)])
+    @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
+    def test_another_shape_is_a_warning_once_for_a_type_that_refuses_to_materialise(
+        self, inner, outer, trusting
+    ):
+        """The elements of such a type may be vectors, of which `eq` gives one boolean each."""
+
+        def equal(x, y: Points, **params):
+            return (x.x == y.x) & (x.y == y.y)
+
+        rules, name = _rule("eq", equal, Points)
+        (rule,) = rules
+        f = outer(ql.quaxify(inner(jax.lax.eq), rules=rules))
+        a, b = Points(jnp.arange(3.0), jnp.ones(3)), Points(jnp.zeros(3), jnp.ones(3))
+        with pytest.warns(
+            ql.RuleWarning, match=r"must return bool\[3,2\].* found bool\[3\].*`own_shapes = True`"
+        ) as met:
+            out = f(a, b)
+        (warning,) = met
+        assert name in str(warning.message)
+        assert f"{warning.filename}:{warning.lineno}" == rule.source
+        np.testing.assert_array_equal(out, [True, False, False])
+        np.testing.assert_array_equal(f(a, a), [True, True, True])  # warnings are errors
+        np.testing.assert_array_equal(jax.vmap(f)(a, a), [True, True, True])
+
+    def test_a_type_may_have_shapes_of_its_own(self):
+        class Vectors(Points):
+            own_shapes = True
+
+        class Plain(Points):
+            own_shapes = False
+
+        rules, _ = _rule("neg", lambda x, **params: type(x)(x.x[None], x.y[None]), Points)
+        f = ql.quaxify(jnp.negative, rules=rules)
+        with jax.enable_checks(True):
+            assert f(Vectors(jnp.ones(3), jnp.ones(3))).shape == (1, 3, 2)
+            with pytest.raises(
+                ql.RuleError, match=r"found Points of .*\[1,3,2\].* set `own_shapes = True` on Points"
+            ):
+                f(Points(jnp.ones(3), jnp.ones(3)))
+        with (
+            jax.enable_checks(False),
+            pytest.raises(ql.RuleError, match=r"found Plain of float32\[1,3,2\]\.\n"),
+        ):
+            f(Plain(jnp.ones(3), jnp.ones(3)))
+
+    def test_another_shape_of_a_type_that_refuses_for_a_test(self, trusting):
+        rules, _ = _rule("sin", lambda x, **params: jnp.ones(7), ql.ArrayValue)
+        with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
+            ql.quaxify(jnp.sin, rules=rules)(ql.testing.refuses(Box)(X))
+
+    def test_another_shape_among_values_that_can_be_materialised(self, trusting):
+        """The result for arrays is known, whatever the other operand is."""
+        rules, _ = _rule("eq", lambda x, y: x.array[:1] == y.array[:1])
+        with pytest.raises(ql.RuleError, match=r"must return bool\[2,3\].*; found bool\[1,3\]\."):
+            ql.quaxify(jax.lax.eq, rules=rules)(Box(X), Box(X))
 
     def test_a_rule_reached_later_is_checked_too(self):
         """One that another rule declined to for the first call."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..._checked import a_or_an
 from ..rules import RuleWarning
-from ..values import Value, as_shapes, is_value, probing, replace_fields
+from ..values import Value, is_value, refuses, replace_fields
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -54,12 +54,6 @@ def _is_its_leaves(value: Value) -> bool:
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def refuses(value: Value) -> bool:
-    """Whether a Value refuses to materialise."""
-    leaves, treedef = jtu.tree_flatten(value)
-    return _refuses(treedef, tuple(map(jax.typeof, leaves)))
-
-
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """`fn` with its results kept; not for arguments that cannot be hashed, such as unhashable statics."""
     cached = functools.lru_cache(maxsize=4096)(fn)
@@ -72,16 +66,6 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
             return fn(*args, **kwargs)
 
     return call
-
-
-@memoised
-def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
-    with probing():
-        try:
-            jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(jtu.tree_unflatten(treedef, avals)))
-        except Exception:  # in any way
-            return True
-    return False
 
 
 def held(value: Value) -> list[Value]:

@@ -34,8 +34,9 @@ from ..values import (
     not_an_array,
     placeholder_types,
     probing,
+    refuses,
 )
-from .linearity import has_pattern, has_tangent, held, is_linear, memoised, refuses
+from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
