@@ -4,7 +4,6 @@ import abc
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import typing
 from collections.abc import Callable, Sequence
@@ -247,27 +246,23 @@ class ArrayValue(Value):
     def materialise(self) -> jax.Array:
         """The dense array that this value stands for. May raise, to refuse."""
 
+    # Each asks `aval`, for a type may say that its own shape is another, such as that of its components.
+
     @property
     def shape(self) -> tuple[int, ...]:
-        try:
-            return aval_of(self).shape
-        except Endless as error:
-            raise endless_error(error) from None
+        return _aval_for_user(self).shape
 
     @property
     def dtype(self) -> Any:
-        try:
-            return aval_of(self).dtype
-        except Endless as error:
-            raise endless_error(error) from None
+        return _aval_for_user(self).dtype
 
     @property
     def ndim(self) -> int:
-        return len(self.shape)
+        return len(_aval_for_user(self).shape)
 
     @property
     def size(self) -> int:
-        return math.prod(self.shape)
+        return _aval_for_user(self).size
 
     if TYPE_CHECKING:  # at run time, a type may have fields of these names: see core/without_operators.py
         device: ClassVar[Any]  # as those of `jax.Array`, read from the leaves
@@ -297,6 +292,13 @@ class ArrayValue(Value):
 class NoArrayError(TypeError, RuntimeError):
     """A Value was passed to a function that asks for an array, outside of `quaxify`. It is a `RuntimeError`
     as well, as where a primitive is bound: there JAX would replace a `TypeError` by its own."""
+
+
+def _aval_for_user(value: Value) -> Any:
+    try:
+        return aval_of(value)
+    except Endless as error:
+        raise endless_error(error) from None
 
 
 def replace_fields(value: _M, /, **fields: Any) -> _M:

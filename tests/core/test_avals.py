@@ -238,3 +238,21 @@ def test_asking_for_a_shape_loses_nothing(types):
                     x.materialise()
             else:
                 np.testing.assert_array_equal(x.materialise(), np.ones((4, 5)))
+
+
+class Vectors(ql.ArrayValue):
+    """Vectors along the last axis, whose `shape` is that of their components."""
+
+    array: jax.Array
+
+    @property
+    def shape(self):
+        return self.array.shape[:-1]
+
+    def materialise(self):
+        return self.array
+
+
+def test_a_type_may_call_another_shape_its_own():
+    x = Vectors(jnp.ones((4, 3)))
+    assert (x.shape, x.ndim, x.size) == ((4,), 2, 12)  # these are those of `aval`
