@@ -5,35 +5,36 @@ import sys
 import types
 from pathlib import Path
 
-import quaxlike
-
 
 def pytest_configure(config):
     """Some suites treat warnings as errors."""
     config.addinivalue_line("filterwarnings", "ignore::quaxlike.RuleWarning")
 
 
-_spec = importlib.util.find_spec("quax")
-assert _spec is not None
-assert _spec.origin is not None
-_ROOT = Path(_spec.origin).parent
+def pytest_load_initial_conftests():
+    """Nothing imports JAX before this, since pytest-env sets what JAX reads when it is imported."""
+    import quaxlike
+
+    quax = types.ModuleType("quax")
+    quax.__path__ = []  # what is private in quax is not found
+    quax.__getattr__ = lambda name: getattr(quaxlike, name)
+    spec = importlib.util.find_spec("quax")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    sys.modules["quax"] = quax
+    examples = root / "examples"
+    quax._compat = _of_quax("quax._compat", root / "_compat.py")  # says which JAX it is
+    quax.examples = _of_quax(
+        "quax.examples", examples / "__init__.py", submodule_search_locations=[str(examples)]
+    )
 
 
-def _of_quax(name: str, file: str, **options) -> types.ModuleType:
+def _of_quax(name: str, file: Path, **options) -> types.ModuleType:
     """A module of quax, from its file."""
-    spec = importlib.util.spec_from_file_location(name, _ROOT / file, **options)
+    spec = importlib.util.spec_from_file_location(name, file, **options)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-_quax = types.ModuleType("quax")
-_quax.__path__ = []  # what is private in quax is not found
-_quax.__getattr__ = lambda name: getattr(quaxlike, name)
-sys.modules["quax"] = _quax
-_quax._compat = _of_quax("quax._compat", "_compat.py")  # says which JAX it is
-_quax.examples = _of_quax(
-    "quax.examples", "examples/__init__.py", submodule_search_locations=[str(_ROOT / "examples")]
-)
