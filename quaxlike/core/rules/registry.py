@@ -35,11 +35,11 @@ _PACKAGE = __name__.partition(".")[0] + "."
 class RuleWarning(UserWarning):
     """A rule or a type that was written for another library works, but less is certain about it than here.
 
-    A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or another
-    shape, and its type refuses to materialise and says nothing about `own_shapes`. (Under `jax_enable_checks`,
-    both are a [`quaxlike.RuleError`][].) A rule replaces one that is written elsewhere. A handler of an
-    ImplicitArray can never match. A type that refuses to materialise is differentiated by its leaves, or its
-    only leaf decides about control flow. Each rule and each type is warned about once.
+    A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or
+    another shape, and its type refuses to materialise and says nothing about `own_shapes`. (Under
+    `jax_enable_checks`, both are a [`quaxlike.RuleError`][].) A rule replaces one that is written elsewhere.
+    A handler of an ImplicitArray can never match. A type that refuses to materialise is differentiated by its
+    leaves, or its only leaf decides about control flow. Each rule and each type is warned about once.
     """
 
     __module__ = "quaxlike"
