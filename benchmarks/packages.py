@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import re
@@ -49,6 +50,8 @@ class Row:
 
 def measured(name: str, fn: Callable[..., Any], *args: Any, which: Sequence[str] = tuple(ZOO)) -> Row:
     """Calls `check_program` on a function."""
+    # Solvers that do not converge in half precision say so.
+    logging.getLogger("jax._src.callback").setLevel(logging.CRITICAL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = check_program(fn, *args, which=which)

@@ -71,7 +71,7 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     except Exception as error:  # from the compiler, or at run time
         if len(programs) > 1:
             return _halves(programs, on, value)
-        name, program = programs[0]
+        name, program = next(iter(programs))
         modes = [mode for mode in program.modes if mode != "eager"]
         if len(modes) == 1:
             return {(name, modes[0]): error}
