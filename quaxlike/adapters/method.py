@@ -87,6 +87,9 @@ class MethodArray(AdaptedArray):
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
+    #: Before that of arrays trained in full, which unwraps what it meets.
+    default_precedence = precedence.METHOD
+
     @staticmethod
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]

@@ -118,7 +118,11 @@ def _broadcast_in_dim(
 @register("slice")
 def _slice(x: AdaptedArray, **params: Any):
     cuts, touched = cuts_of(x.shape, **params)
-    cut = lambda part, axis: slice_in_dim(part, *cuts[axis], axis)
+
+    def cut(part: Any, axis: int) -> Any:
+        start, stop, step = cuts[axis]
+        return slice_in_dim(part, start, stop, step, axis)
+
     return cut_batch(x, cut, touched) if _are_batch_axes(x, touched) else NotImplemented
 
 

@@ -36,7 +36,7 @@ class QuickMeta(type(eqx.Module), _Making):
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
         if hasattr(mcs, "__concrete_class__"):  # `plum.parametric` makes a metaclass for each class
-            copyreg.pickle(mcs, _pickled)  # pyright: ignore[reportArgumentType]
+            copyreg.pickle(mcs, _pickled)
         return super().__new__(mcs, *args, **kwargs)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

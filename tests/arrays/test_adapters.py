@@ -326,3 +326,12 @@ def test_coefficients_that_share_their_places():
     shared = A.FourierFTArray(w, spectra, places, scaling=20.0)
     each = [A.FourierFTArray(w, spectrum, places, scaling=20.0).materialise() for spectrum in spectra]
     np.testing.assert_allclose(shared.materialise(), jnp.stack(each), atol=1e-6)
+
+
+def test_a_method_beside_an_array_that_is_trained_in_full():
+    """Each has a `default` of its own; that of the method composes its array first."""
+    x = A.MiSSArray(normal(4, 6), normal(2, 4, seed=1))
+    v = ql.TrainableArray(normal(4, 6, seed=2))
+    with ql.on_materialise("allow"):
+        product = ql.quaxify(jnp.multiply)(x, v)
+    np.testing.assert_allclose(ql.materialise(product), x.materialise() * v.materialise(), rtol=1e-5)
