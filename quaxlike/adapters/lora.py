@@ -68,8 +68,8 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     if options["alora_invocation_tokens"]:
         changing = {"init_lora_weights": init in _CHANGES_BASE}
         changing |= {name: options[name] for name in ("use_dora", "lora_bias")}
-        name = next((name for name, changes in changing.items() if changes), None)
-        return name and (name, "{} is not supported beside alora_invocation_tokens")
+        for name in (name for name, changes in changing.items() if changes):
+            return name, "{} is not supported beside alora_invocation_tokens"
     return None
 
 
@@ -121,6 +121,22 @@ def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArr
     )  # fmt: skip
 
 
+def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
+    """The factors `a` and `b` of a matrix of low rank, with the axes of inputs and outputs."""
+    start = "embedding_" if layer.kind == "embedding" else ""
+    into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
+    a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
+    b = layer.read(f"{start}b", layer.outputs, rank, *[1] * len(layer.window))
+    return a, b.reshape(*layer.out_shape, rank)
+
+
+def written_factors(layer: Written, a: Any, b: Any) -> dict[str, Any]:
+    """The factors as files hold them; undoes `read_factors`."""
+    start, rank = "embedding_" if layer.kind == "embedding" else "", b.shape[-1]
+    a = a if layer.kind == "conv" else a.reshape(rank, -1)
+    return {f"{start}a": a, f"{start}b": b.reshape(-1, rank, *[1] * len(layer.window))}
+
+
 def _read(layer: Layer) -> Any:
     start, rank = "embedding_" if layer.kind == "embedding" else "", layer.option("r", "rank_pattern")
     tokens = layer.option("alora_invocation_tokens")
@@ -133,14 +149,12 @@ def _read(layer: Layer) -> Any:
             f"{start}a",
             f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
         )
-    n, out, ones = layer.outputs, layer.out_shape, (1,) * len(layer.window)
-    into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
-    a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
-    b = layer.read(f"{start}b", n, rank, *ones).reshape(*out, rank)
+    a, b = read_factors(layer, rank)
     magnitude = None
     if layer.option("use_dora"):
-        shape = (1, n, *ones) if layer.kind == "conv" else (n,)
-        magnitude = layer.read("magnitude", *shape).reshape(out)
+        shape = (layer.outputs,)
+        shape = (1, *shape, *[1] * len(layer.window)) if layer.kind == "conv" else shape
+        magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
     if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT, too, leaves embeddings alone
@@ -153,7 +167,8 @@ def _read(layer: Layer) -> Any:
     if tokens:
         return ALoRAArray.of(array, tokens)
     if layer.option("lora_bias") and not start:
-        return array, LoraBias(layer.bias, layer.read("bias", n).reshape(out), array.scaling)
+        bias = layer.read("bias", layer.outputs).reshape(layer.out_shape)
+        return array, LoraBias(layer.bias, bias, array.scaling)
     return array
 
 
@@ -212,7 +227,7 @@ def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
 
 
 def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
-    x, own_bias = layer.array, isinstance(layer.bias, LoraBias)
+    x = layer.array
     if isinstance(x, ALoRAArray):
         if len(x.w.shape) != 2:
             raise ValueError(f"PEFT's aLoRA is for linear layers; {layer.path} is of shape {x.w.shape}.")
@@ -223,10 +238,11 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         "lora_dropout": x.dropout,
         "use_rslora": x.rslora,
         "use_dora": x.magnitude is not None,
-        "lora_bias": own_bias,
     }
     parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
-    return parts | ({"bias": layer.bias.b.reshape(-1)} if own_bias else {}), options
+    if isinstance(layer.bias, LoraBias):  # that of all layers, or of none
+        parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
+    return parts, options
 
 
 def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
@@ -240,14 +256,10 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
             f"The adapter on {layer.name} has out_axes={axes[0]} and in_axes={axes[1]}; those of the layer "
             f"are {own[0]} and {own[1]}."
         )
-    is_conv, start = layer.kind == "conv", "embedding_" if layer.kind == "embedding" else ""
-    ones = (1,) * len(layer.window)
-    parts = {
-        f"{start}a": x.a if is_conv else x.a.reshape(x.rank, -1),
-        f"{start}b": x.b.reshape(-1, x.rank, *ones),
-    }
+    parts = written_factors(layer, x.a, x.b)
     if x.magnitude is not None:
-        parts["magnitude"] = x.magnitude.reshape((1, -1, *ones) if is_conv else (-1,))
+        ones = [1] * len(layer.window)
+        parts["magnitude"] = x.magnitude.reshape((1, -1, *ones) if layer.kind == "conv" else (-1,))
     return parts
 
 

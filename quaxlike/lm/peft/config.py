@@ -127,7 +127,7 @@ def read_config(path: Path) -> AdapterConfig:
             path, "bias", f"expected 'none', since PEFT's files of {method.peft_type} hold no biases; found "
             f"{quoted(fields['bias'])}",
         )  # fmt: skip
-    known = _OF_ALL | method.options
+    known = {**_OF_ALL, **method.options}
     for name, value in fields.items():
         is_known = name in known or name in _INFORMATIVE or name in method.informative or name == "bias"
         if not is_known and value not in (None, False, {}, []):

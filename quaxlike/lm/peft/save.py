@@ -107,12 +107,10 @@ def save_adapter(
     tensors, of_all, entries = _entries(method, names, in_file, adapters)
     for other in method.beside:
         more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old))
-        tensors, entries = tensors | more, entries | {name: others[name] for name in (other.entry,)}
-    tied = _tied_head_entries(method, model, tensors, trained)
-    if tied:
-        entries["ensure_weight_tying"] = True
+        tensors, entries[other.entry] = tensors | more, others[other.entry]
+    if tied := _tied_head_entries(method, model, tensors, trained):
+        tensors, entries["ensure_weight_tying"] = tensors | tied, True
     entries |= {name: x for name, x in in_full.items() if name in (*entries, "modules_to_save")}
-    tensors |= tied
     for new, array in trained.items():
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
@@ -145,9 +143,13 @@ def _record_of(x: Any) -> Method | None:
 
 def _rewritten(model: PyTree) -> PyTree:
     """The model with adapters of methods that have no files of their own as those that files hold."""
-    records = {name: (x, _record_of(x)) for name, x in named_arrays(model).items()}
-    found = {name: x for name, (x, method) in records.items() if method is not None and method.rewritten}
-    return replace(model, map_arrays(lambda name, x: records[name][1].rewritten(x), found))
+    new: dict[str, Any] = {}
+    for method in BY_TYPE.values():
+        if method.rewritten is not None:
+            rewritten = method.rewritten
+            found = {name: x for name, x in named_arrays(model).items() if isinstance(x, method.type)}
+            new |= map_arrays(lambda _, x, rewritten=rewritten: rewritten(x), found)
+    return replace(model, new)
 
 
 def _method_of(arrays: Mapping[str, Any]) -> Method:
@@ -184,8 +186,12 @@ def _layers(
     for new, x in names.items():
         if not isinstance(x, method.type):
             continue
-        layer, path, layout = layer_of(new), paths[new], _layout(paths[new], x, layouts[new])
-        is_one = "parameter" in method.kinds and is_parameter(layer, x.shape, layout) and layer == new
+        layer, path = layer_of(new), paths[new]
+        if [*method.kinds] == ["embedding"]:  # whatever its name looks like
+            layout = Layout.parse("vo")
+        else:
+            layout = _layout(path, x, layouts[new])
+        is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
         layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind)
     return layers
@@ -247,12 +253,7 @@ def _entries(
     if parameters:
         config["target_parameters"] = sorted(parameters)
     config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
-    return tensors, of_all, {name: x for name, x in config.items() if not _is_left_out(method, name, x)}
-
-
-def _is_left_out(method: Method, name: str, value: Any) -> bool:
-    option = method.options.get(name)
-    return option is not None and option.is_recent and value == option.default
+    return tensors, of_all, config
 
 
 def _check_kind(method: Method, layer: Written) -> None:
@@ -268,7 +269,8 @@ def _check_kind(method: Method, layer: Written) -> None:
     is_conv1d = layer.is_fan_in_fan_out and not method.conv1d
     if kind not in method.kinds or is_conv1d:
         description = "a Conv1D, whose weight is (in, out)" if is_conv1d else None
-        raise ValueError(f"{method.refusal(layer.path, kind, description)}.")
+        name = layer.name if kind in method.others else layer.path
+        raise ValueError(f"{method.refusal(name, kind, description)}.")
 
 
 def _without_head(model: PyTree) -> Rename:
