@@ -35,8 +35,8 @@ GROUPED = (
 
 
 @starts
-def lora(x: Weight, *, rank: int = 8, alpha: float | None = None, rslora: bool = False) -> LoraArray:
-    """Adds nothing at first; `quaxlike.loraify` knows more ways to start."""
+def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
+    """LoRA as it starts by default; [`quaxlike.loraify`][] has all options."""
     a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
     return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
 

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from ..._patterns import fullmatch, is_pattern
 from ...adapters import METHODS
-from ...adapters.lora import LORA
 from ...adapters.record import DROPOUT, Method, Option
 from ...files.errors import file_error, quoted
 from ...files.json_text import read_json_file
 from ..folders.file_pair import Pair
 
 #: The methods by the entry `peft_type` of a configuration.
-BY_TYPE = {method.peft_type: method for method in (LORA, *METHODS.values())}
+BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
 # Entries that do not affect what a trained adapter computes.
 _INFORMATIVE = {

@@ -187,10 +187,8 @@ def _layers(
         if not isinstance(x, method.type):
             continue
         layer, path = layer_of(new), paths[new]
-        if [*method.kinds] == ["embedding"]:  # whatever its name looks like
-            layout = Layout.parse("vo")
-        else:
-            layout = _layout(path, x, layouts[new])
+        is_embedding = [*method.kinds] == ["embedding"]  # whatever its name looks like
+        layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
         layers[layer] = Written(layer, x, layout, names.get(f"{layer}.bias"), path, kind)
