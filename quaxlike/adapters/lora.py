@@ -246,6 +246,11 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
+    if x.shape != x.w.shape or layer.layout.batch_shape(x.shape):
+        raise ValueError(
+            f"{layer.name} is of shape {x.shape}, with adapters of shapes {x.a.shape} and {x.b.shape}: "
+            "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
+        )
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
     if axes == own[::-1]:  # the layer shares its adapter with the embedding that it is tied to
         if x.magnitude is not None:

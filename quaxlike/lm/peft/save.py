@@ -257,12 +257,11 @@ def _entries(
 def _check_kind(method: Method, layer: Written) -> None:
     """Raises for an array that the method's files have no place for."""
     x, kind = layer.array, layer.kind
-    if kind == "parameter":
-        return
-    if x.shape != x.w.shape or layer.layout.batch_shape(x.shape):
+    is_stack = x.shape != x.w.shape or layer.layout.batch_shape(x.shape)
+    if is_stack and method.read_stack is None:  # a method that knows stacks says which ones files hold
         raise ValueError(
             f"{layer.path} is of shape {x.shape}, on a weight of shape {x.w.shape}: PEFT's files hold one "
-            "adapter per layer. Save layers and adapters of a stack one by one."
+            "adapter for each layer. Save layers and adapters of a stack one by one."
         )
     is_conv1d = layer.is_fan_in_fan_out and not method.conv1d
     if kind not in method.kinds or is_conv1d:
