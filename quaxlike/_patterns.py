@@ -166,6 +166,14 @@ def _repeated(part: _Part, token: str) -> _Part:
     return repeated
 
 
+def is_pattern(x: Any) -> bool:
+    """Whether this is an expression that can be matched."""
+    try:
+        return isinstance(x, str) and compiled(x) is not None
+    except PatternError:
+        return False
+
+
 def matches_layer(pattern: str, layer: str) -> bool:
     """Whether a key of PEFT's rank_pattern or alpha_pattern matches the name of a layer."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)

@@ -19,6 +19,7 @@ from .hra import HRA, HRAArray
 from .ia3 import IA3, IA3Array
 from .loha import LOHA, LoHaArray
 from .lokr import LOKR, LoKrArray
+from .lora import LORA
 from .method import MethodArray
 from .miss import MISS, MiSSArray
 from .oft import OFT, OFTArray
@@ -27,6 +28,7 @@ from .shira import SHIRA, SHiRAArray
 from .vera import VERA, VeRAArray
 
 _ALL = (
+    LORA,
     IA3,
     OFT,
     BOFT,

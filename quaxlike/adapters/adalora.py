@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 
-from ..arrays.lora.array import LoraArray
+from ..arrays.lora.array import LoraArray, padded_to
 from .method import MethodArray
-from .record import DROPOUT, Layer, Method, Option, Weight, Written, count, flag, number, starts
+from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number, starts
 
 
 class AdaLoRAArray(MethodArray):
@@ -68,8 +68,9 @@ def _read_adalora(layer: Layer) -> Any:
     )  # fmt: skip
 
 
-def _write_as_lora(layer: Written) -> Any:
-    raise ValueError(f"{layer.name} is an AdaLoRAArray, which is written as the LoRA that it is.")
+def _as_lora(x: AdaLoRAArray) -> LoraArray:
+    # PEFT has no rank of zero.
+    return padded_to(y := x.composed(), max(y.rank, 1))
 
 
 _KEPT = Option(
@@ -86,7 +87,7 @@ ADALORA = Method(
         "init_r": count(12), "lora_alpha": number(8), "rank_pattern": _KEPT, "lora_dropout": DROPOUT,
         "fan_in_fan_out": flag(),
     },
-    read=_read_adalora, write=_write_as_lora, kinds=("linear", "matrix", "conv"),
+    read=_read_adalora, rewritten=_as_lora, kinds=("linear", "matrix", "conv"),
     informative=(
         "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
         "init_lora_weights", "use_rslora",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ..arrays.lora.array import LoraArray
 from ..arrays.zero import Full
 from .combinators import HadamardArray
+from .lora import read_factors, written_factors
 from .method import MethodArray
 from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 
@@ -58,27 +59,14 @@ def hira(x: Weight, *, rank: int = 32) -> HiRAArray:
 
 
 def _read_hira(layer: Layer) -> Any:
-    embedding = layer.layout.kind == "embedding"
-    shape = layer.shape_of("embedding_b" if embedding else "b")
+    shape = layer.shape_of("embedding_b" if layer.kind == "embedding" else "b")
     r = shape[1] if len(shape) > 1 else 0  # PEFT 0.21 does not heed `rank_pattern`
-    if layer.window:
-        a, b = (
-            layer.read("a", r, *layer.in_shape),
-            layer.read("b", layer.outputs, r, *[1] * len(layer.window)),
-        )
-    else:
-        names = ("embedding_a", "embedding_b") if embedding else ("a", "b")
-        a, b = layer.read(names[0], r, layer.inputs), layer.read(names[1], layer.outputs, r)
-    return layer.on(HiRAArray, a.reshape(r, *layer.in_shape), b.reshape(*layer.out_shape, r))
+    return layer.on(HiRAArray, *read_factors(layer, r))
 
 
 def _write_hira(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
-    x, kind = layer.array, layer.layout.kind
-    r = x.b.shape[-1]
-    a, b = x.a if kind == "conv" else x.a.reshape(r, -1), x.b.reshape(-1, r)
-    b = b.reshape(*b.shape, *[1] * (x.a.ndim - 2)) if kind == "conv" else b
-    start = "embedding_" if kind == "embedding" else ""
-    return {f"{start}a": a, f"{start}b": b}, {"r": r}
+    x = layer.array
+    return written_factors(layer, x.a, x.b), {"r": x.b.shape[-1]}
 
 
 HIRA = Method(

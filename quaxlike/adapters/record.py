@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from .._checked import is_finite
-from .._patterns import value_for
+from .._patterns import is_pattern, value_for
 from ..arrays.adapted import AdaptedArray
 from ..arrays.dot_axes import in_float32
 from ..arrays.layout import Layout
 
 Start = Callable[..., Any]
+
+#: What the names of tensors start with: those of layers, and those that belong to the whole model.
+PREFIX = "base_model.model."
+ROOT = "base_model."
 
 
 class Option(NamedTuple):
@@ -24,6 +28,8 @@ class Option(NamedTuple):
     default: Any
     expected: str
     fits: Callable[[Any], bool]
+    is_recent: bool = False
+    """Whether it is left out of files at its default, since older versions of PEFT do not know it."""
 
 
 def flag(default: bool = False) -> Option:
@@ -41,7 +47,7 @@ def number(default: float | int) -> Option:
 
 def by_pattern(each: Option) -> Option:
     """Values for some layers, by patterns of their names."""
-    fits = lambda x: isinstance(x, dict) and all(map(each.fits, x.values()))
+    fits = lambda x: isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
     return Option({}, f"{each.expected}, by pattern", fits)
 
 
@@ -72,12 +78,14 @@ class Layer:
 
     def __init__(
         self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
-        keys: Mapping[str, str], prefix: str, method: "Method",
+        keys: Mapping[str, str], method: "Method", kind: str,
     ) -> None:  # fmt: skip
         self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
+        #: Of its layout, or "parameter" for a matrix, or a stack of them, that is no layer's weight.
+        self.kind = kind
         #: What `Method.prepare` made.
         self.shared: Any = None
-        self._file, self._keys, self._prefix, self._method = file, dict(keys), prefix, method
+        self._file, self._keys, self._method = file, dict(keys), method
         self._unread = {*keys}
 
     @property
@@ -106,14 +114,20 @@ class Layer:
         value = self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
+    @property
+    def is_in_file(self) -> bool:
+        return bool(self._keys)
+
     def has(self, part: str) -> bool:
         return part in self._keys
 
     def shape_of(self, part: str) -> tuple[int, ...]:
         """The shape of a tensor as it is stored; raises if it is missing."""
         if part not in self._keys:
-            key = f"{self._prefix}{self.name}{self._method.parts[part]}"
-            raise self._file.error(key, "is missing")
+            # The file may have another name for the layer than the model.
+            other, key = next(iter(self._keys.items()), ("", f"{PREFIX}{self.name}"))
+            stem = key.removesuffix(self._method.parts.get(other, ""))
+            raise self._file.error(f"{stem}{self._method.parts[part]}", "is missing")
         return self._file.shape(self._keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
@@ -122,9 +136,11 @@ class Layer:
         self._unread.discard(part)
         return self._file.read(self._keys[part], shape, integers=integers)
 
-    def error(self, part: str, problem: str) -> ValueError:
-        self.shape_of(part)
-        return self._file.error(self._keys[part], problem)
+    def error(self, part: str | None, problem: str) -> ValueError:
+        """The error that something is wrong with this tensor, or with the first of the layer."""
+        if part is not None:
+            self.shape_of(part)
+        return self._file.error(self._keys[part or next(iter(self._keys))], problem)
 
     def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
         """The weight with an adapter of this kind."""
@@ -133,7 +149,7 @@ class Layer:
 
     def missing_for_all(self, name: str) -> ValueError:
         """The error that a tensor of all layers is missing."""
-        key = f"{self._prefix.removesuffix('model.')}{self._method.shared[name]}"
+        key = f"{ROOT}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
 
     def check_all_read(self) -> None:
@@ -149,12 +165,23 @@ class Written(NamedTuple):
     layout: Layout
     bias: Any
     """The bias of the layer, or what is in its place; None if there is none."""
+    path: str
+    """The name of the array in the model."""
+    kind: str
+    """Of its layout, or "parameter", as for `Layer`."""
 
     @property
     def window(self) -> tuple[int, ...]:
         """The axes of the window of a convolution; none for other layers."""
         into = self.layout.in_axes[1:] if self.layout.is_conv else ()
         return tuple(self.array.w.shape[axis] for axis in into)
+
+    @property
+    def is_fan_in_fan_out(self) -> bool:
+        """Whether the checkpoint stores the weight as `(in, out)`, like GPT-2's. Kernels of other frameworks,
+        which are `(in, out)` too, are stored as `(out, in)`."""
+        is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
+        return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
 
 
 class Weight(NamedTuple):
@@ -224,7 +251,7 @@ class Method(NamedTuple):
     """One of PEFT's methods."""
 
     peft_type: str
-    type: type[AdaptedArray]
+    type: type[AdaptedArray] | tuple[type[AdaptedArray], ...]
     start: Start
     """Puts a new adapter on a weight: the function for [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
@@ -233,10 +260,12 @@ class Method(NamedTuple):
     """The entries of its configuration that matter, beside those that all methods have."""
     read: Callable[[Layer], Any]
     """The adapted weight; or a pair, with what takes the place of the bias."""
-    write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]]
-    """The tensors of a layer by part, and its options."""
+    write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
+    """The tensors of a layer by part, and its options; None if the array is `rewritten`."""
     kinds: Collection[str] = ("linear", "matrix")
     """The kinds of layers that it adapts."""
+    others: Mapping[str, str] = {}
+    """Descriptions of layers of other kinds, which say why it does not adapt them."""
     conv1d: bool = True
     """Whether PEFT adapts GPT-2's `Conv1D` with it, whose weights are `(in, out)`."""
     patterns: Mapping[str, str] = {}
@@ -251,16 +280,34 @@ class Method(NamedTuple):
     """Makes what all layers share, from these and the tensors of `shared` that the file has."""
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """The tensors and options that all layers share."""
+    entry: str = "target_modules"
+    """The entry of the configuration that names its layers."""
+    named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
+    """The layers that the value of `entry` names, one of which is in the file for each key, where it is not
+    `target_modules`; takes the layouts of all layers."""
+    beside: Sequence["Method"] = ()
+    """Adapters of other layers that its files hold as well."""
+    refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
+    """An option whose value is not supported, and why, with `{}` for the value."""
+    read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
+    """The weight of this name, a stack of the weights of these layers in order; not all need be adapted."""
+    tied: Mapping[str, str] = {}
+    """The parts of an embedding's adapter that are, transposed, parts of that of the output layer tied to it;
+    none if files hold no such adapter."""
+    rewritten: Callable[[Any], Any] | None = None
+    """The array as that of another method, which files hold in its stead."""
 
     @property
     def name(self) -> str:
         """The name of the method in Python."""
         return self.peft_type.lower()
 
-    @property
-    def refused(self) -> str:
-        """A description of the layers that it does not adapt."""
-        return f"PEFT's {self.peft_type} is for {', '.join(self.kinds)} layers"
+    def refusal(self, name: str, kind: str, description: str | None = None) -> str:
+        """The reason not to adapt a layer of this kind."""
+        if kind in self.others:
+            return f"{name} is {self.others[kind]}"
+        found = description or f"of kind {kind!r}"
+        return f"PEFT's {self.peft_type} is for {', '.join(self.kinds)} layers; {name} is {found}"
 
 
 def as_written(x: float) -> float | int:

@@ -16,11 +16,11 @@ from jaxtyping import ArrayLike, PyTree
 
 from .._checked import checked
 from ..arrays.lora import LoraArray
+from ..arrays.lora.inits import Init
 from ..arrays.lora.matrices import with_factors
 from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from ..core.values import ArrayValue
-from .inits import Init
 from .loraify import blank
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices

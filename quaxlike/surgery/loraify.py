@@ -11,10 +11,10 @@ from .._checked import checked
 from .._patterns import PatternError, matches_layer, value_for
 from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
+from ..arrays.lora.inits import Init, initialise
 from ..arrays.lora.matrices import as_matrix
 from ..core.values import materialise
 from .adapt import adapters_on, weights_to_adapt
-from .inits import Init, initialise
 from .records import Layouts
 from .select import Where
 from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion

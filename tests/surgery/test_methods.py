@@ -11,6 +11,7 @@ import pytest
 import quaxlike as ql
 from quaxlike import adapters
 from quaxlike.adapters import METHODS, MethodArray
+from quaxlike.adapters.lora import TOKENS
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
 from tests.samples import normal, wrong_types
@@ -23,6 +24,7 @@ def _start(name, **options):
 KEY = jax.random.key(0)
 # For a weight of 6 outputs and 8 inputs: options, and how many numbers are trained.
 STARTS = {
+    "lora": ({"rank": 2}, 2 * (6 + 8)),
     "ia3": ({}, 6),
     "ia3, inputs": ({"of_inputs": True}, 8),
     "oft": ({"block_size": 4}, 2 * 6),
@@ -54,8 +56,8 @@ def test_all_methods_are_here():
     """And all can be named on a command line."""
     names = {name.partition(",")[0] for name in STARTS}
     types = [cls for cls in vars(adapters).values() if isinstance(cls, type) and issubclass(cls, MethodArray)]
-    assert names == {cls.__name__.removesuffix("Array").lower() for cls in types if cls is not MethodArray}
-    assert {*METHODS} == names
+    own = {cls.__name__.removesuffix("Array").lower() for cls in types if cls is not MethodArray}
+    assert names == {*METHODS} == {"lora", *own}
 
 
 @pytest.mark.quick(1)
@@ -183,3 +185,11 @@ def test_matrices_that_nobody_draws():
 def test_sizes_that_there_are_not(make, message):
     with pytest.raises(ValueError, match=message):
         ql.adapt({"a.weight": normal(6, 8)}, make, key=KEY)
+
+
+def test_rows_that_are_trained_start_as_they_are():
+    base = {"embed.weight": normal(9, 4)}
+    start = functools.partial(TOKENS.start, tokens=(1, 7))
+    model = ql.adapt(base, start, where=["embed"], layout={"embed.weight": "vo"})
+    np.testing.assert_array_equal(model["embed.weight"].rows, base["embed.weight"][jnp.array([1, 7])])
+    np.testing.assert_array_equal(ql.materialise(model["embed.weight"]), base["embed.weight"])

@@ -91,7 +91,7 @@ class LoraArray(AdaptedArray):
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
-    # What the initialisation took out of `w` (`surgery.inits.taken_by`), for files without the base.
+    # What the initialisation took out of `w` (`inits.taken_by`), for files without the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"

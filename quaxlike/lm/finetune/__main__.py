@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
+    if arguments.get("adapter") == "lora":  # which is what it trains without one, with options of its own
+        del arguments["adapter"]
     settings = Settings(**arguments)
     options = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
     of_lora = [f"--{name.replace('_', '-')}" for name in options if name in arguments]

@@ -2,9 +2,9 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,42 +13,31 @@ from jaxtyping import PyTree
 
 from ..._checked import checked
 from ..._patterns import PatternError
-from ...adapters import ALoRAArray
-from ...adapters.record import Layer, Method
+from ...adapters.record import PREFIX, ROOT, Layer, Method
 from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
-from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
-from ...core.values import is_value
+from ...arrays.lora import LoraBias, TrainableArray
 from ...files.errors import CheckpointError, file_error, hub_hint
 from ...files.tensors import Tensors, open_tensors
-from ...surgery.inits import initialise
-from ...surgery.loraify import blank
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
 from ...surgery.trees import layer_of, named_arrays, replace, suggestion
 from ...surgery.weight_axes import MATRIX
 from ..families import names_of
 from ..folders.file_pair import consistent
-from .config import CHANGES_BASE, PREFIX, AdapterConfig, files_of, read_config
+from .config import AdapterConfig, files_of, read_config
 from .stored import (
-    ENDINGS,
-    TOKENS,
     Stored,
     file_name,
     is_parameter,
     is_targeted,
-    parts_as_stored,
     renamed_parameters,
     separate_experts,
-    stacked,
     stored_as,
     why_unsupported,
 )
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
-
-# What the names of tensors that belong to a whole model start with.
-ROOT = PREFIX.removesuffix("model.")
 
 
 @checked
@@ -115,7 +104,20 @@ def load_adapter(
         raise file_error(config_file, None, f"has an expression that {error}") from None
 
 
+class _Names(NamedTuple):
+    """The arrays of the model under the names that they have in the file."""
+
+    arrays: Mapping[str, tuple[str, Any]]
+    """The name in the model, and the array."""
+    layers: Mapping[str, tuple[str, Any]]
+    """The weights, by the names of their layers."""
+    layouts: Mapping[str, Layout | None]
+    """By the names of arrays in the model."""
+    parameters: Collection[str]
+
+
 def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
+    method = config.method
     model = _with_separate_head(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
@@ -127,7 +129,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
             }
     arrays = {new: (name, innermost(leaf)) for new, name, leaf in names_in_file(model, rename)}
-    records = records_of(model, layout, fan_in_fan_out=config.fan_in_fan_out)
+    records = records_of(model, layout, fan_in_fan_out=bool(config.option("fan_in_fan_out")))
     layouts = {name: record.layout for name, record in records.items()}
     parameters = [
         new
@@ -136,53 +138,36 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     ]
     apart = separate_experts(file.adapters, {new: arrays[new][0] for new in parameters}, tensors_of)
     apart = {new: {layer: file.adapters.pop(layer, {}) for layer in own} for new, own in apart.items()}
-    file.adapters = renamed_parameters(file.adapters, parameters, config.target_parameters)
+    targets = config.option("target_parameters") or ()
+    file.adapters = renamed_parameters(file.adapters, parameters, targets)
     layers = {
         layer_of(new): (name, leaf)
         for new, (name, leaf) in arrays.items()
         if leaf is not None and len(leaf.shape) >= 2
     }
-    _check_layers(config, file, model, layers, parameters)
-    _check_tokens(config, file, layers, layouts)
+    names = _Names(arrays, layers, layouts, parameters)
+
     loaded: dict[str, Any] = dict(arrays.values())
-    of_lora = file.adapters
-    if config.method is not None:
-        of_lora = {}
-        loaded |= _adapters_of(config.method, config.options, file, layers, layouts, arrays)
-    for layer, keys in of_lora.items():
-        name, leaf = layers[layer]
-        bias_name, bias = arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
-        if layer in parameters and is_targeted(layer, config.target_parameters):
-            _check_plain(config, file, layer, keys)
-            loaded[name] = file.read_parts(
-                _blank(config, layer, leaf, layouts[name]), "parameter", keys, ("a", "b")
-            )
-            continue
-        lora, lora_bias = _adapter(config, file, layer, keys, (name, leaf), layouts, bias)
-        loaded[name] = lora
-        if lora_bias is not None:
-            loaded[bias_name] = lora_bias
-    if config.alora_invocation_tokens is not None:
-        _check_linear(file, [*apart.values()], {x: layouts[layers[x][0]] for x in of_lora}, parameters)
-        for name in (layers[layer][0] for layer in of_lora):
-            loaded[name] = ALoRAArray.of(loaded[name], config.alora_invocation_tokens)
+    for each, found in ((method, file.adapters), *file.beside):
+        _check_layers(each, found, config, file, model, names)
+        loaded |= _read_layers(each, found, config, file, names)
     for new, experts in apart.items():
         name, leaf = arrays[new]
-        loaded[name] = _adapter_of_experts(config, file, new, experts, leaf, layouts[name])
+        wanted = [[layer] for layer in experts if config.targets(layer)]
+        _check_found(method, file, experts, wanted)
+        if any(experts.values()):
+            loaded[name] = _read_stack(config, file, new, leaf, layouts[name], experts)
     for new, key in _trained_in_full(config, file, arrays).items():
         name, leaf = arrays[new]
         array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
         held = loaded.get(name)
         loaded[name] = LoraBias(array, held.b, held.scaling) if isinstance(held, LoraBias) else array
-    for layer, key in file.tokens.items():
-        name, leaf = layers[layer]
-        loaded[name] = _with_tokens(config, file, layer, key, leaf)
     return replace(model, loaded)
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
     """How the names of a decoder's body begin, if the adapter is of the body alone (`AutoModel`)."""
-    named, layers = {*file.adapters, *file.tokens}, set(layers)
+    named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None
     bodies = (f"{name}." for name in names_of("model"))
@@ -198,7 +183,7 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
         return model
-    if config.ensure_weight_tying:
+    if config.option("ensure_weight_tying"):
         for held in (file.adapters, file.bases, file.trained):
             for name in [name for name in held if name.partition(".")[0] == "lm_head"]:
                 del held[name]
@@ -208,75 +193,23 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
     return separated() if apart else model
 
 
-def _blank(config: AdapterConfig, layer: str, leaf: Any, layout: Any, count: int = 1) -> LoraArray:
-    """An adapter that changes nothing, of the layer's rank and alpha; or as many adapters, side by side."""
-    return blank(
-        leaf, layout, count * config.rank(layer), dtype=None, rslora=config.use_rslora,
-        alpha=config.alpha(layer) * (count**0.5 if config.use_rslora else count), dropout=config.lora_dropout,
-    )  # fmt: skip
-
-
-def _adapter_of_experts(
-    config: AdapterConfig, file: "_File", stack: str, experts: Mapping[str, Any], leaf: Any, layout: Any
-) -> Any:
-    """Puts the adapters of single experts on their stack; `experts` has their keys, by layer."""
-    for layer, keys in experts.items():
-        _check_target(file, layer, keys, config.targets(layer))
-    adapted = {layer: keys for layer, keys in experts.items() if keys}
-    for layer, keys in adapted.items():
-        _check_plain(config, file, layer, keys)
-    if not adapted:
-        return leaf
-    ranks = {(config.rank(layer), config.alpha(layer)) for layer in adapted}
-    if len(ranks) > 1:
-        found = next(iter(next(iter(adapted.values())).values()))
-        raise file.error(found, f"the experts of {stack} must have one rank and one alpha; found {ranks}")
-    each = len(experts) // leaf.shape[0]
-    lora = _blank(config, next(iter(adapted)), leaf, layout, each)
-    rank = lora.rank // each
-    a, b = (rank, lora.a.shape[-1]), (lora.b.shape[1] // each, rank)
-    read = lambda keys: (file.read(keys["a"], a), file.read(keys["b"], b)) if keys else None
-    return stacked(lora, [read(keys) for keys in experts.values()])
-
-
-def _check_plain(config: AdapterConfig, file: "_File", layer: str, keys: Mapping[str, str]) -> None:
-    """Raises unless the adapter of a parameter or an expert consists of the two factors alone."""
-    other = keys.keys() - {"a", "b"}
-    if other:
-        raise file.error(keys[other.pop()], f"expected lora_A and lora_B alone for {layer}")
-    for part in {"a", "b"} - keys.keys():
-        (found,) = keys.values()
-        missing = found.replace(ENDINGS["layer"]["b" if part == "a" else "a"], ENDINGS["layer"][part])
-        raise file.error(missing, f"is missing beside {found!r}")
-    if config.use_dora or config.lora_bias or config.init_lora_weights in CHANGES_BASE:
-        raise file.error(keys["a"], "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
-
-
-def _with_tokens(config: AdapterConfig, file: "_File", layer: str, key: str, leaf: Any) -> Any:
-    """The embedding with the trained rows in place of its own."""
-    tokens = config.trainable_token_indices
-    if isinstance(tokens, Mapping):
-        tokens = next(own for name, own in tokens.items() if is_targeted(layer, (name,)))
-    rows = file.read(key, (len(tokens), leaf.shape[1]))
-    if is_value(leaf) or any(token >= leaf.shape[0] for token in tokens):
-        raise file.error(key, f"the model's {layer} must be dense and have rows {list(tokens)}")
-    return TrainableRows(leaf, rows, tuple(tokens))
-
-
 class _File:
     """The tensors of an adapter, sorted by what they apply to."""
 
-    def __init__(self, tensors: Tensors, method: Method | None) -> None:
+    def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
-        endings = [ending for parts in ENDINGS.values() for ending in parts.items()]
-        endings = endings if method is None else [*method.parts.items()]
-        self.first = endings[0][1] if method is not None else ENDINGS["layer"]["a"]
         self.shared: dict[str, str] = {}  # name -> key: tensors of all layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
+        #: The same for what files hold beside them.
+        self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
         self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
-        self.tokens: dict[str, str] = {}  # layer -> key: rows of embeddings that are trained
-        of_all = {} if method is None else {f"{ROOT}{end}": name for name, end in method.shared.items()}
+        endings = [
+            (end, part, found)
+            for each, found in [(method, self.adapters), *self.beside]
+            for part, end in each.parts.items()
+        ]
+        of_all = {f"{ROOT}{end}": name for name, end in method.shared.items()}
         for key in tensors:
             if key in of_all:
                 self.shared[of_all[key]] = key
@@ -284,11 +217,9 @@ class _File:
             if not key.startswith(PREFIX):
                 raise self.error(key, f"expected a name that starts with {PREFIX!r}")
             name = key.removeprefix(PREFIX)
-            part, ending = next((x for x in endings if name.endswith(x[1])), (None, ""))
-            if part is not None:
-                self.adapters[name.removesuffix(ending)][part] = key
-            elif name.endswith(TOKENS):
-                self.tokens[name.removesuffix(TOKENS)] = key
+            ending, part, found = next((x for x in endings if name.endswith(x[0])), ("", "", None))
+            if found is not None:
+                found[name.removesuffix(ending)][part] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
             elif ".original_module." not in name and ".modules_to_save." not in name:
@@ -324,183 +255,120 @@ class _File:
         """Reads an array of this shape, stored in PyTorch's layout."""
         return stored.take(self.read(key, stored.shape), shape)
 
-    def read_parts(
-        self, lora: LoraArray, kind: str, keys: Mapping[str, str], parts: Iterable[str]
-    ) -> LoraArray:
-        """The adapter with parts of the file, on a layer of this kind."""
-        stored = parts_as_stored(lora, kind)
-        shapes = {"a": lora.a.shape, "b": lora.b.shape, "magnitude": lora.b.shape[:-1]}
-        return lora.replace(**{x: self.read_as(keys[x], stored[x], shapes[x]) for x in parts})
+
+# layer, part -> key
+_Found = Mapping[str, Mapping[str, str]]
 
 
 def _check_layers(
-    config: AdapterConfig, file: _File, model: PyTree, layers: Mapping[str, Any], parameters: Sequence[str]
+    method: Method, found: _Found, config: AdapterConfig, file: _File, model: PyTree, names: _Names
 ) -> None:
-    """Raises unless the file has adapters for exactly the layers that the configuration targets."""
-    for layer, keys in file.adapters.items():
-        if layer not in layers:
-            shapes = {layer: leaf for layer, (_, leaf) in layers.items()}
-            raise file.error(
-                next(iter(keys.values())), f"the model has no layer {layer!r}. {suggestion(layer, shapes)}"
-            )
-    if config.target_modules is None and not config.target_parameters:
-        return
+    """Raises unless the file has adapters for exactly the layers that the configuration names."""
+    for layer, keys in found.items():
+        if layer not in names.layers:
+            near = suggestion(layer, {layer: leaf for layer, (_, leaf) in names.layers.items()})
+            raise file.error(next(iter(keys.values())), f"the model has no layer {layer!r}. {near}")
+    if method.named is not None:
+        layouts = {layer: names.layouts[name] for layer, (name, _) in names.layers.items()}
+        named = method.named(config.option(method.entry), layouts)
+        _check_found(method, file, found, named.values())
+    elif config.target_modules is not None or config.option("target_parameters"):
+        _check_found(method, file, found, [[layer] for layer in _targets(config, file, model, names)])
+
+
+def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -> list[str]:
+    """The layers that `target_modules` and `target_parameters` name."""
     # `target_modules` names no parameters, which experts and routers are in transformers 5.
     modules = {
         layer: name
-        for layer, (name, _) in layers.items()
-        if layer in file.adapters or not (layer in parameters or is_router(layer, parameters))
+        for layer, (name, _) in names.layers.items()
+        if layer in file.adapters or not (layer in names.parameters or is_router(layer, names.parameters))
     }
     if config.target_modules == "all-linear":
         chosen = select(model, "all-linear")
         targets = [layer for layer, name in modules.items() if name in chosen and not config.saves(layer)]
     else:
         targets = [layer for layer in modules if config.targets(layer)]
-    for layer in layers:
-        parameter = layer if layer in parameters else f"{layer}.weight"
-        if layer not in targets and is_targeted(parameter, config.target_parameters):
+    named = config.option("target_parameters") or ()
+    for layer in names.layers:
+        parameter = layer if layer in names.parameters else f"{layer}.weight"
+        if layer not in targets and is_targeted(parameter, named):
             targets.append(layer)
-    for layer in dict.fromkeys([*targets, *file.adapters]):
-        _check_target(file, layer, file.adapters.get(layer, {}), layer in targets)
+    return targets
 
 
-def _check_linear(
-    file: _File, apart: Sequence[Mapping[str, Any]], layers: Mapping[str, Layout | None],
-    parameters: Sequence[str],
-) -> None:  # fmt: skip
-    """Raises for adapters of aLoRA that are not on linear layers."""
-    experts = [(layer, keys) for own in apart for layer, keys in own.items() if keys]
-    others = [
-        (layer, file.adapters[layer])
-        for layer, layout in layers.items()
-        if layer in parameters or layout is None or layout.kind not in ("linear", "matrix")
-    ]
-    for layer, keys in [*experts, *others]:
-        raise file.error(next(iter(keys.values())), f"PEFT's aLoRA is for linear layers; {layer} is none")
+def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Sequence[str]]) -> None:
+    """Raises unless the file has an adapter for one layer of each of those named, and for no other."""
+    named = [*named]
+    for layers in named:
+        if not any(found.get(layer) for layer in layers):
+            key = f"{PREFIX}{layers[0]}{next(iter(method.parts.values()))}"
+            raise file.error(key, f"is missing: {method.entry} names this layer")
+    expected = {layer for layers in named for layer in layers}
+    for layer, keys in found.items():
+        if keys and layer not in expected:
+            problem = f"is not expected: {method.entry} does not name this layer"
+            raise file.error(next(iter(keys.values())), problem)
 
 
-def _check_target(file: _File, layer: str, keys: Mapping[str, str], is_target: bool) -> None:
-    """Raises if the file has an adapter for a layer that is no target, or none for one that is."""
-    if is_target and not keys:
-        raise file.error(f"{PREFIX}{layer}{file.first}", "is missing: target_modules names this layer")
-    if keys and not is_target:
-        problem = "is not expected: target_modules does not name this layer"
-        raise file.error(next(iter(keys.values())), problem)
-
-
-def _check_tokens(
-    config: AdapterConfig, file: _File, layers: Mapping[str, Any], layouts: Mapping[str, Layout | None]
-) -> None:
-    """Raises unless the file has rows for exactly the embeddings whose tokens the configuration names."""
-    tokens = config.trainable_token_indices
-    if isinstance(tokens, Mapping):
-        named = {own: [layer for layer in layers if is_targeted(layer, (own,))] for own in tokens}
-    else:  # of the embedding of the inputs, whatever the model calls it
-        embeds = lambda layer: (
-            (layout := layouts[layers[layer][0]]) is not None and layout.kind == "embedding"
-        )
-        named = {"embed_tokens": sorted(layers, key=embeds, reverse=True)} if tokens else {}
-    for layer, key in file.tokens.items():
-        if not any(layer in own for own in named.values()):
-            problem = "is not expected" if layer in layers else f"the model has no layer {layer!r}"
-            raise file.error(key, f"{problem}: trainable_token_indices does not name it")
-    for own, found in named.items():
-        if not any(layer in file.tokens for layer in found):
-            layer = next(iter(found), own)
-            raise file.error(f"{PREFIX}{layer}{TOKENS}", "is missing: trainable_token_indices names tokens")
-
-
-def _adapter(
-    config: AdapterConfig,
-    file: _File,
-    layer: str,
-    keys: Mapping[str, str],
-    weight: tuple[str, Any],
-    layouts: Mapping[str, Layout | None],
-    bias: Any,
-) -> tuple[LoraArray, LoraBias | None]:
-    embedding = any("lora_embedding" in key for key in keys.values())
-    used = {"a", "b", *(["bias"] if config.lora_bias else []), *(["magnitude"] if config.use_dora else [])}
-    endings = ENDINGS["embedding" if embedding else "layer"]
-    wanted = {part: f"{PREFIX}{layer}{endings[part]}" for part in endings if part in used}
-    for part in wanted.keys() | keys.keys():
-        if part not in keys:
-            raise file.error(wanted[part], "is missing")
-        if part not in wanted or keys[part] != wanted[part]:
-            raise file.error(keys[part], "is not expected with this configuration")
-
-    name, leaf = weight
-    layout = layouts[name]
-    if embedding:
-        layout = Layout.parse("vo")
-    elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
-        layout = MATRIX
-    if layout is None or not layout.is_known or layout.kind in ("grouped conv", "other conv"):
-        raise file.error(keys["a"], f"the model's {layer} is {why_unsupported(layout)}")
-    base = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
-    rank = config.rank(layer)
-    if (found := file.tensors.info[keys["a"]].shape[:1]) != (rank,):  # before allocating that much
-        raise file.error(
-            keys["a"], f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}"
-        )
-    lora = _blank(config, layer, base, layout)
-    if layout.batch_shape(tuple(leaf.shape)):
-        raise file.error(keys["a"], f"the model's {layer} is a stack of layers, of shape {base.shape}")
-    if config.init_lora_weights in CHANGES_BASE and not embedding:  # PEFT, too, leaves embeddings alone
-        if layout.kind == "conv" or (config.init_lora_weights == "olora" and config.fan_in_fan_out):
-            raise file.error(keys["a"], f"PEFT has no {config.init_lora_weights} for {layer}")
-        try:
-            lora = initialise(config.init_lora_weights, layout.kind, layer, lora, None)
-        except ValueError as error:
-            raise file.error(keys["a"], str(error)) from None
-    lora = file.read_parts(lora, layout.kind, keys, wanted.keys() - {"bias"})
-    if "bias" not in wanted:
-        return lora, None
-    stored, shape = parts_as_stored(lora, layout.kind)["bias"], lora.b.shape[:-1]
-    return lora, LoraBias(bias, file.read_as(keys["bias"], stored, shape), lora.scaling)
-
-
-def _adapters_of(
-    method: Method,
-    options: Mapping[str, Any],
-    file: _File,
-    layers: Mapping[str, tuple[str, Any]],
-    layouts: Mapping[str, Layout | None],
-    arrays: Mapping[str, tuple[str, Any]],
+def _read_layers(
+    method: Method, found: _Found, config: AdapterConfig, file: _File, names: _Names
 ) -> dict[str, Any]:
     """The adapted weights of a method, and the biases that change along, by their names in the model."""
-    found: dict[str, Layer] = {}
-    for layer, keys in file.adapters.items():
-        name, leaf = layers[layer]
-        layout, key = layouts[name], next(iter(keys.values()))
-        if (
-            layout is not None
-            and layout.kind == "embedding"
-            and not any("embedding" in k for k in keys.values())
-        ):
-            layout = MATRIX  # its name only looks like an embedding's
-        if layout is None or not layout.is_known or layout.batch_shape(tuple(leaf.shape)):
-            raise file.error(key, f"the model's {layer} is {why_unsupported(layout)}")
-        if layout.kind not in method.kinds:
-            raise file.error(key, f"{method.refused}; the model's {layer} is of kind {layout.kind!r}")
-        _, bias = arrays.get(f"{layer}.bias", ("", None))
+    layers: dict[str, Layer] = {}
+    biases: dict[str, str] = {}
+    parameters = config.option("target_parameters") or ()
+    for layer, keys in found.items():
+        name, leaf = names.layers[layer]
+        biases[layer], bias = names.arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
         leaf = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
-        found[layer] = Layer(layer, leaf, layout, bias, options, file, keys, PREFIX, method)
+        layout = names.layouts[name]
+        if any(part.startswith("embedding") for part in keys):
+            layout = Layout.parse("vo")
+        elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
+            layout = MATRIX
+        is_parameter = layer in names.parameters and is_targeted(layer, parameters)
+        key = next(iter(keys.values()))
+        is_stack = layout is not None and layout.batch_shape(tuple(leaf.shape)) and not is_parameter
+        if layout is None or not layout.is_known or is_stack:
+            raise file.error(key, f"the model's {layer} is {why_unsupported(layout)}")
+        kind = "parameter" if is_parameter else layout.kind
+        if kind not in method.kinds:
+            raise file.error(key, method.refusal(f"the model's {layer}", kind))
+        layers[layer] = Layer(layer, leaf, layout, bias, config.options, file, keys, method, kind)
     shared = None
     if method.prepare is not None:
         shared = method.prepare(
-            [*found.values()], {name: file.read(key, file.shape(key)) for name, key in file.shared.items()}
+            [*layers.values()], {name: file.read(key, file.shape(key)) for name, key in file.shared.items()}
         )
     out: dict[str, Any] = {}
-    for name, layer in found.items():
+    for name, layer in layers.items():
         layer.shared = shared
         read = method.read(layer)
-        array, bias = read if isinstance(read, tuple) else (read, None)
         layer.check_all_read()
-        out[layers[name][0]] = array
+        array, bias = read if isinstance(read, tuple) else (read, None)
+        out[names.layers[name][0]] = array
         if bias is not None:
-            out[arrays[f"{name}.bias"][0]] = bias
+            out[biases[name]] = bias
     return out
+
+
+def _read_stack(
+    config: AdapterConfig, file: _File, name: str, leaf: Any, layout: Any, experts: _Found
+) -> Any:
+    """The adapted stack of experts with adapters of their own; `experts` has the keys of all, by layer."""
+    method = config.method
+    if method.read_stack is None:
+        key = next(key for keys in experts.values() for key in keys.values())
+        raise file.error(key, method.refusal(f"the model's {name}", "parameter", "a stack of experts"))
+    layers = [
+        Layer(layer, leaf, layout, None, config.options, file, keys, method, "parameter")
+        for layer, keys in experts.items()
+    ]
+    array = method.read_stack(name, layers)
+    for layer in layers:
+        layer.check_all_read()
+    return array
 
 
 def _trained_in_full(
@@ -510,9 +378,9 @@ def _trained_in_full(
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
-    if config.bias == "all":
+    if config.option("bias") == "all":
         wanted += [new for new in floats if new.endswith(".bias") and new not in wanted]
-    elif config.bias == "lora_only":
+    elif config.option("bias") == "lora_only":
         wanted += [
             new for new in (f"{layer}.bias" for layer in file.adapters) if new in held and new not in wanted
         ]

@@ -4,12 +4,10 @@ There, the weight of a linear layer is `(out, in)`, that of a convolution `(out,
 called `weight`; a bias has one axis. An array that is called `weight` already keeps its layout.
 
 `target_parameters` are adapters of parameters that are no weights of layers, such as stacks of experts and
-matrices of recurrent cells. The factors of a stack `(experts, …)` are stored in one matrix each: `A` as
-`(experts * rank, in)`, with experts as the slower index, `B` as `(out, rank * experts)`, with experts as the
-faster one. If several parameters of a module have adapters, their wrappers are nested, the first innermost:
-each but the last is under `base_layer` of the next. The weights of routers, which are parameters of separate
-modules, are named the same way. In transformers 4, the matrices of experts were layers, each with its own
-adapter.
+matrices of recurrent cells. If several parameters of a module have adapters, their wrappers are nested, the
+first innermost: each but the last is under `base_layer` of the next. The weights of routers, which are
+parameters of separate modules, are named the same way. In transformers 4, the matrices of experts were
+layers, each with its own adapter.
 """
 
 import math
@@ -18,25 +16,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
+from ...adapters.lora import GROUPED
 from ...arrays.layout import Layout
-from ...arrays.lora import LoraArray
 from ...surgery.trees import layer_of
 from ...surgery.weight_axes import is_norm
 
-#: The endings of an adapter's tensors, by its parts, for embeddings and for all other layers.
-ENDINGS = {
-    "embedding": {
-        "a": ".lora_embedding_A", "b": ".lora_embedding_B", "magnitude": ".lora_magnitude_vector",
-    },
-    "layer": {
-        "a": ".lora_A.weight", "b": ".lora_B.weight", "bias": ".lora_B.bias",
-        "magnitude": ".lora_magnitude_vector",
-    },
-}  # fmt: skip
-#: The ending of the rows of an embedding that are trained.
-TOKENS = ".token_adapter.trainable_tokens_delta"
 _WRAPPED = ".base_layer"
 # The parameters that come first in their modules, whatever the order of a model's dict.
 _FIRST = ("gate_up_proj", "weight_ih")
@@ -104,31 +89,8 @@ def why_unsupported(layout: Layout | None) -> str:
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"
     if layout.kind in ("grouped conv", "other conv"):
-        return (
-            "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the "
-            "weight"
-        )
+        return GROUPED
     return "a stack of layers; save them one by one"
-
-
-def parts_as_stored(lora: LoraArray, kind: str) -> dict[str, Stored]:
-    """How the parts of an adapter are stored, on a layer of this kind or on a `"parameter"`: a linear layer
-    has one axis each of outputs and inputs, a convolution a window of ones after its outputs."""
-    rank, out, into, n = lora.rank, math.prod(lora.b.shape[:-1]), lora.a.shape[1:], lora.b.ndim
-    plain = lambda ndim, *shape: Stored(range(ndim), shape)
-    if kind == "parameter":
-        count = math.prod(lora.a.shape[:-2])
-        return {
-            "a": plain(lora.a.ndim, count * rank, lora.a.shape[-1]),
-            "b": Stored([n - 2, n - 1, *range(n - 2)], (lora.b.shape[-2], rank * count)),
-        }
-    ones = (1,) * (len(into) - 1) if kind == "conv" else ()
-    return {
-        "a": plain(lora.a.ndim, rank, *(into if kind == "conv" else [math.prod(into)])),
-        "b": plain(n, out, rank, *ones),
-        "bias": plain(n - 1, out),
-        "magnitude": plain(n - 1, *((1, out, *ones) if kind == "conv" else [out])),
-    }
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
@@ -175,22 +137,3 @@ def separate_experts(
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
     return apart if {layer for own in apart.values() for layer in own} & set(adapters) else {}
-
-
-def stacked(lora: LoraArray, parts: Sequence[tuple[Any, Any] | None]) -> LoraArray:
-    """The adapter of a stack from the adapters of its matrices, in order; None for a matrix without one.
-
-    An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
-    `a` holds all of theirs, and its `b` is zero between different matrices.
-    """
-    (n, rank, _), out = lora.a.shape, lora.b.shape[1]
-    each = len(parts) // n
-    dtype = next(part[0].dtype for part in parts if part is not None)
-    a, b = np.zeros(lora.a.shape, dtype), np.zeros(lora.b.shape, dtype)
-    for number, part in enumerate(parts):
-        if part is not None:
-            i, j = divmod(number, each)
-            own = slice(j * rank // each, (j + 1) * rank // each)
-            a[i, own] = part[0]
-            b[i, j * out // each : (j + 1) * out // each, own] = part[1]
-    return lora.replace(a=jnp.asarray(a), b=jnp.asarray(b))

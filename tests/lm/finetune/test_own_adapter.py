@@ -281,3 +281,6 @@ def test_options_of_lora_are_refused(capsys):
     assert (
         "--rank, --dora cannot be used with --adapter: these are options of LoRA" in capsys.readouterr().err
     )
+    with pytest.raises(SystemExit):  # for another reason
+        main(["--model=m", "--data=d", "--output=o", "--adapter=lora", "--invocation=x", "--dora"])
+    assert "--dora cannot be used with --invocation" in capsys.readouterr().err

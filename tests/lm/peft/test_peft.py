@@ -319,7 +319,7 @@ def test_the_adapter_of_another_model(kind, name, bases):
 @pytest.mark.parametrize("rank", [10**7, 10**12])
 def test_ranks_are_compared_with_the_tensors_first(rank, damaged, bases, monkeypatch):
     edit_config(damaged, r=rank)
-    monkeypatch.setattr("quaxlike.lm.peft.load.blank", None)  # which would make arrays of this rank
+    monkeypatch.setattr(ql.LoraArray, "__init__", None)  # which would make arrays of this rank
     with pytest.raises(CheckpointError, match=rf"the configuration gives rank {rank}; found 4"):
         peft.load_adapter(damaged, bases["bert"])
 

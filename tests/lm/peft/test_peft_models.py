@@ -193,6 +193,21 @@ def test_experts_that_differ_in_shape(tmp_path):
         peft.load_adapter(adapter(QUICK[0]), model)
 
 
+def test_trained_tokens_of_a_table_that_is_no_layer(tmp_path):
+    """Rows of any matrix, whatever its name says of it."""
+    draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+    base = {"table.weight": draw(0, 9, 4), "out.weight": draw(1, 3, 4), "up": {"kernel": draw(2, 4, 6)}}
+    tokens = {"table": [1, 7], "kernel": [0]}
+    where = ["out.weight"]
+    model = ql.loraify(base, rank=2, where=where, trainable_token_indices=tokens, key=jax.random.key(3))
+    peft.save_adapter(tmp_path, model)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["trainable_token_indices"] == {
+        "table": [1, 7],
+        "up": [0],
+    }
+    assert eqx.tree_equal(peft.load_adapter(tmp_path, base), model)
+
+
 _SIZES = {"vocab_size": 20, "num_attention_heads": 2}
 _BODIES = {
     "LlamaForCausalLM": ({"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}, "layers.0."),

@@ -1,0 +1,422 @@
+"""The files of LoRA, with rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA; its array type is `LoraArray`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+
+from .._checked import a_or_an
+from ..arrays.layout import Layout
+from ..arrays.lora.array import RANK, LoraArray, labels
+from ..arrays.lora.inits import initialise, taken_by
+from ..arrays.lora.matrices import as_matrix, halves, svd, with_factors
+from ..arrays.lora.trainable import LoraBias, TrainableRows
+from ..core.values import is_value
+from .alora import ALoRAArray
+from .record import Layer, Method, Option, Weight, Written, by_pattern, flag, number, starts
+
+# Initialisations that leave the base alone; those that move a part of it into the adapter, which can be told
+# from the base; and the beginnings of those that change it in another way.
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+_CHANGES_BASE = ("pissa", "olora")
+_UNKNOWN_CHANGES = {
+    "pissa_niter_": "a part of the base that depends on random numbers",
+    "corda": "a part of the base that depends on the inputs of its layers",
+    "lora_ga": "a part of the base that depends on gradients",
+    "loftq": "the rounding error of a base that PEFT quantised",
+}
+#: Why there is no adapter of a grouped or transposed convolution.
+GROUPED = (
+    "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the weight"
+)
+
+
+@starts
+def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
+    """LoRA as it starts by default; [`quaxlike.loraify`][] has all options."""
+    a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
+    return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def _init_of(options: Mapping[str, Any]) -> Any:
+    init = options["init_lora_weights"]
+    return init.lower() if isinstance(init, str) else init
+
+
+def _fits_init(x: Any) -> bool:
+    lower = x.lower() if isinstance(x, str) else x
+    return lower in (*_KEEPS_BASE, *_CHANGES_BASE) or (
+        isinstance(lower, str) and lower.startswith(tuple(_UNKNOWN_CHANGES))
+    )
+
+
+def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    init = _init_of(options)
+    for start, taken in _UNKNOWN_CHANGES.items():
+        if isinstance(init, str) and init.startswith(start):
+            return "init_lora_weights", (
+                f"with {{}} the adapter holds {taken}, which is not in the file. If the model holds the base "
+                "as it was left then, write true here; else save the adapter in PEFT again, with "
+                "`path_initial_model_for_weight_conversion`"
+            )
+    if options["alora_invocation_tokens"]:
+        changing = {"init_lora_weights": init in _CHANGES_BASE}
+        changing |= {name: options[name] for name in ("use_dora", "lora_bias")}
+        for name in (name for name, changes in changing.items() if changes):
+            return name, "{} is not supported beside alora_invocation_tokens"
+    return None
+
+
+def _is_tokens(x: Any) -> bool:
+    return isinstance(x, list) and all(type(token) is int and token >= 0 for token in x)
+
+
+_RANK = Option(8, "a positive integer", lambda x: type(x) is int and x > 0)
+_OPTIONS = {
+    "r": _RANK,
+    "lora_alpha": number(8),
+    "rank_pattern": by_pattern(_RANK)._replace(expected="positive integers by pattern"),
+    "alpha_pattern": by_pattern(number(8))._replace(expected="numbers by pattern"),
+    "bias": Option("none", "'none', 'all' or 'lora_only'", lambda x: x in ("none", "all", "lora_only")),
+    "lora_bias": flag()._replace(is_recent=True),
+    "lora_dropout": Option(
+        0.0, "a number from 0 to 1", lambda x: number(0).fits(x) and 0 <= x < 1
+    ),
+    "use_rslora": flag(),
+    "use_dora": flag(),
+    "fan_in_fan_out": flag(),
+    "init_lora_weights": Option(
+        True, f"one of {', '.join(map(repr, (*_KEEPS_BASE, *_CHANGES_BASE)))}", _fits_init
+    ),
+    "target_parameters": Option(
+        [], "a list of names", lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x),
+        is_recent=True,
+    ),
+    "trainable_token_indices": Option(
+        None, "tokens, or tokens by the name of an embedding",
+        lambda x: all(map(_is_tokens, x.values())) if isinstance(x, dict) else _is_tokens(x),
+    ),
+    "ensure_weight_tying": flag()._replace(is_recent=True),
+    "alora_invocation_tokens": Option(
+        None, "one or more tokens", lambda x: _is_tokens(x) and x != [], is_recent=True
+    ),
+}  # fmt: skip
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArray:
+    """The weight with these factors: of one adapter, or of as many with the layer's scaling side by side."""
+    rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha", "alpha_pattern"))
+    return layer.on(
+        LoraArray, a, b, rslora=rslora, alpha=alpha * (count**0.5 if rslora else count),
+        dropout=layer.option("lora_dropout"), **options,
+    )  # fmt: skip
+
+
+def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
+    """The factors `a` and `b` of a matrix of low rank, with the axes of inputs and outputs."""
+    start = "embedding_" if layer.kind == "embedding" else ""
+    into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
+    a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
+    b = layer.read(f"{start}b", layer.outputs, rank, *[1] * len(layer.window))
+    return a, b.reshape(*layer.out_shape, rank)
+
+
+def written_factors(layer: Written, a: Any, b: Any) -> dict[str, Any]:
+    """The factors as files hold them; undoes `read_factors`."""
+    start, rank = "embedding_" if layer.kind == "embedding" else "", b.shape[-1]
+    a = a if layer.kind == "conv" else a.reshape(rank, -1)
+    return {f"{start}a": a, f"{start}b": b.reshape(-1, rank, *[1] * len(layer.window))}
+
+
+def _read(layer: Layer) -> Any:
+    start, rank = "embedding_" if layer.kind == "embedding" else "", layer.option("r", "rank_pattern")
+    tokens = layer.option("alora_invocation_tokens")
+    if tokens and layer.kind not in ("linear", "matrix"):
+        raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
+    if layer.kind == "parameter":
+        return _read_parameter(layer, rank)
+    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # before allocating that much
+        raise layer.error(
+            f"{start}a",
+            f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
+        )
+    a, b = read_factors(layer, rank)
+    magnitude = None
+    if layer.option("use_dora"):
+        shape = (layer.outputs,)
+        shape = (1, *shape, *[1] * len(layer.window)) if layer.kind == "conv" else shape
+        magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
+    array = _on(layer, a, b, magnitude=magnitude)
+    init = _init_of(layer.options)
+    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT, too, leaves embeddings alone
+        if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
+            raise layer.error("a", f"PEFT has no {init} for {layer.name}")
+        try:
+            array = initialise(init, layer.kind, layer.name, array, None).replace(a=a, b=b)
+        except ValueError as error:
+            raise layer.error("a", str(error)) from None
+    if tokens:
+        return ALoRAArray.of(array, tokens)
+    if layer.option("lora_bias") and not start:
+        bias = layer.read("bias", layer.outputs).reshape(layer.out_shape)
+        return array, LoraBias(layer.bias, bias, array.scaling)
+    return array
+
+
+def _check_plain(layer: Layer) -> None:
+    if layer.option("use_dora") or layer.option("lora_bias") or _init_of(layer.options) in _CHANGES_BASE:
+        raise layer.error(None, "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
+
+
+# The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with
+# experts as the slower index, `B` as `(out, rank * experts)`, with experts as the faster one.
+
+
+def _read_parameter(layer: Layer, rank: int) -> LoraArray:
+    _check_plain(layer)
+    batch = layer.layout.batch_shape(tuple(layer.w.shape))
+    count = math.prod(batch)
+    a = layer.read("a", count * rank, layer.inputs).reshape(*batch, rank, layer.inputs)
+    b = layer.read("b", layer.outputs, rank * count).reshape(layer.outputs, rank, *batch)
+    return _on(layer, a, jnp.moveaxis(b, (0, 1), (-2, -1)))
+
+
+def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
+    """A stack of experts, each of which had an adapter of its own in transformers 4.
+
+    An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
+    `a` holds all of theirs, and its `b` is zero between different matrices.
+    """
+    first, *_ = adapted = [layer for layer in layers if layer.is_in_file]
+    for layer in adapted:
+        _check_plain(layer)
+        if layer.option("alora_invocation_tokens"):
+            raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
+    sizes = {(x.option("r", "rank_pattern"), float(x.option("lora_alpha", "alpha_pattern"))) for x in adapted}
+    if len(sizes) > 1:
+        raise first.error(None, f"the experts of {name} must have one rank and one alpha; found {sizes}")
+    (rank, _), n = sizes.pop(), first.w.shape[0]
+    each = len(layers) // n
+    out = first.outputs // each
+    parts = {
+        i: (layer.read("a", rank, first.inputs), layer.read("b", out, rank))
+        for i, layer in enumerate(layers)
+        if layer.is_in_file
+    }
+    dtype = next(iter(parts.values()))[0].dtype
+    a = np.zeros((n, each * rank, first.inputs), dtype)
+    b = np.zeros((n, first.outputs, each * rank), dtype)
+    for index, (own_a, own_b) in parts.items():
+        i, j = divmod(index, each)
+        own = slice(j * rank, (j + 1) * rank)
+        a[i, own] = own_a
+        b[i, j * out : (j + 1) * out, own] = own_b
+    return _on(first, jnp.asarray(a), jnp.asarray(b), each)
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
+    x = layer.array
+    if isinstance(x, ALoRAArray):
+        if len(x.w.shape) != 2:
+            raise ValueError(f"PEFT's aLoRA is for linear layers; {layer.path} is of shape {x.w.shape}.")
+        x = x.lora()
+    options = {
+        "r": x.rank,
+        "lora_alpha": int(x.alpha) if x.alpha == int(x.alpha) else x.alpha,
+        "lora_dropout": x.dropout,
+        "use_rslora": x.rslora,
+        "use_dora": x.magnitude is not None,
+    }
+    parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
+    if isinstance(layer.bias, LoraBias):  # that of all layers, or of none
+        parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
+    return parts, options
+
+
+def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
+    if x.shape != x.w.shape or layer.layout.batch_shape(x.shape):
+        raise ValueError(
+            f"{layer.name} is of shape {x.shape}, with adapters of shapes {x.a.shape} and {x.b.shape}: "
+            "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
+        )
+    axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
+    if axes == own[::-1]:  # the layer shares its adapter with the embedding that it is tied to
+        if x.magnitude is not None:
+            raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
+        return {"a": x.b.T, "b": x.a.T}
+    if axes != own:
+        raise ValueError(
+            f"The adapter on {layer.name} has out_axes={axes[0]} and in_axes={axes[1]}; those of the layer "
+            f"are {own[0]} and {own[1]}."
+        )
+    parts = written_factors(layer, x.a, x.b)
+    if x.magnitude is not None:
+        ones = [1] * len(layer.window)
+        parts["magnitude"] = x.magnitude.reshape((1, -1, *ones) if layer.kind == "conv" else (-1,))
+    return parts
+
+
+def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
+    if not x.a.ndim == x.b.ndim == len(x.w.shape) or x.magnitude is not None:
+        raise ValueError(
+            "PEFT's files have one low-rank adapter for each matrix of a parameter, each expert for example; "
+            f"that of {layer.path}, {x.w.shape}, has factors of shapes {x.a.shape} and {x.b.shape}"
+            f"{'' if x.magnitude is None else ', and a magnitude'}."
+        )
+    if len(x.shape) == 2 and x.out_axes != (-2,):
+        raise ValueError(
+            f"PEFT's files have no place for {layer.path}, of shape {x.shape}: it is stored as (in, out), "
+            "and no layer's weight."
+        )
+    b = jnp.moveaxis(x.b, (-2, -1), (0, 1))
+    return {"a": x.a.reshape(-1, x.a.shape[-1]), "b": b.reshape(len(b), -1)}
+
+
+def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """How all adapters started, and the tokens that invoke them."""
+    activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
+    if not activated:
+        return {"init_lora_weights": _started(layers)}
+    invocations = sorted({x.invocation for x in activated.values()})
+    others = [x.path for name, x in layers.items() if name not in activated]
+    if len(invocations) > 1 or others:
+        what = f"those of {others[0]} on all" if others else f"others on those from {list(invocations[1])} on"
+        raise ValueError(
+            "PEFT's files hold adapters that act on the same tokens; here some act on those from "
+            f"{list(invocations[0])} on, {what}."
+        )
+    return {"alora_invocation_tokens": [*invocations[0]]}
+
+
+# -------------------------------------------------------------------------------------------------
+# Adapters whose initialisation took a part of the base, in files that do not hold the base.
+#
+# PEFT takes the part out again when it loads "pissa" and "olora", which follow from the base alone. For all
+# others, and for layers where it does not, the part goes into the file: with `base + taken` for the base that
+# is adapted, `[a, a'], [b, b']` with `scaling * b' a' = taken` give the same sum on `base`, at twice the rank
+# (PEFT's `path_initial_model_for_weight_conversion`).
+# -------------------------------------------------------------------------------------------------
+
+
+def _started(layers: Mapping[str, Written]) -> str | bool:
+    """The entry `init_lora_weights`. Raises `ValueError` if it cannot tell what was taken out of the base."""
+    names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
+    if not names:
+        return True
+    name = next(iter(names)) if len(names) == 1 else None
+    own_biases = any(isinstance(x.bias, LoraBias) for x in layers.values())
+    for layer, x in layers.items():
+        taken = x.array.taken
+        # OLoRA takes the factors of the weight as it is stored.
+        turned = taken is not None and taken[0] == "olora" and x.is_fan_in_fan_out
+        in_peft = x.kind in ("linear", "matrix") and not turned and not own_biases
+        is_derivable = name in _CHANGES_BASE and in_peft and taken == taken_by(str(name), x.array)
+        if not (is_derivable or (taken is None and not in_peft)):
+            raise ValueError(
+                f"The initialisations of the adapters ({', '.join(sorted(names))}) changed the base, and a "
+                f"file without the base cannot tell how for {layer}. Pass `base`: the model before it was "
+                "adapted, to put that part into the file; or this model, if its base is saved as well and "
+                "the adapter will be loaded on that."
+            )
+    return str(name)
+
+
+def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
+    """The adapter that gives the same weight when it is put on `w`."""
+    if x.w is w or eqx.tree_equal(x.w, w) is True:
+        return x.replace(taken=None)
+    kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
+    if is_value(w) or is_value(x.w) or kind(w) != kind(x.w):
+        raise ValueError(
+            f"`base` has {a_or_an(kind(w))} as {name}, and the adapted base is {a_or_an(kind(x.w))}: the "
+            "file can hold the difference of plain arrays only. Quantise the model after the adapter is "
+            "loaded."
+        )
+    before = as_matrix(x, w)
+    taken = as_matrix(x, x.w) - before
+    u, s, vt = svd(taken, x.rank)
+    rest = taken - jnp.matmul(u * s[..., None, :], vt, precision="highest")
+    share = float(jnp.linalg.norm(rest) / jnp.linalg.norm(before))
+    if not share <= 8 * max(float(jnp.finfo(x.dtype).eps), 1e-6):
+        raise ValueError(
+            f"`base` and the adapted base differ in {name} by more than an initialisation of rank {x.rank} "
+            f"takes out (the rest is {share:.1g} of the weight)."
+        )
+    other = with_factors(x, *halves(u, s / x.scaling, vt))
+    _, a_labels, b_labels = labels(x)
+    return x.replace(
+        a=jnp.concatenate([x.a, other.a], a_labels.index(RANK)),
+        b=jnp.concatenate([x.b, other.b], b_labels.index(RANK)),
+        alpha=x.alpha * (math.sqrt(2) if x.rslora else 2),
+        w=w,
+        taken=None,
+    )
+
+
+# Trained tokens -----------------------------------------------------------------------------------
+
+
+def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
+    """The embeddings whose tokens are trained; by default that of the inputs, whatever the model calls it."""
+    if isinstance(tokens, Mapping):
+        return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
+    is_embedding = lambda x: (layout := layouts[x]) is not None and layout.kind == "embedding"
+    return {"embed_tokens": sorted(layouts, key=is_embedding, reverse=True)} if tokens else {}
+
+
+def _read_rows(layer: Layer) -> TrainableRows:
+    tokens = layer.option("trainable_token_indices")
+    if isinstance(tokens, Mapping):
+        tokens = next(own for name, own in tokens.items() if f".{layer.name}".endswith(f".{name}"))
+    rows = layer.read("embedding_rows", len(tokens), layer.w.shape[1])
+    if is_value(layer.w) or any(token >= layer.w.shape[0] for token in tokens):
+        raise layer.error(
+            "embedding_rows", f"the model's {layer.name} must be dense and have rows {list(tokens)}"
+        )
+    return TrainableRows(layer.w, rows, tuple(tokens))
+
+
+def _settle_tokens(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found: Any = {name.rpartition(".")[2]: list(x.array.indices) for name, x in layers.items()}
+    if found.keys() <= {"embed_tokens"}:  # where PEFT looks by default
+        found = found.get("embed_tokens")
+    return {"trainable_token_indices": found}
+
+
+@starts
+def rows(x: Weight, *, tokens: Sequence[int]) -> TrainableRows:
+    return TrainableRows(x.w, x.w[jnp.asarray(tokens)].astype(x.dtype), tuple(tokens))
+
+
+TOKENS = Method(
+    "TRAINABLE_TOKENS", TrainableRows, rows,
+    parts={"embedding_rows": ".token_adapter.trainable_tokens_delta"}, options={},
+    read=_read_rows, write=lambda layer: ({"embedding_rows": layer.array.rows}, {}), settle=_settle_tokens,
+    kinds=("embedding",), entry="trainable_token_indices", named=_named_embeddings,
+)  # fmt: skip
+
+LORA = Method(
+    "LORA", (LoraArray, ALoRAArray), lora,
+    parts={
+        "a": ".lora_A.weight", "b": ".lora_B.weight", "bias": ".lora_B.bias",
+        "magnitude": ".lora_magnitude_vector",
+        "embedding_a": ".lora_embedding_A", "embedding_b": ".lora_embedding_B",
+    },
+    options=_OPTIONS, patterns={"r": "rank_pattern", "lora_alpha": "alpha_pattern"},
+    read=_read, write=_write, settle=_settle, refused=_refused, read_stack=_read_stack,
+    kinds=("linear", "matrix", "conv", "embedding", "parameter"),
+    others={"grouped conv": GROUPED, "other conv": GROUPED},
+    tied={"embedding_a": "b", "embedding_b": "a"}, beside=(TOKENS,),
+)  # fmt: skip
