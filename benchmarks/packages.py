@@ -107,7 +107,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
 
 
 TEXT = """\
