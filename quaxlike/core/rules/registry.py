@@ -424,7 +424,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
             function,
             signature_of(types, precedence=precedence, **({} if more is None else {"varargs": more.hint})),
             takes_primitive,
-            None if takes_all else frozenset(names) - operands.keys(),
+            None if takes_all else frozenset(names).difference(operands),
             operands,
             more,
             frozenset(operands) & {*defaults},
