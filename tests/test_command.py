@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,7 +43,7 @@ def test_converting_a_checkpoint(tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "out"), "--quantize", "int8"]) == 0
     assert f"Written: {tmp_path / 'out'}" in capsys.readouterr().out
     (found, *_), (before, *_) = lm.load(tmp_path / "out"), lm.load(source)
-    ids, mask = np.arange(8), np.ones(8, bool)
+    ids, mask = jnp.arange(8), jnp.ones(8, bool)
     expected = ql.quaxify(ql.quantize(before, "int8"))(ids, mask)
     np.testing.assert_allclose(ql.quaxify(found)(ids, mask), expected, atol=1e-5)
 

@@ -191,7 +191,7 @@ _closed: "weakref.WeakKeyDictionary[Any, ClosedJaxpr]" = weakref.WeakKeyDictiona
 _closed_lock = threading.Lock()
 
 
-def open_jaxpr(jaxpr: ClosedJaxpr) -> Any:
+def open_jaxpr(jaxpr: Any) -> Any:
     """The open jaxpr of a closed one without constants, for the primitives that carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 

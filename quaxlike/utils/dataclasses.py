@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast, dataclass_transform, overload
 
 import equinox as eqx
@@ -279,7 +279,7 @@ def _told(value: Any) -> str:
 
 
 # The names of the children, and the names and values of the static fields.
-_Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Hashable, ...]]
+_Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]
 
 
 def _register(cls: type[Any]) -> None:

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from benchmarks import packages
+from tests.samples import wrong_types
 
 RECORD = json.loads(packages.RECORD.read_text())
 
 
+@wrong_types
 def test_a_function_is_measured_and_shown(default_promotion):
     x = jnp.arange(3.0)
     row = packages.measured("right", lambda x: 2.0 * x, x)

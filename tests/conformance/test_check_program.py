@@ -254,6 +254,7 @@ def test_a_weak_type_may_be_lost():
     assert not check_program(lambda x, y: x * y, jnp.asarray(2.0), Y.astype(jnp.bfloat16)).failures
 
 
+@wrong_types
 def test_the_line_that_a_library_calls_is_named_beside_the_users():
     (failure,) = check_program(_norm_of_numpy, X, which=["refuses"], transforms=["eager"]).failures
     assert ", which calls " in failure.culprit

@@ -18,6 +18,7 @@ import quaxlike as ql
 from quaxlike.core import compat
 from quaxlike.core.rules.annotations import annotation_of
 from quaxlike.core.rules.registry import as_primitive
+from tests.samples import wrong_types
 
 _T = TypeVar("_T")
 
@@ -440,11 +441,13 @@ class TestNames:
         with pytest.raises(ValueError, match=rf"called '{name}'\. Did you mean {listed}, by which `jax\.n"):
             ql.register(name)
 
+    @wrong_types
     @pytest.mark.parametrize("function", [jnp.multiply, lax.mul, np.multiply, jax.jit(lax.mul)])
     def test_functions_themselves(self, function):
         with pytest.raises(TypeError, match=r'Write `@quaxlike\.register\("mul"\)` above a rule'):
             ql.register(function)
 
+    @wrong_types
     def test_a_rule_is_not_run(self):
         def rule(x: V, **params):
             raise AssertionError
