@@ -36,7 +36,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> jax.Array:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
         with_values = any(map(is_value, args)) or any(map(is_value, kwargs.values()))
         return (quaxified if with_values else fn)(*args, **kwargs)
 
