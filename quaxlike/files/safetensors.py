@@ -10,7 +10,6 @@ import math
 import os
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +20,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+import quaxlike.adapters
 import quaxlike.arrays
 from quaxlike.arrays.adapted import AdaptedArray
 from quaxlike.arrays.quantized import Codec
@@ -350,11 +350,16 @@ _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 
 @functools.cache
 def _shipped_types() -> _Types:
-    """The types of `quaxlike.arrays` and of their parts, by name."""
-    package = quaxlike.arrays
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
-    modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__ + ".")]
+    """The types of `quaxlike.arrays` and `quaxlike.adapters` and of their parts, by name.
+
+    All of their modules are imported: a file may hold a type that this process has not used.
+    """
+    names = [
+        module.name
+        for package in (quaxlike.arrays, quaxlike.adapters)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    ]
+    modules = list(map(importlib.import_module, names))
     return {"Codec": Codec} | {
         name: cls
         for module in modules
