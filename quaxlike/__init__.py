@@ -9,11 +9,13 @@ from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore
 from .core import without_operators as _without_operators  # noqa: F401  # pyright: ignore[reportUnusedImport] (sets operators)
 from .core.jaxprs.unify import OperandMismatch, StructureError
 from .core.operators import ArrayOperators
+from .core.plain_arrays import takes_no_like as _takes_no_like
 from .core.policy import MaterialisationError, MaterialisationWarning, on_materialise
 from .core.quaxify import quaxify, value_of
 from .core.recording import note
 from .core.rules import AmbiguousRuleError, RuleError, RuleSet, RuleWarning, register, register_on_either_side
 from .core.values import ArrayValue, Value, is_value, materialise
+from .core.values import on_new_type as _on_new_type
 
 # American spellings of the same objects.
 materialize, on_materialize = materialise, on_materialise
@@ -153,28 +155,11 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
 _NAMES = {
     "arrays.adapted": ("AdaptedArray",),
     "arrays.annotated": ("AnnotatedArray",),
-    "arrays.dot_axes": (
-        "DotAxes",
-        "dot_axes",
-    ),
+    "arrays.dot_axes": ("DotAxes", "dot_axes"),
     "arrays.layout": ("Layout",),
-    "arrays.lora": (
-        "LoraArray",
-        "LoraBias",
-        "TrainableArray",
-        "TrainableRows",
-    ),
-    "arrays.quantized": (
-        "BlockArray",
-        "FP4Array",
-        "Int4Array",
-        "Int8Array",
-        "NF4Array",
-    ),
-    "arrays.sparse": (
-        "BlockSparseArray",
-        "SparseArray",
-    ),
+    "arrays.lora": ("LoraArray", "LoraBias", "TrainableArray", "TrainableRows"),
+    "arrays.quantized": ("BlockArray", "FP4Array", "Int4Array", "Int8Array", "NF4Array"),
+    "arrays.sparse": ("BlockSparseArray", "SparseArray"),
     "core.inspect.coverage": ("RulesDiff", "check_ambiguities", "compare_rules", "rules_for"),
     "core.inspect.exchange": ("Exchange",),
     "core.inspect.explain": ("Report", "Row", "explain"),
@@ -188,37 +173,17 @@ _NAMES = {
         "with_dropout_key",
     ),
     "surgery.balance": ("balance",),
-    "surgery.eva": (
-        "eva",
-        "eva_ranks",
-        "input_maxima",
-        "input_moments",
-    ),
+    "surgery.eva": ("eva", "eva_ranks", "input_maxima", "input_moments"),
     "surgery.inits": ("loftq",),
     "surgery.loraify": ("loraify",),
-    "surgery.merge": (
-        "merge",
-        "unmerge",
-    ),
-    "surgery.quantize": (
-        "fake_quantize",
-        "quantize",
-    ),
-    "surgery.records": (
-        "layouts",
-        "traced_layouts",
-    ),
+    "surgery.merge": ("merge", "unmerge"),
+    "surgery.quantize": ("fake_quantize", "quantize"),
+    "surgery.records": ("layouts", "traced_layouts"),
     "surgery.select": ("select",),
-    "surgery.stacking": (
-        "stack_layers",
-        "unstack_layers",
-    ),
+    "surgery.stacking": ("stack_layers", "unstack_layers"),
     "surgery.summary": ("summary",),
     "surgery.to_lora": ("to_lora",),
-    "surgery.trainable": (
-        "train_scales",
-        "trainable",
-    ),
+    "surgery.trainable": ("train_scales", "trainable"),
     "surgery.trees": ("path_of",),
 }
 _MODULES = (
@@ -241,3 +206,12 @@ _MODULES = (
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
 
 find_moved_modules()
+
+
+def _follow_plain_arrays(cls: type) -> None:
+    """Loads what follows plain arrays, for a type that asks for it."""
+    if _takes_no_like(cls):
+        from .arrays.unitful import placeholders as placeholders
+
+
+_on_new_type.append(_follow_plain_arrays)

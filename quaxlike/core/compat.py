@@ -395,9 +395,13 @@ def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
     elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
-        step = frame.f_locals.get("step")
-        eqn = frame.f_locals.get("eqn") or getattr(step, "eqn", None)
-        yield from _recorded_lines(getattr(getattr(eqn, "source_info", None), "traceback", None))
+        yield from _recorded_lines(traceback_of_equation(frame))
+
+
+def traceback_of_equation(frame: types.FrameType) -> Any:
+    """The recorded traceback of the equation that an interpreter works on in this frame, or None."""
+    eqn = frame.f_locals.get("eqn") or getattr(frame.f_locals.get("step"), "eqn", None)
+    return getattr(getattr(eqn, "source_info", None), "traceback", None)
 
 
 def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:

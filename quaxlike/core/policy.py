@@ -232,7 +232,7 @@ def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
         yield from _with_nested(jtu.tree_leaves(x, is_leaf=lambda y, x=x: y is not x and is_value(y)))
 
 
-def _materialised_or_stand_in(value: Value, recorder: recording.Recorder) -> Any:
+def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
     """Used while `explain` traces shapes, so that the recording continues past a type that refuses."""
     try:
         return materialised(value)

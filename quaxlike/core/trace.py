@@ -15,7 +15,7 @@ from .._checked import a_or_an
 from . import compat, high_level, recording
 from .index_checks import TAKE_INDICES, with_checks
 from .levels import level_of, named_in_frames, not_dispatched
-from .placeholders import follow, has_placeholders, holds_type_with_placeholders
+from .plain_arrays import hooks
 from .policy import by_default, dense
 from .rules import Resolver
 from .values import (
@@ -26,7 +26,6 @@ from .values import (
     is_value,
     kind_of,
     missing_field,
-    placeholder_types,
 )
 
 Operands = Sequence[Any]
@@ -151,7 +150,8 @@ class Level(jexc.TraceTag):
     - `dispatches_on`: whether the level dispatches on a Value that was not passed in. Default: on any.
     """
 
-    follows_constants = False  # True once the level holds a Value of a type that has placeholders
+    # Called with each primitive on plain arrays, once a Value of the level asks for it.
+    follow: Callable[..., None] | None = None
 
     def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
         self.dispatches_on = dispatches_on
@@ -192,8 +192,8 @@ class QuaxTrace(jax.core.Trace):
                 key.append(None)
         if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
-            if tag.follows_constants:
-                follow(primitive, operands, params, out)
+            if tag.follow is not None:
+                tag.follow(primitive, operands, params, out)
             return out
         before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
@@ -296,16 +296,16 @@ class QuaxTrace(jax.core.Trace):
 
     def enter(self, value: Value) -> ValueTracer:
         """Boxes a Value from outside the level as a tracer of it."""
-        if placeholder_types and not self.tag.follows_constants and holds_type_with_placeholders(value):
-            self.tag.follows_constants = True
+        if hooks.following and self.tag.follow is None and hooks.following.asked_for_by(value):
+            self.tag.follow = hooks.following.follow
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
         """Turns the result of a rule into something that JAX code can use."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
-        if placeholder_types and has_placeholders(type(x)):
-            self.tag.follows_constants = True
+        if hooks.following and hooks.following.asked_for_by_type(type(x)):
+            self.tag.follow = hooks.following.follow
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:

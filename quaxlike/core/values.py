@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-import inspect
 import operator
 import typing
 from collections.abc import Callable, Sequence
@@ -36,15 +35,6 @@ from .levels import level_of, named_in_frames, not_dispatched
 
 _M = TypeVar("_M", bound=eqx.Module)
 
-
-def takes_no_like(cls: Any) -> bool:
-    """Whether `promote` of a class may be called without `like`: see `Value.promote`."""
-    like = inspect.signature(cls.promote).parameters.get("like")
-    return like is not None and like.default is not like.empty
-
-
-# The types of which that holds. While there are none, no placeholders are looked for (core/placeholders.py).
-placeholder_types: list[type] = []
 
 # Called on every new type of Values.
 on_new_type: list[Callable[[Any], None]] = []
@@ -98,8 +88,6 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if takes_no_like(cls):
-            placeholder_types.append(cls)
         for hook in on_new_type:
             hook(cls)
 

@@ -15,7 +15,7 @@ from ..core.construction import leaves_of
 from ..core.jaxprs.linearity import is_linear
 from ..core.jaxprs.slots import LeafLayout, leaf_specs
 from ..core.jaxprs.unify import OperandMismatch
-from ..core.placeholders import has_placeholders
+from ..core.plain_arrays import takes_no_like
 from ..core.values import Value, as_shapes, aval_of, is_value
 from .compare import disagreement, is_inexact
 from .programs import mesh, plain
@@ -246,7 +246,7 @@ def _promote(s: Subject) -> bool:
     if is_inexact(array):
         out, pull = jax.vjp(lambda x: reveal(s.cls.promote(x, s.value)), array)
         s.same(pull(out)[0], "the gradient of promote(array, like) differs from the array's", out)
-    if has_placeholders(s.cls):
+    if takes_no_like(s.cls):
         zeros = jnp.zeros_like(s.dense)
         alone = s.cls.promote(zeros, None)
         if alone is not NotImplemented:

@@ -8,8 +8,9 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 
+from ..core.inspect.recorder import Recorder
 from ..core.quaxify import quaxify
-from ..core.recording import Recorder, recording
+from ..core.recording import recording
 from ..core.rules import Checked, Rule
 from ..core.values import Value, is_value
 from .compare import disagreement, is_inexact, size_of, weighted_sum

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     f"jax_{_FLAGS[1]}" not in jax.config.values, reason="the flags are of JAX 0.11"
 )
 _TESTS = ["core/test_custom_derivatives.py", "core/test_late_values.py", "core/test_inline.py"]
-_TESTS += ["core/test_vprim.py", "core/test_placeholders.py", "online_learning/test_paths.py"]
+_TESTS += ["core/test_vprim.py", "arrays/test_placeholders.py", "online_learning/test_paths.py"]
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from jaxtyping import ArrayLike
 from ..._checked import as_array, checked
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
 from ...core.levels import level_of
-from ...core.placeholders import may_be_placeholder, note_constant
 from ...core.recording import user_source
 from ...core.values import ArrayValue, is_value, replace_fields
 from .. import precedence
 from ..annotated import AnnotatedArray
+from .placeholders import may_be_placeholder, note_constant
 
 
 class DimensionError(OperandMismatch):

@@ -12,9 +12,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ...core.placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 from ...core.quaxify import quaxify, value_of
-from ...core.recording import functions_of_jax_numpy, is_from_jax_numpy
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...primitives.classes import COMPARISONS, ELEMENTWISE_BINARY, ELEMENTWISE_UNARY, installed
@@ -33,6 +31,8 @@ from .array import (
     unit_of,
     with_unit,
 )
+from .jax_numpy import functions_of_jax_numpy, is_from_jax_numpy
+from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_constant
 
 _Any = ArrayLike | ArrayValue
 

@@ -35,7 +35,7 @@ from ..jaxprs.unify import (
     unify,
     with_dense_parts,
 )
-from ..placeholders import as_carry, marked, with_constant, with_revealed_types
+from ..plain_arrays import hooks
 from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import Value, aval_of, is_value
@@ -118,7 +118,9 @@ def carry_fixed_point(
     """
     leaves, slots = flatten(init)
     allowed = lambda slot: slot if has_in_leaves(slot, stacked) else slot.dense()
-    slots = tuple(map(as_carry, marked(slots, init, beside)))
+    started = lambda slot, x: hooks.placeholders.start(slot, x) if hooks.placeholders else slot
+    if hooks.placeholders:
+        slots = hooks.placeholders.starts(slots, init, beside)
     carry = tuple(map(allowed, slots))
     changes = [0] * len(init)  # how often a Value has had to change its form
 
@@ -134,8 +136,10 @@ def carry_fixed_point(
         try:
             body = body_for(carry, None)
         except OperandMismatch as mismatch:
+            if hooks.placeholders is None:
+                raise
             results_for = lambda carry: body_for(carry, None).out
-            lifted = with_revealed_types(init, carry, results_for, mismatch.cls, unify)
+            lifted = hooks.placeholders.revealed(init, carry, results_for, mismatch.cls, unify)
             if lifted is None:
                 raise
             carry = lifted
@@ -144,7 +148,7 @@ def carry_fixed_point(
         if all(map(LeafLayout.admits, carry, after)):
             break
         unified = tuple(
-            joined(i, a if b.treedef is None else as_carry(with_constant(a, x)), b)
+            joined(i, a if b.treedef is None else started(a, x), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
         if unified == carry:  # only the results have to be converted

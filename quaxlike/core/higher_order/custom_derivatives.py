@@ -32,7 +32,7 @@ from ..jaxprs.slots import (
 )
 from ..jaxprs.unify import StructureError, convert_to, dense_as
 from ..policy import dense, on_materialise
-from ..recording import Recorder, active, recording, shown_as
+from ..recording import active, recording, shown_as
 from ..trace import QuaxTrace, builtin
 from ..values import is_value
 from .tangents import (
@@ -323,7 +323,8 @@ class _Results:
             every = [next(tangent) if has_tangent(a) else zero(a.to_tangent_aval()) for a in avals]
             return flat_jvp(*primals, *every)
 
-        unseen = recording(Recorder()) if active() else contextlib.nullcontext()
+        recorder = active()
+        unseen = recording(recorder.unseen()) if recorder else contextlib.nullcontext()
         token = _deciding.set(_deciding.get() | {source})
         try:
             with on_materialise("allow"), unseen:

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from ..._checked import PyTree
 from ..quaxify import check_filter_spec, quaxify
-from ..recording import Event, Outcome, in_bytes, recording
+from ..recording import in_bytes, recording
 from ..rules import RuleSet
 from ..values import is_value
 from . import page
 from .exchange import Exchange, exchanges
+from .recorder import Event, Outcome, Recorder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +215,7 @@ def explain(
             fn, args, kwargs = eqx.combine(dynamic, static)
             return eqx.filter(quaxify(fn, filter_spec, rules=rules)(*args, **kwargs), eqx.is_array)
 
-        with recording() as recorder:
+        with recording(Recorder()) as recorder:
             jax.eval_shape(run, dynamic)
         return Report(_rows(recorder.events()), *_exchange_of(run, dynamic))
 

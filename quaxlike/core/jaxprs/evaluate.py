@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 
 from .. import compat, recording
 from ..levels import running
-from ..placeholders import follow, marked
+from ..plain_arrays import hooks
 from ..policy import MaterialisationError, entered, on_materialise, policy_key
 from ..rules import use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
@@ -128,8 +128,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         out = level.dispatch_key((primitive, *types), list(inputs), step.params)
         return list(map(level.as_array, out)) if primitive.multiple_results else [level.as_array(out)]
     out = primitive.bind(*inputs, **step.params)
-    if level.tag.follows_constants:
-        follow(primitive, inputs, step.params, out)
+    if level.tag.follow is not None:
+        level.tag.follow(primitive, inputs, step.params, out)
     return list(out) if primitive.multiple_results else [out]
 
 
@@ -229,7 +229,8 @@ def _trace(
                 for x, slot in zip(results, targets, strict=True)
             ]
         flat, out = flatten(results)
-        out = marked(out, results, slots)
+        if hooks.placeholders:
+            out = hooks.placeholders.marked(out, results, slots)
         return flat
 
     avals = [a for slot in slots for a in slot.avals]

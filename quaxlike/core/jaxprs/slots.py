@@ -23,7 +23,7 @@ import numpy as np
 
 from ..._checked import a_or_an
 from .. import compat
-from ..placeholders import either, marked, note_constant, same
+from ..plain_arrays import either, hooks
 from ..rules import RuleWarning
 from ..values import (
     Value,
@@ -32,7 +32,6 @@ from ..values import (
     is_value,
     materialised,
     not_an_array,
-    placeholder_types,
     probing,
     refuses,
 )
@@ -43,8 +42,7 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 class LeafLayout:
     treedef: Any  # of a Value; None for a plain array
     avals: tuple[Any, ...]
-    # The number that is known to fill a plain array, if a type that has placeholders is around.
-    constant: Any = None
+    constant: Any = None  # what is known to fill a plain array: see core/plain_arrays.py
     reason: str = ""  # why the array is plain, for messages
 
     def __eq__(self, other: object) -> bool:
@@ -104,8 +102,8 @@ class LeafLayout:
 
     def admits(self, other: "LeafLayout") -> bool:
         """Whether something in the other slot fits into this one unchanged."""
-        knows_no_more = same(either(self.constant, other.constant), self.constant)
-        return knows_no_more and self == LeafLayout(other.treedef, other.avals, self.constant)
+        common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
+        return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
     def with_avals(self, avals: Iterable[Any]) -> "LeafLayout":
         return LeafLayout(self.treedef, tuple(avals), self.constant)
@@ -121,8 +119,8 @@ class LeafLayout:
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         if self.treedef is not None:
             return jtu.tree_unflatten(self.treedef, leaves)
-        if self.constant is not None:
-            note_constant(leaves[0], self.constant)
+        if hooks.placeholders and self.constant is not None:
+            hooks.placeholders.note(leaves[0], self.constant)
         return leaves[0]
 
     def __str__(self) -> str:
@@ -308,7 +306,7 @@ def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]
         else:
             slots.append(LeafLayout(None, (jax.typeof(x),)))
             leaves.append(x)
-    return leaves, marked(slots, operands) if placeholder_types else tuple(slots)
+    return leaves, hooks.placeholders.marked(slots, operands) if hooks.placeholders else tuple(slots)
 
 
 def _leaf_aval(value: Value, leaf: Any) -> Any:

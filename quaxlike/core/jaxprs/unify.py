@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 
 from ..._checked import a_or_an
 from .. import compat
-from ..placeholders import either, without_guess
+from ..plain_arrays import either, without_guess
 from ..policy import dense, policy_key
 from ..recording import user_source
 from ..rules import active_layers, resolver
@@ -41,7 +41,7 @@ class StructureError(OperandMismatch):
 
 
 def without_placeholder(x: Any) -> Any:
-    """The plain array that a guess stands for (see core/placeholders.py); anything else unchanged."""
+    """The plain array that a guess stands for (see core/plain_arrays.py); anything else unchanged."""
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))

@@ -1,7 +1,7 @@
 """Placeholders: the zeros, say, that a library starts a loop from, before it is known in which unit they are.
 
-All that the interpreter does for types whose `promote` can be called without `like`, such as quantities in
-units, is here. It costs nothing while no such type is defined (`values.placeholder_types`).
+All that is done for types whose `promote` can be called without `like`, such as quantities in units, is here.
+The interpreter calls it by two hooks (core/plain_arrays.py), which are empty while no such type is defined.
 
 A placeholder is a plain array that is known to be filled with 0, infinity or NaN. A plain array is never
 boxed, so the number that fills it is kept in a table for as long as it lives, once a running `quaxify` holds
@@ -24,9 +24,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
-from . import compat
-from .high_level import as_call
-from .values import Value, as_shapes, is_value, placeholder_types, probing, takes_no_like
+from ...core import compat
+from ...core.high_level import as_call
+from ...core.plain_arrays import Following, Placeholders, hooks, takes_no_like
+from ...core.values import Value, as_shapes, is_value, probing
 
 # Stands for the number if it is 0, infinity or NaN, but it is not known which.
 OPEN = np.float64("nan")
@@ -254,18 +255,28 @@ def either(a: Any, b: Any) -> Any:
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
     """The slots of `operands`, with the numbers that are known to fill plain arrays, if there is a type that
     has placeholders in one of these slots or of those `beside`."""
-    known = placeholder_types and any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
-    return tuple(map(with_constant, slots, operands) if known else slots)
+    known = any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
+    return tuple(map(_with_constant, slots, operands) if known else slots)
 
 
-def with_constant(slot: Any, x: Any) -> Any:
+def starts(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
+    """The slots of a loop's carry that starts from `operands`."""
+    return tuple(map(_as_carry, marked(slots, operands, beside)))
+
+
+def start(slot: Any, x: Any) -> Any:
+    """The slot of a loop's carry that starts from `x`."""
+    return _as_carry(_with_constant(slot, x))
+
+
+def _with_constant(slot: Any, x: Any) -> Any:
     """The slot of `x`, with the number that is known to fill `x` if it is a plain array."""
     if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
         return slot
     return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
 
 
-def as_carry(slot: Any) -> Any:
+def _as_carry(slot: Any) -> Any:
     """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
     start from zero, but are not placeholders."""
     if slot.constant is None:
@@ -290,7 +301,7 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 def without_guess(slot: Any) -> Any:
     """The plain slot that a guess stands for; another slot unchanged."""
-    may_be_one = placeholder_types and len(slot.avals) == 1 and slot.treedef is not None
+    may_be_one = len(slot.avals) == 1 and slot.treedef is not None
     if not may_be_one or not has_placeholders(slot.cls):
         return slot
     plain = dataclasses.replace(slot, treedef=None, constant=OPEN)
@@ -318,16 +329,14 @@ def with_revealed_types(
 
     **Returns:** the slots of the carry; None if no plain array turns out to be a Value.
     """
-    start = tuple(
-        _guessed(as_carry(with_constant(slot, x)), cls) for slot, x in zip(carry, init, strict=True)
-    )
+    guesses = tuple(_guessed(start(slot, x), cls) for slot, x in zip(carry, init, strict=True))
 
     def tells(a: Any, b: Any, plain_tells: bool) -> bool:
         is_plain = b.treedef is None and plain_tells and not _is_placeholder(b.constant)
         return without_guess(a) is not a and (is_plain or (b.treedef is not None and without_guess(b) is b))
 
     for plain_tells in (False, True):  # whether a plain result shows that the carry is a plain array
-        known, before = start, None
+        known, before = guesses, None
         while known != before:
             before, after = known, results_for(known)
             known = tuple(
@@ -338,3 +347,15 @@ def with_revealed_types(
         if not all(a.has_structure_of(b) for a, b in zip(lifted, carry, strict=True)):
             return lifted
     return None
+
+
+hooks.following = Following(holds_type_with_placeholders, has_placeholders, follow)
+hooks.placeholders = Placeholders(
+    marked=marked,
+    starts=starts,
+    start=start,
+    revealed=with_revealed_types,
+    without_guess=without_guess,
+    either=either,
+    note=note_constant,
+)

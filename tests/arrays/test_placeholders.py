@@ -11,9 +11,8 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from quaxlike.arrays.unitful import DimensionError, Unitful
+from quaxlike.arrays.unitful import DimensionError, Unitful, placeholders
 from quaxlike.arrays.zero import Zero
-from quaxlike.core import placeholders
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""The functions of jax.numpy that are running: some treat numbers as if they had any unit."""
+
+import inspect
+import os
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+
+from ...core import compat
+
+_JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.sep
+
+
+def functions_of_jax_numpy() -> list[str]:
+    """The names of the functions of jax.numpy that are being executed, innermost first.
+
+    A jaxpr that is being interpreted counts as the function that it was traced from.
+    """
+    found: list[str] = []
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        calls = [(frame.f_code.co_filename, frame.f_code.co_name)]
+        jaxpr = frame.f_locals.get("jaxpr")
+        if jaxpr is not None and compat.is_internal(frame.f_code.co_filename):
+            recorded = compat.traceback_of_equation(frame)
+            calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
+            own = _function_of(jaxpr)
+            # Beyond its own function are the callers that came first: JAX caches what it traces.
+            calls = [*calls[: calls.index(own) if own in calls else None], own]
+        found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
+        frame = frame.f_back
+    return found
+
+
+def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr was traced from the function of jax.numpy with this name."""
+    file, function = _function_of(jaxpr)
+    return function == name and bool(file) and file.startswith(_JAX_NUMPY)
+
+
+def _function_of(jaxpr: Any) -> tuple[str | None, str]:
+    info = compat.debug_info_of(jaxpr)
+    return info.func_filename, info.func_name

@@ -1,0 +1,140 @@
+"""The recorder of `explain`: one event for each primitive that is applied to a Value."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+from ..recording import describe, user_source
+from ..rules import Checked, Rule, RulesByOperands
+
+Outcome = Literal["rule", "default", "built-in", "materialised"]
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    """One primitive that was applied to Values."""
+
+    primitive: str
+    operands: tuple[str, ...]
+    source: str  # the line of the user's own code
+    through: str  # the line of an installed library that the user's code called, if any
+    outcome: Outcome = "built-in"
+    rule: Rule | None = None
+    results: tuple[str, ...] = ()
+    size: int = 0  # bytes materialised
+    hint: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so that
+    # if it is traced several times (the body of a loop, for its carry), the last time counts.
+    inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_inlined_jit(self) -> bool:
+        """Whether this is an inlined jit, which its equations replace."""
+        return self.outcome == "built-in" and self.primitive in ("jit", "pjit") and [*self.inside] == [None]
+
+    def events_inside(self, key: Any, what: str) -> list["Event"]:
+        return self.inside.setdefault(key, (what, []))[1]
+
+
+class Recorder:
+    """Collects the events of one run, as a tree."""
+
+    def __init__(self) -> None:
+        self.root = self._open = Event("", (), "", "")
+        self._events = self.root.events_inside(None, "")
+        self._traced: dict[Any, tuple[Any, list[Event]]] = {}
+
+    def follow(
+        self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Calls `handler` for the primitive, and records the event unless it returns `NotImplemented`."""
+        if isinstance(handler, RulesByOperands):
+            outs = (
+                self.follow(each, primitive, operands, params)
+                for each in handler.matching(primitive, operands)
+            )
+            return next((out for out in outs if out is not NotImplemented), NotImplemented)
+        rule = handler.rule if isinstance(handler, Checked) else handler
+        event = self._new(primitive.name, operands)
+        what = ""
+        if isinstance(rule, Rule):
+            event.outcome, event.rule, what = "rule", rule, f"rule of {rule.primitive}"
+        before = self._open, self._events
+        self._open, self._events = event, event.events_inside(None, what)
+        try:
+            out = handler(primitive, operands, params)
+        finally:
+            self._open, self._events = before
+        if out is not NotImplemented:
+            event.results = tuple(map(describe, out if primitive.multiple_results else [out]))
+            self._events.append(event)
+        return out
+
+    def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
+        """Calls `tracing` for a jaxpr once for each key, and records the events that it led to each time."""
+        known = self._traced.get((jaxpr, key))
+        if known is None:
+            events: list[Event] = []
+            before, self._events = self._events, events
+            try:
+                known = self._traced[jaxpr, key] = tracing(), events
+            finally:
+                self._events = before
+        self._open.inside[jaxpr, what] = what, known[1]
+        return known[0]
+
+    def record_materialisation(
+        self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
+    ) -> None:
+        """Records that Values among the operands are materialised: in the event of the current primitive, if
+        that is what needs them."""
+        event = self._open
+        asks = event is not self.root and primitive.startswith(event.primitive)
+        if not asks or event.outcome == "rule":
+            event = self._new(primitive, operands)
+            self._events.append(event)
+        event.outcome = "materialised"
+        event.size += size
+        event.hint = event.hint or hint
+        event.notes += notes
+
+    def by_default_of(self, cls: type) -> None:
+        """Records that the current primitive follows the `default` of a type."""
+        self._open.outcome = "default"
+        self._open.notes.append(f"{cls.__name__}.default")
+
+    @contextlib.contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Shows the events that are recorded in the block as inside `what`."""
+        before, self._events = self._events, self._open.events_inside(what, what)
+        try:
+            yield
+        finally:
+            self._events = before
+
+    def unseen(self) -> "Recorder":
+        """One for what is traced on the side, and shown to nobody."""
+        return Recorder()
+
+    def note(self, text: str) -> None:
+        if self._open is not self.root:
+            self._open.notes.append(text)
+
+    def _new(self, primitive: str, operands: Sequence[Any]) -> Event:
+        source, through = user_source()
+        return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
+
+    def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
+        """Every event in the order of the program, with the path of what it ran inside."""
+        return _walk((), self.root)
+
+
+def _walk(where: tuple[str, ...], event: Event) -> Iterator[tuple[tuple[str, ...], Event]]:
+    for what, events in event.inside.values():
+        inner = (*where, what) if what else where
+        for e in events:
+            if not e.is_inlined_jit:
+                yield inner, e
+            yield from _walk(inner, e)
