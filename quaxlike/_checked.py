@@ -1,8 +1,8 @@
 """Detection of wrong arguments by the annotations of public functions."""
 
+import dis
 import functools
 import inspect
-import linecache
 import math
 import numbers
 import re
@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _HERE = str(Path(__file__).parent)
+_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 @overload
@@ -128,9 +129,8 @@ def _is_ours(traceback: TracebackType | None) -> bool:
         traceback = traceback.tb_next
     if traceback is None:
         return False
-    file = traceback.tb_frame.f_code.co_filename
-    line = linecache.getline(file, traceback.tb_lineno) if file.startswith(_HERE) else ""
-    return line.lstrip().startswith("raise ")
+    code = traceback.tb_frame.f_code
+    return code.co_filename.startswith(_HERE) and code.co_code[traceback.tb_lasti] == _RAISE
 
 
 def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:

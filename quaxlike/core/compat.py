@@ -7,17 +7,13 @@ Nothing else in the package touches `jax._src` or branches on a version.
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import os
-import pathlib
-import sys
+import re
 import threading
-import traceback
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.core
@@ -53,32 +49,25 @@ UNSPECIFIED = sharding_impls.UNSPECIFIED
 api_boundary = traceback_util.api_boundary
 
 
-# The whole package but its programs: hidden from tracebacks, and never reported as the user's source lines.
-_OURS = tuple(
-    f"{path}{os.sep}" if path.is_dir() else str(path)
-    for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
-    if path.name != "demo"
-)
-for _path in _OURS:
-    traceback_util.register_exclusion(_path)
-    jex.source_info_util.register_exclusion(_path)
+def hide_file(path: str) -> None:
+    """Hides the frames of a file, or of the files in a folder, from tracebacks and from source lines."""
+    traceback_util.register_exclusion(path)
+    jex.source_info_util.register_exclusion(path)
 
 
-def shorten_traceback(error: Exception) -> None:
-    """Cuts the traceback at the user's last frame, for an error whose message names the user's line.
-
-    Also drops the traceback that JAX prints first, of where an equation was made.
-    """
+def drops_frames(error: Exception) -> bool:
+    """Whether `jax_traceback_filtering` lets frames of an error be dropped: with the traceback that JAX
+    prints first, of where an equation was made, which is dropped here."""
     if traceback_util._filtering_mode() == "off":
-        return
+        return False
     if isinstance(error.__cause__, source_info_util.JaxStackTraceBeforeTransformation):
         error.__cause__ = error.__cause__.__cause__
-    kept = None
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        if kept is not None or not (is_internal(file) or is_library(file)):
-            kept = types.TracebackType(kept, frame, frame.f_lasti, line)
-    error.__traceback__ = kept
+    return True
+
+
+def current_traceback() -> Any:
+    """The recorded traceback of the equation that JAX works on, or None."""
+    return source_info_util.current().traceback
 
 
 # Traces -------------------------------------------------------------------------------------------
@@ -121,6 +110,36 @@ def x64_enabled() -> bool:
 def set_user_context(context: Any, value: Any) -> None:
     """Sets a context of `jax.make_user_context` for this thread, without a `with` that would restore it."""
     context._obj.set_local(value)
+
+
+class DecidedLate:
+    """What a context of `jax.make_user_context` is set to, to be decided when one of JAX's caches first looks
+    at it, as part of a key.
+
+    JAX's settings belong to a thread, which tasks share, so that one that belongs to a task cannot be set.
+    This is set instead; when JAX hashes or compares it, it decides, and sets a new, undecided one. It equals
+    what was decided.
+    """
+
+    __slots__ = ("_context", "_decide", "_decided")
+
+    def __init__(self, context: Any, decide: Callable[[], Hashable]) -> None:
+        self._context, self._decide = context, decide
+
+    @property
+    def decided(self) -> Hashable:
+        try:
+            return self._decided
+        except AttributeError:
+            self._decided: Hashable = self._decide()
+            set_user_context(self._context, DecidedLate(self._context, self._decide))
+            return self._decided
+
+    def __eq__(self, other: object) -> bool:
+        return self.decided == (other.decided if isinstance(other, DecidedLate) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.decided)
 
 
 def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
@@ -361,94 +380,60 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
     return len(operands) if clear and not varies else None
 
 
-class SourceLine(NamedTuple):
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.function.rpartition('<locals>.')[2]})"
+# Names of JAX's private functions and variables, and texts of its errors, as they are in JAX 0.10 to 0.12.
+# Each has a test in tests/core/test_compat.py, which fails with a version of JAX that changes it.
 
 
-def source_lines() -> Iterator[SourceLine]:
-    """The lines outside JAX and this package that are being executed, innermost first.
-
-    An equation of a jaxpr is not on Python's stack, but keeps the lines that staged it. Interpreters hold
-    the current equation in a local variable: JAX's in `eqn`, ours in `step`.
-    """
-    yield from _recorded_lines(source_info_util.current().traceback)
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield from _lines_in(frame, frame.f_lineno)
-        frame = frame.f_back
+def is_operator_of_array(frame: types.FrameType) -> bool:
+    """Whether a frame is an operator of an array, which may leave the operation to the other operand."""
+    return frame.f_code.co_name.startswith("_operator_")
 
 
-def lines_of_error(error: BaseException) -> list[SourceLine]:
-    """The lines outside JAX and this package that an error went through, innermost first."""
-    frames = reversed([*traceback.walk_tb(error.__traceback__)])
-    return [line for frame, number in frames for line in _lines_in(frame, number)]
+def is_check_of_argument(frame: types.FrameType) -> bool:
+    """Whether a frame checks an argument of a function of jax.numpy."""
+    return frame.f_code.co_name == "_arraylike"
 
 
-def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """The line that a frame executes, or those that staged the equation that it interprets."""
-    file = frame.f_code.co_filename
-    if not is_internal(file):
-        yield SourceLine(file, number, frame.f_code.co_qualname)
-    elif not {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
-        yield from _recorded_lines(traceback_of_equation(frame))
+def asking_function(frame: Any) -> str | None:
+    """The name of the function of jax.numpy that has its arguments checked in this frame."""
+    return _local(frame, "fun_name", str)
+
+
+def asking_primitive(frame: Any) -> jexc.Primitive | None:
+    """The primitive that is bound where this frame converts an operand of it."""
+    return _local(frame, "self", jexc.Primitive)
+
+
+def _local(frame: Any, variable: str, kind: type) -> Any:
+    for _ in range(4):
+        if frame is not None and isinstance(found := frame.f_locals.get(variable), kind):
+            return found
+        frame = getattr(frame, "f_back", None)
+    return None
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """The recorded traceback of the equation that an interpreter works on in this frame, or None."""
+    """The recorded traceback of the equation that an interpreter works on in a frame, or None. JAX's
+    interpreters have it in a variable `eqn`, ours in `step`."""
+    if {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
+        return None
     eqn = frame.f_locals.get("eqn") or getattr(frame.f_locals.get("step"), "eqn", None)
     return getattr(getattr(eqn, "source_info", None), "traceback", None)
 
 
-def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
-    """The lines outside JAX and this package that staged an equation, innermost first."""
-    return _recorded_lines(eqn.source_info.traceback)
+def is_jacfwd(frame: types.FrameType) -> bool:
+    """Whether a frame is the function that `jax.jacfwd` returns."""
+    return frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname
 
 
-def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
-    if recorded is not None:
-        for frame in recorded.frames:
-            if not is_internal(frame.file_name):
-                yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
+def has_unsortable_keys(error: ValueError) -> bool:
+    """Whether JAX refuses to flatten a dictionary because its keys cannot be sorted."""
+    return "sorting pytree dictionary keys" in str(error)
 
 
-def _folders(*packages: str) -> tuple[str, ...]:
-    specs: Any = map(importlib.util.find_spec, packages)
-    return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
-
-
-# Libraries that wrap functions only to check the types of their arguments.
-_CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
-_MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
-
-
-def calling_frame() -> types.FrameType:
-    """The frame that called the function that asks, past those that check annotations."""
-    frame: Any = sys._getframe(0)
-    for _ in range(2):
-        frame = frame.f_back
-        while frame.f_code.co_filename.startswith(_CHECKERS):
-            frame = frame.f_back
-    return frame
-
-
-_STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
-
-
-@functools.cache
-def is_internal(file: str) -> bool:
-    # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
-    is_standard = file.startswith(_STDLIB) and "-packages" not in file
-    return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
-
-
-def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed library rather than to the user's own code."""
-    return f"-packages{os.sep}" in file
+def wants_concrete(error: Exception) -> bool:
+    """Whether JAX asks for the number behind a tracer, as for a shape or for `if`."""
+    return re.search("concrete|must (have|be) static", str(error)) is not None
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:

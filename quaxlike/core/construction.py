@@ -10,6 +10,8 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from . import compat
+
 
 class _Making(type):
     """Calls `__new__` and `__init__` for Equinox's metaclass, and stops it where there is nothing to
@@ -49,7 +51,7 @@ class QuickMeta(type(eqx.Module), _Making):
             except ValueError as error:
                 # Equinox flattens all arguments as pytrees, and JAX refuses dictionaries whose keys cannot
                 # be sorted, even in static fields.
-                if "sorting pytree dictionary keys" not in str(error) or not _sets_fields(cls):
+                if not compat.has_unsortable_keys(error) or not _sets_fields(cls):
                     raise
                 instance = _made(cls, args, kwargs)
             _check_statics(instance)

@@ -9,6 +9,7 @@ import jax.tree_util as jtu
 
 from .._checked import a_or_an
 from . import compat
+from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
@@ -36,8 +37,8 @@ def lacks_tangents(value: Any) -> bool:
 def _is_result_for_jacfwd(frame: Any) -> bool:
     """Whether what the function of a frame returns is the result of the function of a `jax.jacfwd`: no frame
     between them is that of another function."""
-    while frame is not None and compat.is_internal(frame.f_code.co_filename):
-        if frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname:
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        if compat.is_jacfwd(frame):
             return True
         frame = frame.f_back
     return False
@@ -46,7 +47,7 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 def check_jacobian(out: Any, is_value: Callable[[Any], bool]) -> Any:
     """What a function returns that is differentiated; raises an error if it is that of `jax.jacfwd`, which
     would leave nothing of the patterns of Values."""
-    if not _is_result_for_jacfwd(compat.calling_frame()):
+    if not _is_result_for_jacfwd(calling_frame()):
         return out
     for value in filter(is_value, jtu.tree_leaves(out, is_leaf=is_value)):
         if not all(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact) for leaf in jtu.tree_leaves(value)):

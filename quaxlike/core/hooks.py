@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 import threading
 import types
 import typing
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from . import compat
 from .construction import QuickMeta
 from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
@@ -114,7 +114,7 @@ def remedy(value: Any, error: Exception) -> str:
     """What to do about a hook that fails because it is traced, as it is to infer a shape and under `jit`;
     empty if it fails for another reason."""
     is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
-    if not is_numpys and not re.search("concrete|must (have|be) static", str(error)):
+    if not is_numpys and not compat.wants_concrete(error):
         return ""
     found: list[str] = []
     if is_numpys:

@@ -56,13 +56,3 @@ def not_dispatched(value: Any, what: str) -> str:
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."
     )
-
-
-def named_in_frames(frame: Any, variable: str, kind: type) -> str | None:
-    """The function or primitive that a Value was passed to: what a variable of this type holds in the frames
-    of JAX."""
-    for _ in range(4):
-        if frame is not None and isinstance(found := frame.f_locals.get(variable), kind):
-            return f"`{found}`"
-        frame = getattr(frame, "f_back", None)
-    return None

@@ -108,32 +108,8 @@ def _count(more: int) -> None:
     global _n_entered
     with _enter_lock:
         _n_entered += more
-        compat.set_user_context(_jit_mode, _ModeOfContext() if _n_entered else None)
-
-
-class _ModeOfContext:
-    """The mode of the context in which one of JAX's caches first looks at it, as part of a cache key.
-
-    JAX's settings belong to a thread, which tasks share, so the mode itself cannot be set. This is set
-    instead; when it is first looked at, it decides, and sets a new, undecided one. It equals the mode.
-    """
-
-    __slots__ = ("_decided",)
-
-    @property
-    def mode(self) -> Mode | None:
-        try:
-            return self._decided
-        except AttributeError:
-            self._decided: Mode | None = policy_key()
-            compat.set_user_context(_jit_mode, _ModeOfContext())
-            return self._decided
-
-    def __eq__(self, other: object) -> bool:
-        return self.mode == (other.mode if isinstance(other, _ModeOfContext) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.mode)
+        mode = compat.DecidedLate(_jit_mode, policy_key) if _n_entered else None
+        compat.set_user_context(_jit_mode, mode)
 
 
 # Materialising under the policy -------------------------------------------------------------------

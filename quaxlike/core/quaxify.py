@@ -18,6 +18,7 @@ from .hooks import Endless, endless_error
 from .levels import running
 from .policy import MaterialisationError
 from .rules import GLOBAL, RuleError, RuleSet, active_layers, mark_in_use, resolver, use_rule_sets
+from .source_lines import shorten_traceback
 from .trace import Level, QuaxTrace, ValueTracer
 from .values import Value, aval_of, is_value, kind_of
 from .variables import Copies
@@ -44,7 +45,7 @@ class _Quaxified(Generic[_T]):
                 return self._whole(*args, **kwargs)
             return self._call(*args, **kwargs)
         except (MaterialisationError, RuleError) as error:
-            compat.shorten_traceback(error)
+            shorten_traceback(error)
             raise
         except Endless as error:
             raise endless_error(error) from None

@@ -13,9 +13,10 @@ import jax
 import jax.core
 
 from .._checked import a_or_an
-from . import compat, values
+from . import values
 from .hooks import computes_with_itself
 from .rules import active_layers
+from .source_lines import SourceLine, is_library, source_lines
 from .values import aval_of, is_value
 
 if TYPE_CHECKING:
@@ -94,15 +95,15 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {short}" if is_value(x) else short
 
 
-def user_source() -> tuple[compat.SourceLine, compat.SourceLine | None]:
+def user_source() -> tuple[SourceLine, SourceLine | None]:
     """The line of the user's own code that is being executed, and the innermost line of an installed library
     that it called, or None."""
-    first: compat.SourceLine | None = None
-    for line in compat.source_lines():
-        if not compat.is_library(line.file):
+    first: SourceLine | None = None
+    for line in source_lines():
+        if not is_library(line.file):
             return line, first
         first = first or line
-    return first or compat.SourceLine("<unknown>", 1, "?"), None
+    return first or SourceLine("<unknown>", 1, "?"), None
 
 
 # The hooks of a type that may end up calling themselves. Functions of the core with the same names only call

@@ -14,10 +14,11 @@ from jax import lax
 from .._checked import a_or_an
 from . import compat, high_level, recording
 from .index_checks import TAKE_INDICES, with_checks
-from .levels import level_of, named_in_frames, not_dispatched
+from .levels import level_of, not_dispatched
 from .plain_arrays import hooks
 from .policy import by_default, dense
 from .rules import Resolver
+from .source_lines import calling_frame
 from .values import (
     KINDS,
     Value,
@@ -389,8 +390,8 @@ def _adopted(value: Value) -> Any:
     check_complete(value)
     level = level_of(value)
     if level is None:
-        asked = named_in_frames(compat.calling_frame(), "self", jexc.Primitive)
-        raise RuntimeError(not_dispatched(value, asked or "a JAX primitive"))
+        primitive = compat.asking_primitive(calling_frame())
+        raise RuntimeError(not_dispatched(value, f"`{primitive}`" if primitive else "a JAX primitive"))
     return level.adopt(value)
 
 

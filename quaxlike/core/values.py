@@ -31,7 +31,8 @@ from .hooks import (
     running_hooks,
     traced,
 )
-from .levels import level_of, named_in_frames, not_dispatched
+from .levels import level_of, not_dispatched
+from .source_lines import calling_frame
 
 _M = TypeVar("_M", bound=eqx.Module)
 
@@ -262,13 +263,14 @@ class ArrayValue(Value):
         # A property, so that outside any `quaxify` it is None and the usual lookups
         # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
         level = level_of(self)
-        caller = compat.calling_frame()
+        caller = calling_frame()
         if level is not None:
             # An operator of an array defers to ours, which follows rules wherever the value was made.
-            reflected = caller.f_code.co_name.startswith("_operator_")
+            reflected = compat.is_operator_of_array(caller)
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
-        if caller.f_code.co_name == "_arraylike":  # in jax.numpy, whose own message would not help
-            raise NoArrayError(not_dispatched(self, named_in_frames(caller, "fun_name", str) or "jax.numpy"))
+        if compat.is_check_of_argument(caller):  # its own message would not help
+            name = compat.asking_function(caller)
+            raise NoArrayError(not_dispatched(self, f"`{name}`" if name else "jax.numpy"))
         return None
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from ..core import compat
 from ..core.high_level import as_call
+from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
 from .primitive import RULES, ETPPrimitive
 
@@ -82,7 +83,7 @@ class Op:
     @property
     def told(self) -> str:
         """The name of the primitive, and the line that uses it."""
-        line = next((f" at {line}" for line in compat.lines_of(self.eqn)), "")
+        line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
     def with_fixed_weights(self, operands: Sequence[Any]) -> list[Any]:
@@ -157,7 +158,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
     read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
     for eqn in opened.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        written = eqn if call is None or any(compat.lines_of(eqn)) else call
+        written = eqn if call is None or any(lines_of(eqn)) else call
         name, params = as_call(eqn.primitive, eqn.params)
         if name in INLINED:
             inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]

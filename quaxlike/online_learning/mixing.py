@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ..core import compat
 from ..core.high_level import as_call
+from ..core.source_lines import lines_of
 from ..primitives import DefinedPrimitive
 
 
@@ -41,7 +42,7 @@ class Mixed(Exception):
         """The equation, and those of the calls and loops that it is in: not all of them have lines."""
 
     def __str__(self) -> str:
-        line = next((line for eqn in self.around for line in compat.lines_of(eqn)), None)
+        line = next((line for eqn in self.around for line in lines_of(eqn)), None)
         return f"`{self.eqn.primitive.name}`" + ("" if line is None else f" at {line}")
 
 

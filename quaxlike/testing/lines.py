@@ -12,7 +12,7 @@ import jax.core
 import jax.tree_util as jtu
 import numpy as np
 
-from ..core.compat import SourceLine, is_internal, is_library, lines_of_error
+from ..core.source_lines import SourceLine, is_internal, is_library, lines_of_error
 from .compare import disagreement
 from .refusing import reveal
 

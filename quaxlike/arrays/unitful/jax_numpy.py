@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...core import compat
+from ...core.source_lines import is_internal
 
 _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.sep
 
@@ -22,7 +23,7 @@ def functions_of_jax_numpy() -> list[str]:
     while frame is not None:
         calls = [(frame.f_code.co_filename, frame.f_code.co_name)]
         jaxpr = frame.f_locals.get("jaxpr")
-        if jaxpr is not None and compat.is_internal(frame.f_code.co_filename):
+        if jaxpr is not None and is_internal(frame.f_code.co_filename):
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)

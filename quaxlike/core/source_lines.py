@@ -1,0 +1,119 @@
+"""The lines and frames of the user's own code, among those of JAX, of libraries and of this package."""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.extend.core as jexc
+
+from . import compat
+
+# The whole package but its programs: hidden from tracebacks, and never reported as the user's source lines.
+_OURS = tuple(
+    f"{path}{os.sep}" if path.is_dir() else str(path)
+    for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
+    if path.name != "demo"
+)
+for _path in _OURS:
+    compat.hide_file(_path)
+
+
+class SourceLine(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function.rpartition('<locals>.')[2]})"
+
+
+def source_lines() -> Iterator[SourceLine]:
+    """The lines outside JAX and this package that are being executed, innermost first.
+
+    An equation of a jaxpr is not on Python's stack, but keeps the lines that staged it.
+    """
+    yield from _recorded_lines(compat.current_traceback())
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        yield from _lines_in(frame, frame.f_lineno)
+        frame = frame.f_back
+
+
+def lines_of_error(error: BaseException) -> list[SourceLine]:
+    """The lines outside JAX and this package that an error went through, innermost first."""
+    frames = reversed([*traceback.walk_tb(error.__traceback__)])
+    return [line for frame, number in frames for line in _lines_in(frame, number)]
+
+
+def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
+    """The line that a frame executes, or those that staged the equation that it interprets."""
+    file = frame.f_code.co_filename
+    if not is_internal(file):
+        yield SourceLine(file, number, frame.f_code.co_qualname)
+    else:
+        yield from _recorded_lines(compat.traceback_of_equation(frame))
+
+
+def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
+    """The lines outside JAX and this package that staged an equation, innermost first."""
+    return _recorded_lines(eqn.source_info.traceback)
+
+
+def _recorded_lines(recorded: Any) -> Iterator[SourceLine]:
+    if recorded is not None:
+        for frame in recorded.frames:
+            if not is_internal(frame.file_name):
+                yield SourceLine(frame.file_name, frame.line_num, frame.function_name)
+
+
+def _folders(*packages: str) -> tuple[str, ...]:
+    specs: Any = map(importlib.util.find_spec, packages)
+    return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
+
+
+# Libraries that wrap functions only to check the types of their arguments.
+_CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
+_MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
+
+
+def calling_frame() -> types.FrameType:
+    """The frame that called the function that asks, past those that check annotations."""
+    frame: Any = sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(2):
+        frame = frame.f_back
+        while frame.f_code.co_filename.startswith(_CHECKERS):
+            frame = frame.f_back
+    return frame
+
+
+_STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
+
+
+@functools.cache
+def is_internal(file: str) -> bool:
+    # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
+    is_standard = file.startswith(_STDLIB) and "-packages" not in file
+    return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
+
+
+def is_library(file: str) -> bool:
+    """Whether a file belongs to an installed library rather than to the user's own code."""
+    return f"-packages{os.sep}" in file
+
+
+def shorten_traceback(error: Exception) -> None:
+    """Cuts the traceback at the user's last frame, for an error whose message names the user's line."""
+    if not compat.drops_frames(error):
+        return
+    kept = None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if kept is not None or not (is_internal(file) or is_library(file)):
+            kept = types.TracebackType(kept, frame, frame.f_lasti, line)
+    error.__traceback__ = kept
