@@ -1,9 +1,10 @@
 """`quaxlike COMMAND …`, which `python -m quaxlike COMMAND …` runs as well."""
 
-import difflib
 import importlib
 import sys
 from typing import NamedTuple
+
+from ._checked import did_you_mean
 
 
 class _Command(NamedTuple):
@@ -33,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n`quaxlike COMMAND --help` lists its options.")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, COMMANDS, n=1, show=str)
         print(
             f"quaxlike: error: there is no command {name!r}.{hint} `quaxlike --help` lists them.",
             file=sys.stderr,

@@ -1,5 +1,6 @@
 """Detection of wrong arguments by the annotations of public functions."""
 
+import difflib
 import dis
 import functools
 import inspect
@@ -210,6 +211,20 @@ def as_array(x: Any) -> jax.Array:
     except (TypeError, ValueError):
         found = reprlib.repr(x)
     raise TypeError(f"expected an array or a number; found {found}, {a_or_an(type(x))}.")
+
+
+def did_you_mean(
+    name: str,
+    known: Iterable[str],
+    *,
+    n: int = 3,
+    cutoff: float = 0.6,
+    show: Callable[[str], str] = repr,
+) -> str:
+    """A question for the end of a message, behind a space: the known names that are nearest to one that is
+    not known. Empty if none is near."""
+    near = dict.fromkeys(map(show, difflib.get_close_matches(name, list(known), n, cutoff)))
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def is_finite(x: Any) -> bool:

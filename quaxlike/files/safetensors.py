@@ -1,7 +1,6 @@
 """Whole models in a safetensors file, with arrays of all shipped types."""
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import itertools
@@ -26,7 +25,7 @@ from quaxlike.arrays.adapted import AdaptedArray
 from quaxlike.arrays.quantized import Codec
 from quaxlike.arrays.unitful import Unit
 
-from .._checked import a_or_an, checked
+from .._checked import a_or_an, checked, did_you_mean
 from .._version import __version__
 from ..core.values import is_value
 from ..surgery.trees import named_arrays, path_of, replace, suggestion
@@ -137,9 +136,7 @@ def load(
             return leaf
         name = path_of(key_path, like)
         if name not in nodes and name not in tensors:
-            near = difflib.get_close_matches(name, [*nodes, *tensors], n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise tensors.error(name, f"is missing.{hint}")
+            raise tensors.error(name, f"is missing.{did_you_mean(name, [*nodes, *tensors])}")
         try:
             found = _decode(nodes[name], known, get) if name in nodes else get(name)
             shape, dtype = tuple(found.shape), found.dtype

@@ -1,7 +1,6 @@
 """`quantize_state`: the moments that an optimiser keeps, as block-quantised arrays between its updates."""
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -13,7 +12,7 @@ import jax.tree_util as jtu
 import optax
 from jaxtyping import Array, PyTree, UInt32
 
-from .._checked import checked
+from .._checked import checked, did_you_mean
 from ..arrays.quantized import CODECS, BlockArray, Codec
 from ..arrays.quantized.scales import check_block_size, encode
 from ..core.quaxify import quaxify
@@ -161,11 +160,10 @@ def _codec(scheme: str) -> Codec:
     """The codec of first moments, with float32 scales."""
     allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
     if scheme not in allowed:
-        near = difflib.get_close_matches(scheme.lower(), allowed, n=3, cutoff=0.5)
-        told = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = did_you_mean(scheme.lower(), allowed, cutoff=0.5)
         raise ValueError(
             f"quantize_state takes a scheme with one floating scale for each block and no zero points, found "
-            f"{scheme!r}.{told} The schemes are {', '.join(allowed)}."
+            f"{scheme!r}.{hint} The schemes are {', '.join(allowed)}."
         )
     return dataclasses.replace(allowed[scheme], dtype="float32")
 

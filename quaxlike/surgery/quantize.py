@@ -1,7 +1,6 @@
 """`quantize`: the weights of a model as codes with block scales."""
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import a_or_an, checked, did_you_mean
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.layout import Layout
 from ..arrays.quantized import (
@@ -234,12 +233,9 @@ def fake_quantize(
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
     if scheme not in _SCHEMES:
-        near = difflib.get_close_matches(scheme.lower().replace("-", ""), _SCHEMES, n=3, cutoff=0.5)
-        raise ValueError(
-            f"quantize has no scheme {scheme!r}."
-            + (f" Did you mean {' or '.join(map(repr, near))}?" if near else "")
-            + f" The schemes are {', '.join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])}."
-        )
+        hint = did_you_mean(scheme.lower().replace("-", ""), _SCHEMES, cutoff=0.5)
+        schemes = ", ".join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])
+        raise ValueError(f"quantize has no scheme {scheme!r}.{hint} The schemes are {schemes}.")
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):

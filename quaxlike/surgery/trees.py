@@ -4,7 +4,6 @@ Flax keeps arrays in boxes: `nnx.Variable`, and Linen's axis metadata. A box doe
 """
 
 import dataclasses
-import difflib
 import re
 import sys
 import types
@@ -18,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import a_or_an, checked, did_you_mean
 from ..core.values import is_value
 
 
@@ -172,15 +171,12 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
     if plain and inside:
         return f"It is a part of the model, with the arrays {listing(inside)}."
     layers = list(dict.fromkeys(layer_of(name) for name in arrays))
-    by_tail: dict[str, str] = {}
     depth = plain.count(".") + 1
+    known = {layer: layer for layer in layers}
     for layer in layers:
-        by_tail.setdefault(".".join(layer.split(".")[-depth:]), layer)
-    close = [by_tail[tail] for tail in difflib.get_close_matches(plain, by_tail, n=3, cutoff=0.5)]
-    close += [n for n in difflib.get_close_matches(plain, layers, n=3) if n not in close]
-    if close:
-        return f"Did you mean {', '.join(map(repr, close))}?"
-    return f"There are {listing(arrays)}."
+        known.setdefault(".".join(layer.split(".")[-depth:]), layer)
+    hint = did_you_mean(plain, known, cutoff=0.5, show=lambda found: repr(known[found]))
+    return hint.lstrip() or f"There are {listing(arrays)}."
 
 
 def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:

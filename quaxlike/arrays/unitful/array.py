@@ -1,6 +1,5 @@
 """Units, and `Unitful`: an array in one of them."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import ArrayLike
 
-from ..._checked import as_array, checked
+from ..._checked import as_array, checked, did_you_mean
 from ...core.jaxprs.unify import OperandMismatch, widened, widened_part
 from ...core.levels import level_of
 from ...core.recording import user_source
@@ -77,8 +76,7 @@ def _advice(name: str) -> str:
         symbol, own = powers.get(unit) or powers.get(unit.removesuffix("s")) or ("", 0)
         if name.startswith(prefix) and symbol and power + own:
             return f"Units have no prefixes here: write 1e{power + own} * Unitful(x, {symbol!r})."
-    near = difflib.get_close_matches(name, powers, n=1, cutoff=0.7)
-    hint = f" Did you mean {powers[near[0]][0]!r}?" if near else ""
+    hint = did_you_mean(name, powers, n=1, cutoff=0.7, show=lambda full: repr(powers[full][0]))
     return f"Known: {', '.join((*_BASE, *_DERIVED))}.{hint}"
 
 

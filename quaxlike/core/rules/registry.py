@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -19,6 +18,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 from jaxtyping import ArrayLike
 
+from ..._checked import did_you_mean
 from .. import compat, high_level
 from ..hooks import RuleError
 from ..values import ArrayValue
@@ -377,8 +377,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
         if called and (near := primitives_of(called[1])):
             hint = f" Did you mean {' or '.join(map(repr, near))}, by which `{called[0]}` is computed?"
         else:
-            near = difflib.get_close_matches(primitive, known, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = did_you_mean(primitive, known)
         raise ValueError(f"No JAX primitive is called {primitive!r}.{hint}")
     found, *others = known[name]
     if others:

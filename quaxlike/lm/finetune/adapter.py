@@ -1,6 +1,5 @@
 """`--adapter`: a type of the user's own in place of LoRA."""
 
-import difflib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import quaxlike as ql
 
+from ..._checked import did_you_mean
 from ...adapters import METHODS
 from ...surgery.adapt import check_make
 from ...surgery.trees import named_arrays
@@ -40,8 +40,7 @@ def make_of(text: str) -> Callable[..., Any]:
             "it."
         ) from None
     if not hasattr(found, name):
-        near = difflib.get_close_matches(name, vars(found), n=3)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = did_you_mean(name, vars(found))
         raise FinetuneError(f"--adapter {text}: the module {module} has no {name!r}.{hint}")
     make = getattr(found, name)
     if isinstance(make, type):
