@@ -111,19 +111,6 @@ def check_option(function: str, option: str, value: Any, hint: Any) -> None:
         raise ValueError(f"{function} takes a finite {option} above 0; found {value}.")
 
 
-def a_or_an(kind: type | str, *, capital: bool = False) -> str:
-    """A name, or that of a class, behind "a" or "an"."""
-    name = kind if isinstance(kind, str) else kind.__name__
-    article = "an" if _SOUNDS_LIKE_A_VOWEL.match(name) else "a"
-    return f"{article.capitalize() if capital else article} {name}"
-
-
-# Words, and letters that are spelled, as in NF4Array, OFTArray and MLP.
-_SOUNDS_LIKE_A_VOWEL = re.compile(
-    r"_*((?!One|Uni|Us|Ut|Eu)[AEIOUaeiou]|[FHLMNRSX][A-Z0-9]+(?=[A-Z][a-z]|_|$))"
-)
-
-
 def _is_ours(traceback: TracebackType | None) -> bool:
     """Whether the innermost frame is a `raise` of this library."""
     while traceback is not None and traceback.tb_next is not None:
@@ -149,7 +136,7 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
         if kinds[name].kind in _SEVERAL or wanted is None:
             continue
         found = reprlib.repr(value)
-        kind = "" if isinstance(value, str | int | float | None) else f", {a_or_an(type(value))}"
+        kind = "" if isinstance(value, str | int | float | None) else f", of type {type(value).__name__}"
         owner = fn.__qualname__.removesuffix(".__init__")
         if args and isinstance(args[0], type) and hasattr(args[0], fn.__name__):  # a method of the class
             owner = f"{args[0].__name__}.{fn.__name__}"
@@ -210,7 +197,7 @@ def as_array(x: Any) -> jax.Array:
         return jax.numpy.asarray(x)
     except (TypeError, ValueError):
         found = reprlib.repr(x)
-    raise TypeError(f"expected an array or a number; found {found}, {a_or_an(type(x))}.")
+    raise TypeError(f"expected an array or a number; found {found}, of type {type(x).__name__}.")
 
 
 def did_you_mean(

@@ -301,9 +301,9 @@ class TestHalves:
 
     def test_used_as_an_array(self, model):
         trained, _ = eqx.partition(model, ql.trainable(model))
-        with pytest.raises(ValueError, match=r"Parts of a LoraArray are missing.*`eqx.combine`"):
+        with pytest.raises(ValueError, match=r"Parts of LoraArray are missing.*`eqx.combine`"):
             trained.layers[0].weight + 1.0
-        with pytest.raises(ValueError, match=r"Parts of a LoraArray are missing.*`eqx.combine`"):
+        with pytest.raises(ValueError, match=r"Parts of LoraArray are missing.*`eqx.combine`"):
             ql.quaxify(lambda: jnp.sin(trained.layers[0].weight))()
 
     def test_what_is_missing(self):

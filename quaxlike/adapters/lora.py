@@ -8,7 +8,6 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
-from .._checked import a_or_an
 from ..arrays.layout import Layout
 from ..arrays.lora.array import RANK, LoraArray, labels
 from ..arrays.lora.inits import initialise, taken_by
@@ -340,7 +339,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
     kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
     if is_value(w) or is_value(x.w) or kind(w) != kind(x.w):
         raise ValueError(
-            f"`base` has {a_or_an(kind(w))} as {name}, and the adapted base is {a_or_an(kind(x.w))}: the "
+            f"As {name}, `base` has {kind(w)}, and the adapted base {kind(x.w)}: the "
             "file can hold the difference of plain arrays only. Quantise the model after the adapter is "
             "loaded."
         )

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._checked import a_or_an
 from . import compat
 from .source_lines import calling_frame, is_internal
 
@@ -20,7 +19,7 @@ def is_derivative_alone(leaves: Sequence[Any]) -> bool:
 def derivative_alone(cls: type) -> ValueError:
     """The error for a derivative as JAX returns it, whose pattern is missing."""
     return ValueError(
-        f"The derivative of a function that returns {a_or_an(cls.__qualname__)} was used as an array. JAX "
+        f"The derivative of a function that returns {cls.__qualname__} was used as an array. JAX "
         "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
         "Differentiate a function that returns an array, `quaxlike.materialise(...)`, or use the leaves of "
         "the derivative."
@@ -52,7 +51,7 @@ def check_jacobian(out: Any, is_value: Callable[[Any], bool]) -> Any:
     for value in filter(is_value, jtu.tree_leaves(out, is_leaf=is_value)):
         if not all(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact) for leaf in jtu.tree_leaves(value)):
             raise TypeError(
-                f"jax.jacfwd of a function that returns {a_or_an(type(value).__qualname__)}: JAX puts zeros "
+                f"jax.jacfwd of a function that returns {type(value).__qualname__}: JAX puts zeros "
                 "where leaves that are not inexact, such as indices or codes, have no tangents, so the "
                 "result would stand for other numbers. Return an array: `jax.jacfwd(lambda x: "
                 "quaxlike.materialise(f(x)))`."

@@ -3,7 +3,6 @@
 import threading
 from typing import Any
 
-from .._checked import a_or_an
 from . import compat
 
 
@@ -51,7 +50,7 @@ def has_operators(value: Any) -> bool:
 def not_dispatched(value: Any, what: str) -> str:
     """The error message for a Value that no `quaxify` dispatches on."""
     return (
-        f"{a_or_an(type(value), capital=True)} was passed to {what} "
+        f"{type(value).__name__} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")
         + "Wrap the function that uses it in `quaxify` (inside a rule: call `quaxify` on the parts), or use "
         "`quaxlike.materialise` to make it a dense array."

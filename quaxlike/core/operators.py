@@ -12,7 +12,6 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._checked import a_or_an
 from . import placement
 from .levels import level_of
 from .quaxify import quaxify
@@ -221,14 +220,14 @@ class ArrayOperators:
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         raise TypeError(
-            f"{a_or_an(type(self), capital=True)} cannot be changed in place, like a jax.Array. "
+            f"{type(self).__name__} cannot be changed in place, like a jax.Array. "
             "Write `x = x.at[index].set(y)` in place of `x[index] = y`."
         )
 
     def __len__(self) -> int:
         shape = self.shape  # pyright: ignore[reportAttributeAccessIssue]
         if not shape:
-            raise TypeError(f"{a_or_an(type(self), capital=True)} of shape () has no len().")
+            raise TypeError(f"{type(self).__name__} of shape () has no len().")
         return shape[0]
 
     def __iter__(self) -> Iterator[Any]:

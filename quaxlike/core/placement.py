@@ -7,7 +7,6 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._checked import a_or_an
 from .jaxprs.slots import LeafLayout, leaf_specs
 from .values import Value, aval_of
 
@@ -41,7 +40,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
             if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, named):
                 return candidate
     raise AttributeError(
-        f"No one sharding says how the leaves of {a_or_an(type(value))} are placed. "
+        f"No one sharding says how the leaves of {type(value).__name__} are placed. "
         "Ask each: `jax.tree.map(lambda leaf: leaf.sharding, value)`."
     )
 
@@ -50,7 +49,8 @@ def dlpack_device(value: Value) -> Any:
     """As `jax.Array.__dlpack_device__`."""
     found = devices(value)
     if len(found) != 1:
-        raise BufferError(f"__dlpack__ needs one device; found {a_or_an(type(value))} on {len(found)}.")
+        name = type(value).__name__
+        raise BufferError(f"__dlpack__ needs one device; found {name} on {len(found)} devices.")
     array: Any = jnp.zeros((), device=found.pop())
     return array.__dlpack_device__()
 
@@ -65,7 +65,7 @@ def _require_placed(value: Value, name: str) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
         hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
         raise AttributeError(
-            f"The {name!r} attribute is not available on {a_or_an(type(value))} of traced arrays.{hint}"
+            f"The {name!r} attribute is not available on {type(value).__name__} of traced arrays.{hint}"
         )
 
 

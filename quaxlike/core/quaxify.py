@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
-from .._checked import PyTree, a_or_an
+from .._checked import PyTree
 from . import compat, recording
 from .derivatives import check_jacobian
 from .hooks import Endless, endless_error
@@ -185,7 +185,7 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
             typed = is_value(leaf) or hasattr(leaf, "dtype")
             kind = "array" if kind_of(leaf) == "array" else type(leaf).__name__
             found = f"{kind} {leaf.dtype}{list(leaf.shape)}" if typed else repr(leaf)[:80]
-            where = f" at {jtu.keystr(path)} of {a_or_an(type(filter_spec))}" if path else ""
+            where = f" at {jtu.keystr(path)} of the {type(filter_spec).__name__}" if path else ""
             raise TypeError(
                 f"{caller} takes as filter_spec a bool, a function on leaves, or a prefix of (fn, args, "
                 f"kwargs) made of these; found {found}{where}. To call the function with it, write "

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import jax
 import jax.core
 
-from .._checked import a_or_an
 from . import values
 from .hooks import computes_with_itself
 from .rules import active_layers
@@ -151,7 +150,7 @@ def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
 
     - `is_late`: whether the Value was closed over, so that JAX remembers the tracer.
     """
-    kind, at = a_or_an(type(value), capital=True), user_source()[0]
+    kind, at = type(value).__name__, user_source()[0]
     if is_late:
         return jax.errors.UnexpectedTracerError(
             f"{kind} was closed over by a function that JAX traced within `quaxlike.quaxify`, and "

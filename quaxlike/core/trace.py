@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 
-from .._checked import a_or_an
 from . import compat, high_level, recording
 from .index_checks import TAKE_INDICES, with_checks
 from .levels import level_of, not_dispatched
@@ -402,7 +401,7 @@ def check_complete(value: Value) -> None:
     """Raises a `ValueError` if parts of a Value are missing."""
     if has_missing_parts(value):
         raise ValueError(
-            f"Parts of {a_or_an(type(value))} are missing, as in the halves that `eqx.partition` makes, "
+            f"Parts of {type(value).__name__} are missing, as in the halves that `eqx.partition` makes, "
             f"so that it stands for no array. Join the halves with `eqx.combine` first; found {value}. "
             f"(Where `{missing_field(value)}` may be None, annotate it so.)"
         )

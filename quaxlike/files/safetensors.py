@@ -25,7 +25,7 @@ from quaxlike.arrays.adapted import AdaptedArray
 from quaxlike.arrays.quantized import Codec
 from quaxlike.arrays.unitful import Unit
 
-from .._checked import a_or_an, checked, did_you_mean
+from .._checked import checked, did_you_mean
 from .._version import __version__
 from ..core.values import is_value
 from ..surgery.trees import named_arrays, path_of, replace, suggestion
@@ -226,7 +226,9 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
     for name, node in nodes.items():
         base = arrays.get(name)
         if isinstance(base, AdaptedArray):
-            raise ValueError(f"{name} is {a_or_an(type(base))} already. Load the adapters on the bare model.")
+            raise ValueError(
+                f"{name} is of type {type(base).__name__} already. Load the adapters on the bare model."
+            )
 
         def get(part: Any, base: Any = base, name: str = name) -> Any:
             if part is _BASE and base is None:
@@ -241,7 +243,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
         except Exception as error:  # an inconsistent value may make its type raise anything
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if not isinstance(found, AdaptedArray):
-            raise tensors.error(name, f"expected an adapter; found {a_or_an(type(found))}")
+            raise tensors.error(name, f"expected an adapter; found {type(found).__name__}")
         if base is not None and shape[len(shape) - base.ndim :] != tuple(base.shape):
             raise tensors.error(name, f"is an adapter of shape {shape}; the weight is of {tuple(base.shape)}")
         loaded[name] = found
@@ -379,7 +381,7 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         kind = type(x).__name__
         if types.get(kind) is not type(x):
-            raise TypeError(f"{a_or_an(kind)} is not a type that the file can name; pass it in `types`")
+            raise TypeError(f"{kind} is not a type that the file can name; pass it in `types`")
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
         nodes = {field: _encode(v, f"{name}.{field}", types, put) for field, v in fields.items()}
         return {"type": kind, "fields": nodes}
@@ -393,7 +395,7 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
         return {"value": x} if math.isfinite(x) else {"float": repr(x)}
     if x is None or isinstance(x, bool | int | str):
         return {"value": x}
-    raise TypeError(f"{a_or_an(type(x))} cannot be written to a file")
+    raise TypeError(f"{type(x).__name__} cannot be written to a file")
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:

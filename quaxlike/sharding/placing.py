@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.quantized.base import AbstractQuantizedArray
 from ..arrays.quantized.shape import with_most_leading_axes
 from ..core.jaxprs.slots import LeafLayout, leaf_specs
@@ -309,7 +309,7 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
     for (part, x), spec in zip(parts, specs, strict=True):
-        own = f".{part}, part of {a_or_an(type(leaf))} of shape {leaf.shape}," if part else ""
+        own = f".{part}, part of {type(leaf).__name__} of shape {leaf.shape}," if part else ""
         for axis, entry in enumerate(spec):
             unknown = [n for n in axes_of(entry) if n not in mesh.shape]
             if unknown:

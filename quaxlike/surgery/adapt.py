@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray
 from ..arrays.layout import Layout
 from ..arrays.lora import TrainableArray, TrainableRows, in_float32
@@ -96,7 +96,7 @@ def adapt(
         beside = {"bias": arrays.get(targets[name].bias or "")} if takes_bias else {}
         out = make(w, key=key, layout=layout, **beside)
         if not isinstance(out, AdaptedArray) or tuple(out.shape) != tuple(w.shape):
-            found = f"{a_or_an(type(out))} of shape {getattr(out, 'shape', None)}"
+            found = f"{type(out).__name__} of shape {getattr(out, 'shape', None)}"
             raise ValueError(
                 f"`make` must return an AdaptedArray of the shape of {name}, {tuple(w.shape)}; found {found}."
             )
@@ -217,8 +217,8 @@ def adapters_on(
     def adapted(name: str, w: Any) -> Any:
         if isinstance(w, AdaptedArray):
             raise ValueError(
-                f"{name} is {a_or_an(type(w))} already. Merge the model before you adapt it again, or "
-                "leave it out with `exclude`."
+                f"{name} is of type {type(w).__name__} already. Merge the model before you adapt it again, "
+                "or leave it out with `exclude`."
             )
         return make(name, w, require_layout(name, targets[name]), keys.get(name))
 

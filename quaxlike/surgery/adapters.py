@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, frozen_parts, labels_of, matrix_labels
 from ..core.quaxify import value_of
 from ..core.values import is_value
@@ -170,7 +170,7 @@ def _adapters(
         for x in adapted:
             if not x.part_axes.keys() >= {*_parts(x)}:
                 raise ValueError(
-                    f"The models must differ in adapters alone; {name} is trained too: {a_or_an(type(x))}, "
+                    f"The models must differ in adapters alone; {name} is trained too: {type(x).__name__}, "
                     "which does not say which axes its parts have (`part_axes`)."
                 )
         if adapted:
@@ -227,7 +227,7 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     if out.shape != (len(adapters), *first.shape):
         kind = type(first).__name__
         raise ValueError(
-            f"{name} is {a_or_an(type(first))}, whose parts do not take a leading axis for several adapters: "
+            f"{name} is of type {kind}, whose parts do not take a leading axis for several adapters: "
             f"of {len(adapters)}, `{kind}.materialise` makes an array of shape {out.shape}."
         )
     return out

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..core.values import is_value, materialise
 from .quantize import quantize_array
 from .records import Layouts, records_of, require_layout
@@ -134,7 +134,7 @@ def balance(
             if is_value(arrays[name]) or arrays[name].shape[axis] != size:
                 raise ValueError(
                     f"{name} must be a dense array with {size} outputs, the inputs of {', '.join(laters)}; "
-                    f"found {a_or_an(type(arrays[name]))} of shape {tuple(arrays[name].shape)}."
+                    f"found {type(arrays[name]).__name__} of shape {tuple(arrays[name].shape)}."
                 )
             new[name] = arrays[name] = _scaled(arrays[name], 1 / best, axis)
     return replace(model, new)
@@ -143,7 +143,8 @@ def balance(
 def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
     """A dense matrix as `(out, in)`."""
     if is_value(w) or w.ndim != 2 or len(in_axes) != 1:
-        raise ValueError(f"balance takes dense matrices; {name} is {a_or_an(type(w))} of shape {w.shape}.")
+        found = f"of type {type(w).__name__} and shape {w.shape}"
+        raise ValueError(f"balance takes dense matrices; {name} is {found}.")
     return np.asarray(jnp.moveaxis(w, in_axes[0], -1), np.float64)
 
 

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value, materialise
@@ -154,7 +154,7 @@ def _like(name: str, dense: Any, base: Any) -> Any:
     out = type(base).promote(dense, base)
     if out is NotImplemented:
         raise ValueError(
-            f"{name} cannot be merged: its base is {a_or_an(type(base))}, which does not say how a "
+            f"{name} cannot be merged: its base is of type {type(base).__name__}, which does not say how a "
             f"dense array becomes one (`{type(base).__name__}.promote`). Materialise the base first."
         )
     return out
@@ -167,7 +167,7 @@ def _unmerged(name: str, weight: Any, adapter: AdaptedArray) -> Any:
     if out is NotImplemented:
         kind = type(adapter)
         raise ValueError(
-            f"{name} is {a_or_an(kind)}, which does not say how it is taken out of a weight "
+            f"{name} is of type {kind.__name__}, which does not say how it is taken out of a weight "
             f"(`{kind.__name__}.unmerged`)."
         )
     same = out is adapter or not is_value(weight)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
-from .._checked import a_or_an, checked, did_you_mean
+from .._checked import checked, did_you_mean
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.layout import Layout
 from ..arrays.quantized import (
@@ -151,7 +151,7 @@ def _with_activations(
         raise ValueError(f"maxima has no entry for {name}; it has those for {', '.join(maxima)}.")
     if not isinstance(q, AbstractQuantizedArray):
         raise ValueError(
-            f"{name}: products with `activations` are for dense weights; found {a_or_an(type(q))}."
+            f"{name}: products with `activations` are for dense weights; found {type(q).__name__}."
         )
     try:
         limit = None if maxima is None else float(jnp.max(jnp.asarray(maxima[name])))
@@ -244,13 +244,13 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
         raise ValueError(
-            f"{name} is {a_or_an(type(w))} already. Leave it out with `exclude`, or make it dense with "
-            "`quaxlike.materialise` before you quantise it again."
+            f"{name} is of type {type(w).__name__} already. Leave it out with `exclude`, or make it dense "
+            "with `quaxlike.materialise` before you quantise it again."
         )
     if is_value(w):
         raise ValueError(
-            f"{name} is {a_or_an(type(w))}; quantize takes dense arrays and adapters over them. Leave it "
-            "out with `exclude`."
+            f"{name} is of type {type(w).__name__}; quantize takes dense arrays and adapters over them. "
+            "Leave it out with `exclude`."
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, frozen_parts, knows_axes
 from ..core.quaxify import quaxify
 from ..core.values import is_value
@@ -129,7 +129,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
     if tuple(out.shape) != wanted:  # the Value's shape does not follow from its parts'
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
-        raise ValueError(f"{name}: {a_or_an(type(first))} of shape {first.shape} cannot be stacked.")
+        raise ValueError(f"{name}: {type(first).__name__} of shape {first.shape} cannot be stacked.")
     return out
 
 
@@ -156,7 +156,7 @@ def _form(leaf: Any) -> Any:
 
 def _described(leaf: Any) -> str:
     parts = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(leaf))
-    kind = f"{a_or_an(type(leaf))} with " if is_value(leaf) else ""
+    kind = f"{type(leaf).__name__} with " if is_value(leaf) else ""
     return kind + (parts or "no parts")
 
 
@@ -165,7 +165,7 @@ def _rows(name: str, leaf: Any, n: int) -> list[Any]:
         return [_row(leaf, i) for i in range(n)]
     axes = leaf.leading_axis()
     if axes is NotImplemented:
-        raise ValueError(f"{name}: {a_or_an(type(leaf))} of shape {leaf.shape} cannot be split into rows.")
+        raise ValueError(f"{name}: {type(leaf).__name__} of shape {leaf.shape} cannot be split into rows.")
     parts, structure = jtu.tree_flatten(leaf)
     rows = []
     for i in range(n):

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked
+from .._checked import checked
 from ..arrays.adapted import AdaptedArray, innermost, on_innermost
 from ..arrays.quantized import AbstractQuantizedArray
 from ..core.values import is_value, replace_fields
@@ -118,7 +118,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
             continue
         if not any(map(eqx.is_inexact_array, jtu.tree_leaves(w.scale))):
             raise ValueError(
-                f"{name} is {a_or_an(type(w))} whose scales are 8-bit codes, not floating-point "
+                f"{name} is of type {type(w).__name__}, whose scales are 8-bit codes, not floating-point "
                 "numbers. Leave it out with `where`."
             )
         trained[name] = on_innermost(lambda w: dataclasses.replace(w, train_scales=True), x)

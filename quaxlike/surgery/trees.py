@@ -17,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._checked import a_or_an, checked, did_you_mean
+from .._checked import checked, did_you_mean
 from ..core.values import is_value
 
 
@@ -212,7 +212,7 @@ def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
     if jtu.treedef_is_leaf(structure) or jtu.treedef_is_leaf(other_structure):
         return None if _same_object(x, y) else f"{name} is {_short(x)} in one and {_short(y)} in the other"
     if type(x) is not type(y):
-        return f"{name} is {a_or_an(type(x))} in one and {a_or_an(type(y))} in the other"
+        return f"{name} is of type {type(x).__name__} in one and {type(y).__name__} in the other"
     keys, other_keys = ({path_of(key) for key, _ in each} for each in (children, others))
     if keys != other_keys:
         named = (path_of((*path, jtu.DictKey(key))) for key in sorted(keys ^ other_keys))
@@ -253,7 +253,7 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
         if field.metadata.get("static") and not _same_object(*both):
             where = path_of((*path, jtu.GetAttrKey(field.name)))
             return f"{where} is {_short(both[0])} in one and {_short(both[1])} in the other"
-    return f"the static fields of {name}, {a_or_an(type(x))}, differ"
+    return f"the static fields of {name}, of type {type(x).__name__}, differ"
 
 
 def _same_object(x: Any, y: Any) -> bool:

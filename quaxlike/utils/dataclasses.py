@@ -13,7 +13,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from .._checked import a_or_an
 from .lenses import LensField, LensSpec, make_lens_fields, make_slot_lenses
 
 _T = TypeVar("_T")
@@ -275,7 +274,7 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _told(value: Any) -> str:
-    return "an array" if _is_array(value) else f"{a_or_an(type(value))} with an array in it"
+    return "an array" if _is_array(value) else f"{type(value).__name__} with an array in it"
 
 
 # The names of the children, and the names and values of the static fields.

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from quaxlike._checked import a_or_an
 from tests.samples import wrong_types
 
 
@@ -347,9 +346,9 @@ class TestFilterSpec:
             (X, r"array float32\[2, 3\]\. To"),
             (np.ones(2), r"ndarray float64\[2\]"),
             (Box(X), r"Box float32\[2, 3\]\. To"),
-            (eqx.nn.Linear(3, 2, key=jax.random.key(0)), r"float32\[2, 3\] at \.weight of a Linear"),
-            ({"x": X}, r"array float32\[2, 3\] at \['x'\] of a dict"),
-            ((True, [X], {}), r"array float32\[2, 3\] at \[1\]\[0\] of a tuple"),
+            (eqx.nn.Linear(3, 2, key=jax.random.key(0)), r"float32\[2, 3\] at \.weight of the Linear"),
+            ({"x": X}, r"array float32\[2, 3\] at \['x'\] of the dict"),
+            ((True, [X], {}), r"array float32\[2, 3\] at \[1\]\[0\] of the tuple"),
             (2.5, "2.5"),
             (1, "1"),
             ("all", "'all'"),
@@ -432,23 +431,12 @@ class TestValues:
             ql.quaxify(lambda x: x + operand)(Box(X))
 
     def test_outside_of_quaxify(self):
-        with pytest.raises(RuntimeError, match=r"A Box was passed to `sin` outside `quaxlike\.quaxify`"):
+        with pytest.raises(RuntimeError, match=r"Box was passed to `sin` outside `quaxlike\.quaxify`"):
             jax.lax.sin(Box(X))
         conv = eqx.nn.Conv2d(1, 2, 3, key=jax.random.key(0))
         conv = eqx.tree_at(lambda conv: conv.weight, conv, Box(conv.weight))
-        with pytest.raises(RuntimeError, match=r"A Box was passed to `conv_general_dilated` outside"):
+        with pytest.raises(RuntimeError, match=r"Box was passed to `conv_general_dilated` outside"):
             conv(jnp.ones((1, 5, 5)))
-
-    @pytest.mark.parametrize(
-        ("name", "article"),
-        [
-            *(("NF4Array", "an"), ("LoraArray", "a"), ("Int8Array", "an"), ("FP4Array", "an"), ("MLP", "an")),
-            *(("Unitful", "a"), ("Unknown", "an"), ("OneHotVector", "a"), ("SHiRAArray", "a"), ("_Box", "a")),
-        ],
-    )
-    def test_articles(self, name, article):
-        assert a_or_an(name) == f"{article} {name}"
-        assert a_or_an(type(name, (), {}), capital=True) == f"{article.capitalize()} {name}"
 
     def test_aval_of_the_wrong_type(self):
         class Wrong(ql.ArrayValue):
@@ -549,9 +537,7 @@ class TestLeaks:
         ],
     )
     def test_use(self, use):
-        with pytest.raises(
-            jax.errors.UnexpectedTracerError, match="A Box leaked from the quaxified"
-        ) as caught:
+        with pytest.raises(jax.errors.UnexpectedTracerError, match="Box leaked from the quaxified") as caught:
             use(self._leaked())
         assert f"{__file__}:" in str(caught.value)
         assert "Return it from the function instead" in str(caught.value)

@@ -335,7 +335,7 @@ def test_the_nearest_rules_are_first_those_of_the_type():
 class TestOutsideOfQuaxify:
     @wrong_types
     def test_functions_of_jax_numpy(self):
-        message = "A Boxed was passed to `dot` outside `quaxlike.quaxify`. Wrap the function"
+        message = "Boxed was passed to `dot` outside `quaxlike.quaxify`. Wrap the function"
         with pytest.raises(TypeError, match=message):
             jnp.dot(Boxed(jnp.ones(3)), jnp.ones(3))
         with pytest.raises(TypeError, match="`sum` but no `filter_spec` selects it"):
@@ -345,12 +345,12 @@ class TestOutsideOfQuaxify:
 
     def test_it_is_one_type_of_error(self):
         for call in (jnp.sin, jax.lax.sin, np.asarray):
-            with pytest.raises(RuntimeError, match=r"A Boxed was passed to .* outside `quaxlike.quaxify`"):
+            with pytest.raises(RuntimeError, match=r"Boxed was passed to .* outside `quaxlike.quaxify`"):
                 call(Boxed(jnp.ones(3)))
 
     @pytest.mark.parametrize("call", [np.asarray, np.sum, lambda x: np.array([x]), jnp.asarray])
     def test_numpy(self, call):
-        with pytest.raises(TypeError, match=r"A Boxed was passed to NumPy outside `quaxlike.quaxify`"):
+        with pytest.raises(TypeError, match=r"Boxed was passed to NumPy outside `quaxlike.quaxify`"):
             call(Boxed(jnp.ones(3)))
 
     def test_inside_of_it_numpy_is_given_the_elements(self):

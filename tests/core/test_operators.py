@@ -310,7 +310,7 @@ def test_of_traced_arrays_it_is_nowhere_yet():
     def asks(x):
         for name in ("device", "sharding"):
             with pytest.raises(
-                AttributeError, match=f"'{name}' attribute is not available on a Doubled of traced"
+                AttributeError, match=f"'{name}' attribute is not available on Doubled of traced"
             ):
                 getattr(x, name)
         with pytest.raises(jax.errors.ConcretizationTypeError, match="devices"):
@@ -332,7 +332,7 @@ def test_the_sharding_of_what_it_stands_for():
     lora = ql.LoraArray(rows, place(jnp.ones((2, 4))), place(jnp.ones((4, 2)), "i"))
     assert lora.sharding == rows.sharding
     assert lora.devices() == rows.devices()
-    with pytest.raises(AttributeError, match="No one sharding says how the leaves of a LoraArray are placed"):
+    with pytest.raises(AttributeError, match="No one sharding says how the leaves of LoraArray are placed"):
         _ = eqx.tree_at(lambda x: x.b, lora, place(jnp.ones((4, 2)))).sharding
     with pytest.raises(AttributeError, match="No one sharding"):  # a device for each leaf
         _ = eqx.tree_at(lambda x: x.b, lora, jnp.ones((4, 2))).sharding

@@ -170,7 +170,7 @@ class TestMissing:
         x = Refusing(jnp.ones(3), part)
         assert not ql.is_value(x)
         with pytest.raises(
-            ValueError, match=r"Parts of a Refusing are missing.*`part` may be None, annotate it"
+            ValueError, match=r"Parts of Refusing are missing.*`part` may be None, annotate it"
         ):
             ql.quaxify(lambda: lax.mul(x, 2.0))()
 

@@ -90,9 +90,7 @@ def test_other_operators_and_methods_where_a_level_dispatches(name):
 @pytest.mark.parametrize("other", [X, 2.0, W], ids=["array", "number", "value"])
 def test_outside_operators_are_errors_that_name_the_mixin(op, other):
     for call in (lambda: op(W, other), lambda: op(other, W)):
-        with pytest.raises(
-            TypeError, match=r"An Own was passed to .* outside(?s:.*)`quaxlike.ArrayOperators`"
-        ):
+        with pytest.raises(TypeError, match=r"Own was passed to .* outside(?s:.*)`quaxlike.ArrayOperators`"):
             call()
 
 
@@ -106,7 +104,7 @@ def test_outside_the_others_are_errors_that_name_the_mixin(name):
 
 @pytest.mark.parametrize("ask", [bool, operator.not_, lambda w: 1 if w and 1 else 2, lambda w: 1 if w else 2])
 def test_truth(ask):
-    with pytest.raises(TypeError, match="An Own was passed to `bool` outside"):
+    with pytest.raises(TypeError, match="Own was passed to `bool` outside"):
         ask(W)
     with pytest.raises(TypeError, match="passed to `bool` outside"):
         ask(NoArray(X))
@@ -226,7 +224,7 @@ def test_numpy_does_not_take_a_refusal_for_an_answer(function):
         assert run(metres, 2 * metres) is False
         with pytest.raises(unitful.DimensionError, match="same unit"):
             run(metres, seconds)
-    with pytest.raises(TypeError, match=f"An Own was passed to `numpy.{function.__name__}` outside"):
+    with pytest.raises(TypeError, match=f"Own was passed to `numpy.{function.__name__}` outside"):
         function(W, W)
     assert ql.quaxify(function)(W, DENSE) is True
     with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="eq"):

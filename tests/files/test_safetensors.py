@@ -105,7 +105,7 @@ class _Mine(ql.ArrayValue):
 
 def test_types_of_your_own_are_named(tmp_path):
     path, model = tmp_path / "model.safetensors", {"w": _Mine(jnp.ones(3), float("inf"))}
-    with pytest.raises(CheckpointError, match=r"'w': a _Mine is not a type that the file can name"):
+    with pytest.raises(CheckpointError, match=r"'w': _Mine is not a type that the file can name"):
         st.save(path, model)
     assert not path.exists()
     st.save(path, model, types=[_Mine])

@@ -24,7 +24,7 @@ def test_errors_are_our_own(every, tmp_path):
     ("arguments", "message"),
     [
         ({"axis": "x"}, r"quantize: `axis` must be int; found 'x'\."),
-        ({"stacked": [1]}, r"quantize: `stacked` must be int; found \[1\], a list\."),
+        ({"stacked": [1]}, r"quantize: `stacked` must be int; found \[1\], of type list\."),
     ],
 )
 def test_messages_name_argument_expected_and_found(arguments, message):

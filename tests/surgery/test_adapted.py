@@ -138,9 +138,9 @@ def test_a_type_that_does_not_say_how_it_is_taken_out():
 
     model = ql.adapt(MLP, lambda w, **_: Shifted(w, jnp.ones(w.shape)))
     assert ql.summary(model).trainable == sum(w.size for w in _weights(MLP))
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a Shifted, which .*`Shifted.unmerged`"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is of type Shifted, which .*`Shifted.unmerged`"):
         ql.unmerge(ql.merge(model), model)
-    with pytest.raises(ValueError, match=r"is trained too: a Shifted, .*`part_axes`"):
+    with pytest.raises(ValueError, match=r"is trained too: Shifted, .*`part_axes`"):
         ql.stack_adapters([model, model])
 
 
@@ -399,9 +399,9 @@ def test_a_branch_without_it():
 
 def test_it_is_adapted_once():
     model = _adapted(where=["layers.0"])
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a Scaled already. Merge the model"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is of type Scaled already. Merge the model"):
         ql.loraify(model, rank=2, key=KEY)
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a LoraArray already. Merge the model"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is of type LoraArray already. Merge the model"):
         _adapted(base=ql.loraify(MLP, rank=2, key=KEY))
     both = ql.loraify(model, rank=2, key=KEY, exclude=["layers.0"])
     assert [type(w).__name__ for w in _weights(both)] == ["Scaled", "LoraArray", "LoraArray"]
@@ -410,7 +410,7 @@ def test_it_is_adapted_once():
 
 def test_no_file_leaves_it_out(tmp_path):
     both = ql.loraify(_adapted(where=["layers.0"]), rank=2, key=KEY, exclude=["layers.0"])
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a Scaled, which the files of PEFT's"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is of type Scaled, which the files of PEFT's"):
         peft.save_adapter(tmp_path, both)
     safetensors.save(tmp_path / "model.safetensors", both, types=[Scaled])
     again = safetensors.load(tmp_path / "model.safetensors", MLP, types=[Scaled])

@@ -384,5 +384,5 @@ def test_merging_into_a_base_of_another_type():
     assert merged.names == ("out", "in")
     np.testing.assert_array_equal(merged.array, model["w"].merged())
     model = adapted(0, {"w": ql.SparseArray.from_dense(w)}, where=["w"])
-    with pytest.raises(ValueError, match=r"w cannot be merged: its base is a SparseArray"):
+    with pytest.raises(ValueError, match=r"w cannot be merged: its base is of type SparseArray"):
         ql.merge(model)

@@ -48,7 +48,7 @@ def test_loftq_makes_up_for_the_rounding(scheme):
 
 @pytest.mark.slow
 def test_initialisations_that_need_dense_weights():
-    with pytest.raises(ValueError, match=r"takes a part of the base.*is an NF4Array\. Adapt the model"):
+    with pytest.raises(ValueError, match=r"takes a part of the base.*is of type NF4Array\. Adapt the model"):
         ql.loraify(ql.quantize(MLP), rank=2, init=ql.loftq(), key=KEY)
 
 

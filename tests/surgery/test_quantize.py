@@ -111,10 +111,10 @@ def test_stacked_layers():
         (lambda m: ql.quantize(m, where="layer.0"), "'layer.0' matches none .* 'layers.0'"),
         (lambda m: ql.quantize(m, where=r".*bias"), "no weight of two or more axes"),
         (lambda m: ql.quantize(m, exclude=r"layers\..*"), "`exclude` leaves nothing"),
-        (lambda m: ql.quantize(ql.quantize(m)), "layers.0.weight is an NF4Array already"),
+        (lambda m: ql.quantize(ql.quantize(m)), "layers.0.weight is of type NF4Array already"),
         (
             lambda m: ql.quantize(ql.loraify(m, rank=2, key=KEY, modules_to_save=["layers.1"])),
-            "layers.1.weight is a TrainableArray; .* `exclude`",
+            "layers.1.weight is of type TrainableArray; .* `exclude`",
         ),
     ],
 )
@@ -221,7 +221,9 @@ def test_scales_are_trained_where_it_is_asked(mlp):
 def test_scales_that_cannot_be_trained(mlp):
     with pytest.raises(ValueError, match=r"no quantised weights, only layers\.0\.weight \(64, 64\)"):
         ql.train_scales(mlp)
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a BlockArray whose scales are 8-bit codes"):
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.weight is of type BlockArray, whose scales are 8-bit codes"
+    ):
         ql.train_scales(ql.quantize(mlp, "mxfp4"))
 
 

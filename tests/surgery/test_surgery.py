@@ -266,7 +266,7 @@ def test_options_of_other_types(mlp, options, message):
 
 
 def test_adapting_twice_is_an_error(mlp):
-    with pytest.raises(ValueError, match=r"layers\.0\.weight is a LoraArray already. Merge"):
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is of type LoraArray already. Merge"):
         ql.loraify(ql.loraify(mlp, rank=2, key=KEY), rank=2, key=KEY)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._checked import a_or_an
 from ...core.values import is_value
 from .array import LoraArray
 from .matrices import as_array, as_matrix, halves, in_size, svd, with_factors
@@ -88,8 +87,8 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
     """The base as a matrix; raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
         raise ValueError(
-            f"{init} takes a part of the base into the adapter, and {name} is {a_or_an(type(lora.w))}. "
-            "Adapt the model first, then quantise it."
+            f"{init} takes a part of the base into the adapter, and {name} is of type "
+            f"{type(lora.w).__name__}. Adapt the model first, then quantise it."
         )
     w = as_matrix(lora, lora.w)
     if lora.rank > min(w.shape[-2:]):

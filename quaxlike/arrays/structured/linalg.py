@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
-from ..._checked import a_or_an, checked
+from ..._checked import checked
 from ...core import compat
 from ...core.policy import dense
 from ...core.quaxify import quaxify
@@ -113,7 +113,7 @@ class Factored(ArrayValue):
 
     def materialise(self) -> jax.Array:
         raise ValueError(
-            f"The LU factors of {a_or_an(type(self.matrix))} are kept as the matrix itself, and have no "
+            f"The LU factors of {type(self.matrix).__name__} are kept as the matrix itself, and have no "
             "elements. Factorise `quaxlike.materialise(matrix)` to look at them; inside `jax.vmap`, put "
             "`quaxify` inside the vmap."
         )

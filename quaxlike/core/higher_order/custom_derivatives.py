@@ -16,7 +16,6 @@ import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from ..._checked import a_or_an
 from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values
 from ..jaxprs.linearity import has_tangent
@@ -370,7 +369,7 @@ class _Results:
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
-                    f"A custom_jvp or custom_vjp function returned {a_or_an(slot.cls)} when it was "
+                    f"A custom_jvp or custom_vjp function returned {slot.cls.__name__} when it was "
                     "staged, and is differentiated now. It is not linear in its leaves, or its tangent has "
                     "another pattern: apply `quaxlike.materialise` to the result of the function."
                 )

@@ -16,7 +16,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from ..._checked import a_or_an
 from ..jaxprs.linearity import (
     as_cotangent,
     has_tangent,
@@ -144,7 +143,7 @@ def tangent_out(slot: LeafLayout, primals: Sequence[Any], tangent: Any) -> list[
     if not is_derivative(tangent, x):
         name = slot.cls.__name__
         raise StructureError(
-            f"The jvp rule of a custom_jvp function returns {a_or_an(name)} whose tangent is not of the "
+            f"The jvp rule of a custom_jvp function returns {name}, whose tangent is not of the "
             f"same type and pattern. Return one of that type as the tangent, or define `{name}.promote`."
         )
     leaves, _ = flatten([tangent])

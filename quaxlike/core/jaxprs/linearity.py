@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..._checked import a_or_an
 from ..rules import RuleWarning
 from ..values import Value, is_value, refuses, replace_fields
 
@@ -42,7 +41,7 @@ def _is_its_leaves(value: Value) -> bool:
     if cls not in _warned:
         _warned.add(cls)
         warnings.warn(
-            f"{a_or_an(cls, capital=True)} refuses to materialise, so it is differentiated by its leaves, as "
+            f"{cls.__name__} refuses to materialise, so it is differentiated by its leaves, as "
             f"if it were linear in them. Set `linear = True` on {cls.__name__} if it is, or else "
             "`linear = False`, which makes that an error.",
             RuleWarning,

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..._checked import a_or_an
 from .. import compat
 from ..plain_arrays import either, hooks
 from ..rules import RuleWarning
@@ -149,8 +148,8 @@ def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
         _warned.add(slot.cls)
         name = slot.cls.__name__
         warnings.warn(
-            f"{a_or_an(name, capital=True)} decides about {what} and refuses to materialise, so its only "
-            f"leaf is taken for it. Let the comparisons of {a_or_an(name)} return arrays.",
+            f"{name} decides about {what} and refuses to materialise, so its only "
+            f"leaf is taken for it. Let the comparisons of {name} return arrays.",
             RuleWarning,
             stacklevel=2,
         )

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ..._checked import a_or_an
 from .. import compat
 from ..plain_arrays import either, without_guess
 from ..policy import dense, policy_key
@@ -205,7 +204,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
     """`x` with the parts that are arrays in `like` made dense, under the policy."""
-    hint = f"This part of {a_or_an(type(x))} is an array on the other side."
+    hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 

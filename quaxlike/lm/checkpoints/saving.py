@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._checked import a_or_an, checked
+from ..._checked import checked
 from ...core.values import is_value
 from ...files import safetensors
 from ...files.errors import CheckpointError
@@ -127,7 +127,7 @@ def _format_of(directory: Path, name: str, value: Any) -> str:
     if found is None:
         known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
         raise CheckpointError(
-            f"{directory}: {name} is {a_or_an(type(value))}; a checkpoint holds plain arrays, "
+            f"{directory}: {name} is of type {type(value).__name__}; a checkpoint holds plain arrays, "
             f"{', '.join(known)}. Merge adapters, and materialise the others."
         )
     return found

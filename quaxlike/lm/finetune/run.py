@@ -14,7 +14,6 @@ from rich.console import Console
 
 import quaxlike as ql
 
-from ..._checked import a_or_an
 from ...arrays.quantized import AbstractQuantizedArray
 from ...files import safetensors
 from ...files.errors import CheckpointError
@@ -182,7 +181,7 @@ def _teacher(settings: Settings, devices: Devices, config: dict[str, Any], conso
             "--teacher, or --quantize the one that is trained."
         )
     if not isinstance(teacher, Decoder):
-        raise FinetuneError(f"--teacher must be a decoder that writes texts; found {a_or_an(type(teacher))}.")
+        raise FinetuneError(f"--teacher must be a decoder that writes texts; found {type(teacher).__name__}.")
     sizes = [one.get("vocab_size") for one in (of_teacher, config)]
     if sizes[0] != sizes[1] or _vocabulary(folder) != _vocabulary(settings.model):
         raise FinetuneError(
@@ -329,7 +328,7 @@ def _scanned(model: PyTree, settings: Settings, console: Console) -> tuple[PyTre
     if wanted is False or (wanted is None and not isinstance(model, Decoder)):
         return model, False
     if not isinstance(model, Decoder):
-        raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {a_or_an(type(model))}.")
+        raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {type(model).__name__}.")
     try:
         stacked = model.stacked()
         _check_rows(stacked)

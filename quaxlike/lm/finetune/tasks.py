@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from ..._checked import a_or_an
 from ...arrays.adapted import innermost
 from ...core.values import is_value
 from ..folders.companions import modules_of
@@ -360,7 +359,7 @@ def task_for(model: PyTree, settings: Settings) -> AbstractTask:
     if settings.task is not None:
         if not isinstance(model, Decoder) or modules_of(settings.model):
             raise FinetuneError(
-                f"--task {settings.task} is for decoders that write texts; found {a_or_an(type(model))}."
+                f"--task {settings.task} is for decoders that write texts; found {type(model).__name__}."
             )
         if settings.task == "dpo":
             return Preferences(chunk, settings.beta)
@@ -372,4 +371,4 @@ def task_for(model: PyTree, settings: Settings) -> AbstractTask:
             return Pairs(Pooling.of(settings.model))
         case BertForSequenceClassification():
             return Classes(model.classifier.weight.shape[0])
-    raise FinetuneError(f"There is no task for {a_or_an(type(model))}.")
+    raise FinetuneError(f"There is no task for {type(model).__name__}.")

@@ -19,7 +19,6 @@ import jax.tree_util as jtu
 import ml_dtypes
 import numpy as np
 
-from ..._checked import a_or_an
 from ...arrays.quantized import AbstractCodebookArray, FP4Array, Int8Array, NestedScales, NF4Array
 from ...core.values import is_value
 from ...files.errors import CheckpointError, file_error
@@ -308,7 +307,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
                 put(key, array)
         elif is_value(value):
             raise file_error(
-                path, name, f"the format has no place for {a_or_an(type(value))}; materialise it"
+                path, name, f"the format has no place for {type(value).__name__}; materialise it"
             )
         else:
             put(name, np.asarray(value))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..._checked import a_or_an
 from ..._patterns import PatternError, startmatch
 from ...arrays.quantized import CODECS, BlockArray, Codec, Int8Array
 from ...core.values import is_value
@@ -332,7 +331,7 @@ def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str
         raise file_error(
             path,
             name,
-            f"{a_or_an(type(w))} of this kind has no place in the file: quantise to 'int4_block', "
+            f"{type(w).__name__} of this kind has no place in the file: quantise to 'int4_block', "
             "'uint4_block', 'int8_block' or 'fp8', or materialise it",
         )
     n, k = w.shape

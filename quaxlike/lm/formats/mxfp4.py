@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..._checked import a_or_an
 from ...arrays.quantized import CODECS, BlockArray
 from ...core.values import is_value
 from ...files.errors import file_error
@@ -56,7 +55,7 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
             tensors |= _tensors_of(path, name, value)
         elif is_value(value):
             kind = type(value).__name__
-            raise file_error(path, name, f"{a_or_an(kind)} has no place in the file; quantise to 'mxfp4'")
+            raise file_error(path, name, f"{kind} has no place in the file; quantise to 'mxfp4'")
         else:
             tensors[name] = np.asarray(value)
     return tensors, {"quant_method": "mxfp4"}

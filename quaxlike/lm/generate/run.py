@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from ..._checked import a_or_an
 from ...files.errors import CheckpointError, ErrorAboutFiles
 from ...kernels import native
 from ...sharding.meshes import mesh_from_text
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     except ValueError as error:  # from weights that the devices cannot share
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
-        raise GenerateError(f"{arguments.model} holds {a_or_an(type(model))}, which is not a decoder.")
+        raise GenerateError(f"{arguments.model} holds {type(model).__name__}, which is not a decoder.")
     if arguments.adapter is not None:
         model = peft.load_adapter(arguments.adapter, model)
     if arguments.cache is not None:

@@ -11,7 +11,6 @@ import equinox as eqx
 import ml_dtypes
 import numpy as np
 
-from ..._checked import a_or_an
 from ..._files import replacing
 from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
 from ...core.quaxify import quaxify
@@ -162,7 +161,7 @@ def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, out
         raise file_error(
             path,
             name,
-            f"{a_or_an(type(value))} has no place in the file: merge adapters, and quantise to 'q8_0' or "
+            f"{type(value).__name__} has no place in the file: merge adapters, and quantise to 'q8_0' or "
             "'q4_0' along a last axis that blocks of 32 divide, or materialise it",
         )
     if own is None and value.dtype not in _FLOATS:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ..._checked import a_or_an, check_option, checked
+from ..._checked import check_option, checked
 from ...arrays.adapted import AdaptedArray
 from ...arrays.quantized import AbstractQuantizedArray
 from ...core.policy import MaterialisationError, on_materialise
@@ -106,7 +106,7 @@ def _resized_adapter(name: str, x: AdaptedArray, n: int) -> Any:
 
 
 def _without_rows(name: str, x: Any) -> ValueError:
-    return ValueError(f"{name} is {a_or_an(type(x))}, which gets no new rows. Materialise it first.")
+    return ValueError(f"{name}: {type(x).__name__} gets no new rows. Materialise it first.")
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..._checked import a_or_an, checked
+from ..._checked import checked
 from ...adapters.ia3 import ScaledBias
 from ...adapters.lora import relative_to
 from ...adapters.record import PREFIX, ROOT, Method, Written
@@ -161,8 +161,8 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
             continue
         if (method := _record_of(leaf)) is None:
             raise ValueError(
-                f"{name} is {a_or_an(type(leaf))}, which the files of PEFT's methods cannot hold. Merge it "
-                "into the weight first, or save the whole model with `quaxlike.files.safetensors`."
+                f"{name} is of type {type(leaf).__name__}, which the files of PEFT's methods cannot hold. "
+                "Merge it into the weight first, or save the whole model with `quaxlike.files.safetensors`."
             )
         found.setdefault(method.peft_type, name)
     if not found:
@@ -329,7 +329,7 @@ def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str,
             if is_value(leaf.array):
                 raise ValueError(
                     f"{new} is trained in full (`modules_to_save`), where PEFT takes a dense array; "
-                    f"found {a_or_an(type(leaf.array))}. Leave it out of `quantize` (`where`), or adapt it."
+                    f"found {type(leaf.array).__name__}. Leave it out of `quantize` (`where`), or adapt it."
                 )
             trained[new] = leaf.array
     if own_biases and own_biases != adapters.keys():

@@ -239,7 +239,7 @@ def test_what_cannot_be_saved_leaves_no_file(tmp_path):
     for values, message in [
         ({"w": ql.quaxify(lambda w: w.T)(w)}, r"'w': the format stores one row-major matrix"),
         ({"w": stack}, r"'w': the format stores one row-major matrix"),
-        ({"w": ql.Int8Array.quantize(jnp.ones((8, 64)))}, r"'w': the format has no place for an Int8Array"),
+        ({"w": ql.Int8Array.quantize(jnp.ones((8, 64)))}, r"'w': the format has no place for Int8Array"),
         ({"w": w, "w.absmax": jnp.ones(3)}, r"'w.absmax': two entries would have this name"),
         ({"w": np.array(["text"])}, r"'w': the format has no dtype <U4"),
     ]:

@@ -123,7 +123,7 @@ def test_another_teacher_and_what_cannot_start(command, tmp_path, capsys):
 
 def test_models_that_write_no_texts():
     settings = dataclasses.replace(SETTINGS, task="distill", model=Path())
-    with pytest.raises(FinetuneError, match="--task distill is for decoders that write texts; found an MLP"):
+    with pytest.raises(FinetuneError, match="--task distill is for decoders that write texts; found MLP"):
         task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), settings)
 
 

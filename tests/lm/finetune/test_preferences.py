@@ -107,7 +107,7 @@ def test_a_run_prefers_what_was_chosen(llama, tmp_path, capsys):
 
 def test_models_that_write_no_texts():
     settings = dataclasses.replace(SETTINGS, task="dpo", model=Path())
-    with pytest.raises(FinetuneError, match="--task dpo is for decoders that write texts; found an MLP"):
+    with pytest.raises(FinetuneError, match="--task dpo is for decoders that write texts; found MLP"):
         task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), settings)
 
 

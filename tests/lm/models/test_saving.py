@@ -109,7 +109,7 @@ def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
 def test_types_that_have_no_place(tmp_path):
     model, _ = load(folder("qwen3"))
     model = ql.loraify(model, rank=2, where=["q_proj"], key=jax.random.key(0))
-    with pytest.raises(CheckpointError, match=r"q_proj\.weight is a LoraArray; .* Merge adapters"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is of type LoraArray; .* Merge adapters"):
         save(tmp_path / "out", model, folder("qwen3"))
     assert not (tmp_path / "out").exists()
 

@@ -185,10 +185,10 @@ def test_quantised_models(checkpoint, tmp_path):
     """Weights of other types are rounded to the file's; its own stay as they are; adapters are refused."""
     source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
     nf4 = ql.quantize(model, "nf4")
-    with pytest.raises(CheckpointError, match=r"an NF4Array has no place in the file"):
+    with pytest.raises(CheckpointError, match=r"NF4Array has no place in the file"):
         save(tmp_path / "new" / "m.gguf", nf4, source, format="gguf")
     adapted = ql.loraify(model, rank=2, key=jax.random.key(0))
-    with pytest.raises(CheckpointError, match=r"a LoraArray has no place in the file: merge adapters"):
+    with pytest.raises(CheckpointError, match=r"LoraArray has no place in the file: merge adapters"):
         save(tmp_path / "new" / "m.gguf", adapted, source, format="gguf", quantize="q8_0")
     assert not (tmp_path / "new").exists()
     save(tmp_path / "m.gguf", nf4, source, format="gguf", quantize="q8_0")

@@ -175,7 +175,7 @@ def test_a_base_that_does_not_fit_the_adapter(tmp_path):
         (Net(jax.random.key(5)), r"differ in lin\.0\.weight by more than an initialisation of rank 3"),
         (
             ql.quantize(NET, "int8", where=LINEAR),
-            r"`base` has a float32 Int8Array .*Quantise the model after",
+            r"`base` has float32 Int8Array .*Quantise the model after",
         ),
         ({"lin": NET.lin[:1]}, r"`base` has no lin\.1\.weight"),
     ]:
@@ -212,7 +212,7 @@ def test_initialisations_that_cannot_be_read(entries, message, tmp_path):
 
 def test_a_base_that_pissa_cannot_be_taken_from(tmp_path):
     peft.save_adapter(tmp_path, adapted("pissa"))
-    with pytest.raises(CheckpointError, match=r"lora_A\.weight.*is an Int8Array. Adapt the model first"):
+    with pytest.raises(CheckpointError, match=r"lora_A\.weight.*is of type Int8Array. Adapt the model first"):
         peft.load_adapter(tmp_path, ql.quantize(NET, "int8", where=LINEAR))
     peft.save_adapter(tmp_path, adapted("gaussian", where=["lin.0", "embed"], rank=7))
     edit(tmp_path, init_lora_weights="pissa")
