@@ -7,7 +7,6 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
@@ -56,34 +55,6 @@ _PACKAGES = {
 }
 
 
-def deprecated(
-    module: str, names: Mapping[str, tuple[str, Any]], *, removed_in: str
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a module whose names have moved.
-
-    **Arguments:**
-
-    - `module`: the `__name__` of the module.
-    - `names`: for each old name, the new one in full and the object.
-    - `removed_in`: the version that no longer has the old names.
-
-    **Returns:**
-
-    Both functions. Access to an old name warns with a `DeprecationWarning` at the line that asks for it.
-    """
-
-    def __getattr__(name: str) -> Any:
-        if name == "__all__":  # of `from module import *`
-            return list(names)
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        new, found = names[name]
-        _warn(f"{module}.{name}", new, removed_in)
-        return found
-
-    return __getattr__, lambda: sorted(names)
-
-
 def find_moved_modules() -> None:
     """Lets `import` find modules under their old paths."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -124,7 +95,7 @@ class _Moved(importlib.abc.InspectLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self.new)
-        _warn(module.__name__, self.new, _REMOVED_IN)
+        _warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
         """For `python -m` with the old path."""
@@ -163,18 +134,18 @@ def moved_name(old: str, new: str) -> Any:
     """The object that is at `new` now, with a warning. Both are paths below the package."""
     module, _, name = new.rpartition(".")
     found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-    _warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}", _REMOVED_IN)
+    _warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}")
     return found
 
 
-def _warn(old: str, new: str, removed_in: str) -> None:
+def _warn(old: str, new: str) -> None:
     """Warns at the line that asks for the old name: the innermost outside this package and the import
     system."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):
         frame = frame.f_back
     warnings.warn_explicit(
-        f"{old} is {new} now; quaxlike {removed_in} will not have the old name.",
+        f"{old} is {new} now; quaxlike {_REMOVED_IN} will not have the old name.",
         DeprecationWarning,
         frame.f_code.co_filename,
         frame.f_lineno,

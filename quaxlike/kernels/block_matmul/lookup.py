@@ -13,7 +13,6 @@ from .product import Product
 from .tilings import Problem
 
 TABLE_BYTES = 256 * 32 * 4
-_MAP_BYTES = 256 * 4
 
 #: Bytes of a scale or zero point, by how it is stored.
 SIZES = {
