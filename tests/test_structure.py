@@ -87,6 +87,24 @@ def test_no_module_comes_back_to_itself():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+#: Classes of two houses that each have the name of their field.
+_SHARED_NAMES = {
+    "Checkpoint",  # of any format, and of bitsandbytes: both are public
+    "NestedScales",  # of an array, and as kernels take them
+    "Program",  # of `quaxlike.testing`, and the compiled one of a fine-tuning
+}
+
+
+def test_the_name_of_a_class_has_one_meaning():
+    classes = [
+        node.name
+        for file in (_ROOT / "quaxlike").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert {name for name in classes if classes.count(name) > 1} <= _SHARED_NAMES
+
+
 _PRODUCT = """
 import sys, jax, jax.numpy as jnp, quaxlike as ql
 w = ql.NF4Array.quantize(jax.random.normal(jax.random.key(0), (256, 256)))

@@ -124,7 +124,7 @@ def fit(
     return Fit(eqx.combine(params, frozen), losses, time.perf_counter() - start)
 
 
-class Method(NamedTuple):
+class Adaptation(NamedTuple):
     """A way to adapt a model: new types for some of its weights, and which arrays then train."""
 
     name: str
@@ -169,8 +169,8 @@ def _lora(model: VisionTransformer, key: PRNGKeyArray) -> VisionTransformer:
 
 
 _EVERY_ARRAY = functools.partial(jax.tree.map, eqx.is_inexact_array)
-FULL = Method("full fine-tuning", lambda model, key: model, _EVERY_ARRAY, 1e-3)
-LORA = Method("LoRA", _lora, ql.trainable, 4e-3)
+FULL = Adaptation("full fine-tuning", lambda model, key: model, _EVERY_ARRAY, 1e-3)
+LORA = Adaptation("LoRA", _lora, ql.trainable, 4e-3)
 QLORA = LORA._replace(
     name="QLoRA (NF4)", prepare=lambda model, key: _lora(ql.quantize(model, "nf4", where=ADAPTED), key)
 )
@@ -178,7 +178,7 @@ PRETRAINING = FULL._replace(name="training, upright")
 
 
 def run(
-    method: Method,
+    method: Adaptation,
     model: VisionTransformer,
     task: Task,
     *,

@@ -25,7 +25,9 @@ def show(*, seed: int, steps: int, output: Path) -> None:
         console=console,
     )
 
-    def run(method: experiment.Method, model: VisionTransformer, task: experiment.Task) -> experiment.Result:
+    def run(
+        method: experiment.Adaptation, model: VisionTransformer, task: experiment.Task
+    ) -> experiment.Result:
         bar = progress.add_task(method.name, total=steps, loss=float("nan"))
 
         def on_step(loss: float) -> None:

@@ -157,7 +157,7 @@ def warp_barrier() -> None:
     _effect("bar.warp.sync 0xffffffff;")
 
 
-class Memory:
+class MemoryRegion:
     """An array in global or shared memory, addressed by bytes."""
 
     def __init__(self, ref: Any) -> None:
@@ -172,7 +172,7 @@ class Memory:
         vector = llvm.load(ir.VectorType.get((count,), dtype_), self._at(offset), alignment=size)
         return [Reg(llvm.extractelement(vector, utils.c(i, _types()["u32"]))) for i in range(count)]
 
-    def copy_to(self, offset: Reg, shared: "Memory", at: Reg, size: int, present: Reg) -> None:
+    def copy_to(self, offset: Reg, shared: "MemoryRegion", at: Reg, size: int, present: Reg) -> None:
         """Begins to copy 4, 8 or 16 bytes from global to shared memory; zeros if they are not `present`.
 
         Both offsets are multiples of the size. `commit_copies` and `wait_for_copies` tell when it is done;

@@ -22,7 +22,7 @@ from ..files.errors import CheckpointError, hub_hint, listed, quoted
 from ..files.json_text import read_json_file
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.placing import by_name
-from ..sharding.reading import Rows, read_onto
+from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -370,7 +370,7 @@ _ALL_QUANTISED = ("gguf", "mlx")
 
 def _rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
-) -> Rows:
+) -> RowReader:
     """Reads an array of this shape by rows, from the tensors `files`.
 
     **Raises:** when rows are read, `CheckpointError` for another shape, or a dtype that no model computes
@@ -403,14 +403,14 @@ def _rows_of(
                     )
             return checked(_joined(parts, stop - start), start, stop)
 
-        return Rows(shape[0], stacked)
+        return RowReader(shape[0], stacked)
     (file,) = files
     rows = weights.rows(file)
 
     def read(*span: int) -> Any:
         return checked(in_published_layout(name, rows.read(*span) if span else weights[file]), *span)
 
-    return Rows(rows.count, read, rows.step) if rows.count == shape[0] else Rows(None, read)
+    return RowReader(rows.count, read, rows.step) if rows.count == shape[0] else RowReader(None, read)
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 from jax.extend.core import mapped_aval
 from jax.interpreters import ad
 
-from .forms import Arrays, Batch, Jvp, Params, Transpose, Vjp, is_zero, merge, split, zero_tangent
+from .forms import Arrays, Batching, Jvp, Params, Transpose, Vjp, is_zero, merge, split, zero_tangent
 from .primitive import DefinedPrimitive, unflatten, without_form, without_tree
 
 _LEAF = jtu.tree_structure(0)
@@ -256,7 +256,7 @@ def batch(
         return out, ([None] * len(out) if p.multiple_results else None)
     if (by_hand := _batch_by_hand(p, axis.size, operands, dims, params)) is not None:
         return by_hand
-    form = Batch(tuple(dims), axis.size, axis_name, axis.spmd_name)
+    form = Batching(tuple(dims), axis.size, axis_name, axis.spmd_name)
     out = p.batch_p.bind(*operands, **with_form(params, form))
     return (out, [0] * len(out)) if p.multiple_results else (out[0], 0)
 

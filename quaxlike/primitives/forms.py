@@ -106,7 +106,7 @@ class Transpose:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class Batching:
     """The parent mapped over an axis of its operands; every result has the axis in front."""
 
     dims: tuple[int | None, ...]
@@ -129,7 +129,7 @@ class Batch:
         return self.vmap(lambda operands: parent(*operands), [list(self.dims)])(list(operands))
 
 
-Form = Jvp | Vjp | Transpose | Batch
+Form = Jvp | Vjp | Transpose | Batching
 
 
 def is_zero(tangent: Any) -> bool:

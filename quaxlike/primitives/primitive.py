@@ -15,7 +15,7 @@ from jax.extend.core import Primitive, mapped_aval
 from jax.interpreters import mlir, xla
 
 from ..core import compat
-from .forms import Batch, Flat, Form, Jvp, Params, Transpose, Vjp, symbolic_tangents
+from .forms import Batching, Flat, Form, Jvp, Params, Transpose, Vjp, symbolic_tangents
 from .partitioning import Partitioning
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -212,7 +212,7 @@ class DefinedPrimitive(Primitive):
 
     @property
     def batch_p(self) -> "DefinedPrimitive":
-        return self._derived(Batch)
+        return self._derived(Batching)
 
     def slot(self, name: str) -> Slot:
         """The slot for the rule called `name`.
@@ -263,7 +263,7 @@ class DefinedPrimitive(Primitive):
         with _lock:
             if form not in self._forms:
                 # Another backend's kernel can be mapped over an axis, not differentiated.
-                impls: _Impls = self._impls if form is Batch else {None: self._impls[None]}
+                impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
                     f"{self.name}.{form.__name__.lower()}",
                     impls,

@@ -15,7 +15,7 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class RowReader:
     """An array, or a Value, that can be read in part.
 
     `count` is its length along the first axis, or None if it can only be read as a whole. `read` is called
@@ -47,7 +47,7 @@ class Rows:
         return made if goes_by_rows(made) else None
 
 
-def read_onto(name: str, rows: Rows, mesh: Any, rule: NamedRule) -> Any:
+def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
     If all parts of a Value are stored by rows, and no block crosses rows, a process reads only the rows that
@@ -88,7 +88,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
     return spread(name, shapes, rule(name, shapes), mesh)
 
 
-def _own_rows(like: Any, specs: Any, mesh: Any, rows: Rows) -> tuple[int, int]:
+def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
     """The rows that this process's devices need."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]

@@ -22,7 +22,7 @@ from .trainable import trained_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One array of a model."""
 
     path: str
@@ -47,7 +47,7 @@ class Row:
 class Summary:
     """A table of the arrays of a model, and their totals. Prints as text, and is a table for `rich`."""
 
-    rows: Sequence[Row]
+    rows: Sequence[SummaryRow]
 
     def _total(self, field: str) -> int:
         return sum(getattr(row, field) for row in self.rows)
@@ -78,7 +78,7 @@ class Summary:
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
-        def cells(path: str, kind: str, shape: str, axes: str, of: "Row | Summary") -> tuple[str, ...]:
+        def cells(path: str, kind: str, shape: str, axes: str, of: "SummaryRow | Summary") -> tuple[str, ...]:
             numbers = of.logical_bytes, of.stored_bytes, of.trainable
             return path, kind, shape, axes, *(f"{n:,}" for n in numbers)
 
@@ -153,7 +153,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     return Summary([_row(name, x.array, x.layout, counted) for name, x in records_of(model, layout).items()])
 
 
-def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Row:
+def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
     """`counted` has what adapters in earlier rows share with others; it is counted there."""
     again = [leaf for leaf in _adapters(x) if id(leaf) in counted]
     counted |= {id(leaf) for leaf in _adapters(x)}
@@ -161,7 +161,7 @@ def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Row:
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
     size = math.prod((x if base is None else base).shape)  # several adapters share it
-    return Row(
+    return SummaryRow(
         path=path,
         type=_type(x),
         shape=tuple(x.shape),

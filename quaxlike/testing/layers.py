@@ -78,7 +78,7 @@ def _vector(w: Any) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer(Program):
+class LayerProgram(Program):
     """A program of a square matrix."""
 
     modes: tuple[str, ...] = ("eager", "jit")
@@ -88,4 +88,4 @@ class Layer(Program):
         return square and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-LAYERS = {f"layer: {name}": Layer(lambda w, f=f: f(w, _vector(w))) for name, f in _LAYERS.items()}
+LAYERS = {f"layer: {name}": LayerProgram(lambda w, f=f: f(w, _vector(w))) for name, f in _LAYERS.items()}

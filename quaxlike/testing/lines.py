@@ -34,7 +34,7 @@ def _shown(lines: Iterable[SourceLine]) -> str:
     return str(own) + (f", which calls {through}" if through else "")
 
 
-class _Step(NamedTuple):
+class _Executed(NamedTuple):
     """A line that is about to be executed, or a function that returns."""
 
     at: SourceLine
@@ -53,7 +53,7 @@ class _Run:
     def __init__(self, run: Callable[[], Any], fn: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
         self._package = _package(code.co_filename) if code else ""
-        self.steps: list[_Step] = []
+        self.steps: list[_Executed] = []
         self._frames: dict[Any, tuple[int, dict[str, Any]]] = {}
         self._ends = time.monotonic() + _MOST_SECONDS
         before = sys.gettrace()
@@ -105,7 +105,7 @@ class _Run:
             new["the result"] = _kept(arg)
         code = frame.f_code
         at = SourceLine(code.co_filename, frame.f_lineno, code.co_qualname)
-        self.steps.append(_Step(at, number, self._callers(frame) or (), new))
+        self.steps.append(_Executed(at, number, self._callers(frame) or (), new))
         return self._step
 
 
@@ -132,8 +132,8 @@ def first_difference(
     - `numbers`: whether to compare the local variables, or only which lines are executed.
     """
     runs = _Run(plain, fn).steps, _Run(other, fn).steps
-    last: dict[int, _Step] = {}
-    before: _Step | None = None
+    last: dict[int, _Executed] = {}
+    before: _Executed | None = None
     for a, b in zip(*runs, strict=False):
         if a.at != b.at or a.frame != b.frame:
             if before is None:
@@ -146,7 +146,7 @@ def first_difference(
     return "", ""
 
 
-def _where(step: _Step) -> str:
+def _where(step: _Executed) -> str:
     return _shown((step.at, *step.caller))
 
 

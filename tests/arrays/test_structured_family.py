@@ -59,7 +59,7 @@ class CornerMatrix(StructuredMatrix):
     def transposed(self):
         return CornerMatrix(self.middle, self.corners[..., ::-1])
 
-    def times(self, x, precision=None):
+    def applied_to(self, x, precision=None):
         return jnp.matmul(self.materialise(), x, precision=precision)
 
     def solve(self, b):

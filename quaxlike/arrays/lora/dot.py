@@ -49,7 +49,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
     w_labels, a_labels, b_labels = labels(lora)
 
-    def times(part: Any, part_labels: Labels, x: Any, x_labels: Labels, keep: Any, **params: Any):
+    def part_product(part: Any, part_labels: Labels, x: Any, x_labels: Labels, keep: Any, **params: Any):
         if on_left:
             return contract(part, part_labels, x, x_labels, keep, **params)
         return contract(x, x_labels, part, part_labels, keep, **params)
@@ -57,7 +57,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
     def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
         spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
-            return arrange(*times(w, w_labels, x, x_labels, out, **params), out)
+            return arrange(*part_product(w, w_labels, x, x_labels, out, **params), out)
         return weight_product(*((w, x) if on_left else (x, w)), dimension_numbers, **params)
 
     def adapter_product(a: Any, b: Any, x: Any, x_labels: Labels) -> Any:
@@ -65,12 +65,12 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         if _shrinks_by_b(lora, of_lora.contracting):
             first, then = then, first
         dtype = common_dtype(a, b, x)
-        thin, thin_labels = times(
+        thin, thin_labels = part_product(
             cast(first[0], dtype), first[1], cast(x, dtype), x_labels, {*out, *then[1]},
             precision=params["precision"],
         )  # fmt: skip
         thin = thin if lora.scaling == 1 else thin * lora.scaling
-        y = times(cast(then[0], dtype), then[1], thin, thin_labels, out, **widened(params, dtype))
+        y = part_product(cast(then[0], dtype), then[1], thin, thin_labels, out, **widened(params, dtype))
         return arrange(*y, out)
 
     def product(w: Any, a: Any, b: Any, x: Any, x_labels: Labels = x_labels) -> Any:

@@ -248,15 +248,15 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
     at, axis = jnp.asarray(x.indices), 1 - summed if x.transposed else summed
     contract = ((axis,), other_summed) if on_left else (other_summed, (axis,))
 
-    def times(part: Any, other: Any) -> Any:
+    def dot(part: Any, other: Any) -> Any:
         operands = (part, other) if on_left else (other, part)
         return lax.dot_general(*operands, (contract, ((), ())), **params)
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
-            return times(w, other.at[own].set(nothing, unique_indices=True)) + times(rows, other[own])
+            return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)
-        return times(w, other).at[own].set(times(rows, other), unique_indices=True)
+        return dot(w, other).at[own].set(dot(rows, other), unique_indices=True)
 
     return quaxify(product)(x.base, x.rows.astype(x.dtype), other)

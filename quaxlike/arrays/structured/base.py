@@ -54,7 +54,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     # The rules call these methods through `inside`, so that parts may be Values.
 
     @abc.abstractmethod
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         """The product with `x`, of shape `(..., n, k)`, whose batch axes broadcast against the matrix's.
         `product` is that of a part with `x`, if it is not `jnp.matmul`."""
 

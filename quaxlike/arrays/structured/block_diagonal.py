@@ -64,7 +64,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         y = apply(jnp.reshape(x, (*batch, n, m // max(n, 1), k)))
         return jnp.reshape(y, (*y.shape[:-3], n * y.shape[-2], k))
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         return self._by_block(lambda x: product(self.blocks, x, precision=precision), x)
 
     def matmul(

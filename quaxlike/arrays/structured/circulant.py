@@ -64,7 +64,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         blocks = kernel[..., (at[None, :] - at[:, None]) % max(len(at), 1)]
         return jnp.reshape(jnp.swapaxes(blocks, -3, -2), self.shape)
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return product(self.materialise(), x, precision=precision)
         by = lambda blocks, x: product(blocks, x, precision=precision)

@@ -62,7 +62,7 @@ class DiagonalMatrix(StructuredMatrix):
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         return lead(jnp.expand_dims(self.diagonal, -1), x.ndim) * x
 
     def transposed(self) -> "DiagonalMatrix":

@@ -54,9 +54,11 @@ def _product(
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
         # Some types have rules for one side alone, and so the order of the operands counts.
-        reverse = not on_left and is_value(value_of(x)) and "product" in signature(matrix.times).parameters
+        reverse = (
+            not on_left and is_value(value_of(x)) and "product" in signature(matrix.applied_to).parameters
+        )
         by = {"product": _reversed} if reverse else {}
-        y = matrix.converted(dtype).times(_cast(x, dtype), precision, **by)
+        y = matrix.converted(dtype).applied_to(_cast(x, dtype), precision, **by)
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
         # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).

@@ -177,7 +177,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         # A product with ones, followed by plain sums over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
-        y = matrix.times(jnp.ones((*[1] * n, size, 1), x.dtype))
+        y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))
         y = jnp.broadcast_to(y, (*x.batch, *y.shape[-2:]))[..., 0]
         summed = tuple(axis for axis in axes if axis < n) + ((n,) if rows and columns else ())
         return jnp.sum(y, summed, dtype=x.dtype)

@@ -73,7 +73,7 @@ class KroneckerMatrix(StructuredMatrix):
         *batch, p, _ = x.shape
         return jnp.reshape(x, (*batch, p * r, k))
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         by = lambda part: lambda x: product(part, x, precision=precision)
         return self._map(by(self.a), by(self.b), x)
 

@@ -123,7 +123,7 @@ class LowRankUpdate(StructuredMatrix):
         )
         return is_shared or bool(has_rule)
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         inner = product(jnp.matrix_transpose(self.v), x, precision=precision)
         update = product(self.u, inner, precision=precision)
         y = product(self.base, x, precision=precision)
@@ -163,7 +163,7 @@ class LowRankUpdate(StructuredMatrix):
 
     def after_diagonal(self, diagonal: Any) -> "LowRankUpdate":
         d = DiagonalMatrix(diagonal)
-        return replace_fields(self, base=quaxify(jnp.matmul)(d, self.base), u=d.times(self.u))
+        return replace_fields(self, base=quaxify(jnp.matmul)(d, self.base), u=d.applied_to(self.u))
 
     def matmul(self, other: StructuredMatrix, precision: Any = None) -> "LowRankUpdate | NotImplementedType":
         # (base + u vᵀ) y = base y + u (yᵀ v)ᵀ
@@ -172,7 +172,7 @@ class LowRankUpdate(StructuredMatrix):
         base = multiply(self.base, other, precision)
         if base is NotImplemented:
             return NotImplemented
-        v = inside(lambda y, v: y.transposed().times(v, precision), other, self.v)
+        v = inside(lambda y, v: y.transposed().applied_to(v, precision), other, self.v)
         if isinstance(base, LowRankUpdate):  # one update, lest those of powers are nested ever deeper
             return base.with_columns(self.u, v)
         return replace_fields(self, base=base, v=v)

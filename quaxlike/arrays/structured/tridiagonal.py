@@ -79,7 +79,7 @@ class TridiagonalMatrix(StructuredMatrix):
         lower, diagonal, upper = self.lower[..., beside], self.diagonal[..., rows], self.upper[..., beside]
         return replace_fields(self, lower=lower, diagonal=diagonal, upper=upper)
 
-    def times(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
+    def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())
         if x.shape[-2] < 2:
             return diagonal * x

@@ -38,7 +38,7 @@ class _Step:
     makes_values: bool  # of plain arrays
 
 
-class _Plan:
+class _JaxprPlan:
     """A jaxpr, laid out once so that running it needs no lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
@@ -75,7 +75,7 @@ class _Plan:
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
 
-_plan = compat.weakly_cached(_Plan)
+_plan = compat.weakly_cached(_JaxprPlan)
 
 
 def evaluate(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import lanes
-from ..lanes import Memory, Reg
+from ..lanes import MemoryRegion, Reg
 from .lookup import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
 from .tilings import Problem
 
@@ -32,7 +32,7 @@ def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
     - `refs`: the codes, the scales, the zero points if there are any and the values of the codes, as for
         `mosaic.emit`; the result; `shared_words` words of shared memory.
     """
-    codes, *operands, out, shared = map(Memory, refs)
+    codes, *operands, out, shared = map(MemoryRegion, refs)
     scales, zeros, (values,) = numbers_of(p, operands, shared)
     thread = lanes.thread_index()
     table = Table(shared, thread % 32, p.product, p.dtype, exact=True)

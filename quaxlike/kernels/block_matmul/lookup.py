@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 from .. import lanes
-from ..lanes import Memory, Reg
+from ..lanes import MemoryRegion, Reg
 from .product import Product
 from .tilings import Problem
 
@@ -28,17 +28,17 @@ class Table:
     """The values of codes: as float32, to be scaled one by one, if `exact` (`scaled`); else rounded to the
     dtype of the activations, two to a register (`pairs`)."""
 
-    def __init__(self, memory: Memory, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
+    def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
         self.memory, self.lane, self.dtype, self.exact = memory, lane, dtype, exact
         self.bits, self.low_first = product.bits, product.low_first
 
-    def fill(self, values: Memory, thread: Reg, threads: int) -> None:
+    def fill(self, values: MemoryRegion, thread: Reg, threads: int) -> None:
         """Writes the entries of all bytes, four words at once."""
         for i in range(0, 256 * 8, threads):
             at = thread + i
             self.memory.store(at * 16, *self._entry(values, at // 8))
 
-    def _entry(self, values: Memory, byte: Reg) -> list[Reg]:
+    def _entry(self, values: MemoryRegion, byte: Reg) -> list[Reg]:
         codes = [byte] if self.bits == 8 else [byte // 16, byte % 16]
         numbers = [values.load(code * 4, "float32")[0] for code in (codes[::-1] if self.low_first else codes)]
         if self.exact:
@@ -75,7 +75,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 class Numbers:
     """Scales or zero points in global memory, of which a thread copies the words that hold its own."""
 
-    def __init__(self, kind: str, refs: list[Memory], shared: Memory) -> None:
+    def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]
         self.memory, *nested = refs
         self.nested: Any = None
@@ -85,7 +85,7 @@ class Numbers:
         self.shared = shared
 
     @property
-    def arrays(self) -> list[Memory]:
+    def arrays(self) -> list[MemoryRegion]:
         """What is copied, as `STREAMS` has it."""
         return [self.memory] if self.kind != "nested" else [self.memory, self.absmax]
 
@@ -118,8 +118,8 @@ class Numbers:
 
 
 def numbers_of(
-    p: Problem, operands: list[Memory], shared: Memory
-) -> tuple[Numbers, Numbers | None, list[Memory]]:
+    p: Problem, operands: list[MemoryRegion], shared: MemoryRegion
+) -> tuple[Numbers, Numbers | None, list[MemoryRegion]]:
     """The scales, the zero points if there are any, and the arrays after theirs."""
     count = 4 if p.scales == "nested" else 1
     scales, rest = Numbers(p.scales, operands[:count], shared), operands[count:]

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import lanes
-from ..lanes import Memory, Reg
+from ..lanes import MemoryRegion, Reg
 from .lookup import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
-from .staging import Layout, Tiles
+from .staging import StagedTiles, TileLayout
 from .tilings import BLOCK, Problem, Tiling
 
 _SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
@@ -58,7 +58,7 @@ def _tables(p: Problem) -> int:
 
 
 def _stage_bytes(p: Problem, tiling: Tiling) -> int:
-    return tiling.threads // 32 * Layout(p, tiling).bytes
+    return tiling.threads // 32 * TileLayout(p, tiling).bytes
 
 
 def stride(tiling: Tiling) -> int:
@@ -76,7 +76,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
         and for each group of tokens the adapters that it takes and how many, and `out`; in shared memory
         `shared_words` words.
     """
-    *operands, out, shared = map(Memory, refs)
+    *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
     acc = [lanes.number(0.0, "float32")] * (tiling.row_tiles * p.token_tiles * 4)
     ahead = stages(p, tiling) - 1
@@ -105,7 +105,9 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 class Warp:
     """The place of one thread, and the work of its warp for `x @ W.T`."""
 
-    def __init__(self, operands: list[Memory], shared: Memory, p: Problem, tiling: Tiling) -> None:
+    def __init__(
+        self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
+    ) -> None:
         self.x, self.codes, *operands = operands
         self.scales, self.zeros, (self.values, *self.low_rank) = numbers_of(p, operands, shared)
         self.shared, self.p, self.tiling = shared, p, tiling
@@ -122,9 +124,9 @@ class Warp:
         self.token_group = place % p.groups
         self.first_token = self.token_group * (8 * p.token_tiles)
         self.table = Table(shared, self.lane, p.product, p.dtype, exact=p.exact)
-        self.layout = Layout(p, tiling)
+        self.layout = TileLayout(p, tiling)
         numbers = [n for n in (self.scales, self.zeros) if n is not None]
-        self.tiles = Tiles(self.layout, self.codes, numbers, shared, self.lane)
+        self.tiles = StagedTiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
         if p.m % (
             8 * p.token_tiles
@@ -306,7 +308,7 @@ class _Transposed(Warp):
         return acc
 
 
-def _reduce(acc: list[Reg], warp: Warp, sums: Memory, out: Memory) -> None:
+def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
     """Adds the sums of the warps that share features, and stores them."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import lanes
-from ..lanes import Memory, Reg
+from ..lanes import MemoryRegion, Reg
 from .lookup import STREAMS, Numbers
 from .tilings import BLOCK, Problem, Tiling
 
@@ -60,7 +60,7 @@ class Field(NamedTuple):
         return 4 * 32 * -(-rows * self.words // 32)
 
 
-class Layout:
+class TileLayout:
     """Where a warp's tile of codes and numbers has its place in shared memory."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
@@ -99,11 +99,16 @@ class Layout:
         return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
 
 
-class Tiles:
+class StagedTiles:
     """A warp's tiles: copies to shared memory, and what a thread reads of them."""
 
     def __init__(
-        self, layout: Layout, codes: Memory, numbers: Sequence[Numbers], shared: Memory, lane: Reg
+        self,
+        layout: TileLayout,
+        codes: MemoryRegion,
+        numbers: Sequence[Numbers],
+        shared: MemoryRegion,
+        lane: Reg,
     ) -> None:
         self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
 
@@ -127,7 +132,7 @@ class Tiles:
                 self._fetch(memory, field, start, row, column)
         lanes.commit_copies()
 
-    def _fetch(self, memory: Memory, field: Field, start: Reg, row: Reg, column: Reg) -> None:
+    def _fetch(self, memory: MemoryRegion, field: Field, start: Reg, row: Reg, column: Reg) -> None:
         layout, product = self.layout, self.layout.p.product
         n, k = product.shape
         most = -(-math.prod((n, product.row_blocks)) // field.divisor)

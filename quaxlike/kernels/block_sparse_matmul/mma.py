@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
-from .mma_tiling import THREADS, Problem, tiling_for
+from .mma_tiling import THREADS, SparseProblem, tiling_for
 
 _ADDRESSED = 2**31  # bytes
 
@@ -80,11 +80,13 @@ def matmul(
     return y.reshape(*lead, p.out[1])
 
 
-def matmul_problem(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool) -> Problem:
+def matmul_problem(
+    x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool
+) -> SparseProblem:
     """The problem of `matmul`, for a two-dimensional `x`."""
     rows, slots, b, _ = blocks.shape
     index = transposed_idx if transpose else col_idx
-    return Problem(
+    return SparseProblem(
         "transposed" if transpose else "forward",
         left=x.shape,
         right=(rows * slots * b, b),
@@ -107,9 +109,9 @@ def sampled(
     return _kernel(p)(y, x, col_idx).reshape(*col_idx.shape, block_size, block_size)
 
 
-def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_size: int) -> Problem:
+def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_size: int) -> SparseProblem:
     """The problem of `sampled`, for two-dimensional `y` and `x`."""
-    return Problem(
+    return SparseProblem(
         "sampled",
         left=y.shape,
         right=x.shape,
@@ -122,7 +124,7 @@ def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_siz
     )
 
 
-def _kernel(p: Problem) -> Callable[..., Array]:
+def _kernel(p: SparseProblem) -> Callable[..., Array]:
     """The kernel for a problem: a function of both operands and the index to the result."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 

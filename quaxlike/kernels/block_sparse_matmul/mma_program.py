@@ -22,14 +22,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from .. import lanes
-from ..lanes import Memory, Reg
-from .mma_tiling import DEPTH, THREADS, Problem, Tiling
+from ..lanes import MemoryRegion, Reg
+from .mma_tiling import DEPTH, THREADS, SparseProblem, SparseTiling
 
 _PIECE = 16  # bytes of a copy, and of a row of the matrices that `ldmatrix` reads
 _NUMBERS = 8  # in a piece
 
 
-def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
+def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     """Emits the program.
 
     **Arguments:**
@@ -37,7 +37,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     - `refs`: in global memory both operands, the index and the result, each in two dimensions; in shared
         memory `tiling.shared_words` words.
     """
-    left, right, index, out = map(Memory, refs[:-1])
+    left, right, index, out = map(MemoryRegion, refs[:-1])
     shared = _Shared(refs[-1])
     work = (_sampled if p.kind == "sampled" else _matmul)(p, tiling, index)
     warp, warps, (height, width) = lanes.thread_index() // 32, tiling.warps[1], tiling.warp_tile
@@ -104,7 +104,7 @@ class _Work(NamedTuple):
     column: Reg
 
 
-def _matmul(p: Problem, tiling: Tiling, index: Memory) -> _Work:
+def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, slots = p.block_size, p.slots
     # Blocks of threads that share tokens are neighbours: these are read by all, and the L2 cache serves all
     # but one.
@@ -125,7 +125,7 @@ def _matmul(p: Problem, tiling: Tiling, index: Memory) -> _Work:
     return _Work(number, left_at, right_at, token, feature_tile * tiling.width)
 
 
-def _sampled(p: Problem, tiling: Tiling, index: Memory) -> _Work:
+def _sampled(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, parts = p.block_size, (p.block_size // tiling.height, p.block_size // tiling.width)
     block, part = (f(lanes.block_index(), parts[0] * parts[1]) for f in (Reg.__floordiv__, Reg.__mod__))
     row, column = part // parts[1] * tiling.height, part % parts[1] * tiling.width
@@ -135,7 +135,7 @@ def _sampled(p: Problem, tiling: Tiling, index: Memory) -> _Work:
     return _Work(lambda step: stored, left_at, right_at, block * b + row, column)
 
 
-class _Shared(Memory):
+class _Shared(MemoryRegion):
     def load_matrices(self, offset: Reg, *, transposed: bool) -> list[Reg]:
         """Four matrices of 8 by 8 numbers of 16 bits, of which each lane names a row: of each, elements
         (group, 2·quad) and (group, 2·quad + 1), or of its transpose."""
@@ -152,7 +152,7 @@ class _Operand:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: MemoryRegion,
         shared: "_Shared",
         shape: tuple[int, int],
         tile: tuple[int, int, bool],
@@ -200,12 +200,12 @@ class _Operand:
 
 def _store(
     acc: list[Reg],
-    shared: Memory,
-    out: Memory,
+    shared: MemoryRegion,
+    out: MemoryRegion,
     place: tuple[Reg, Reg],
     work: _Work,
-    p: Problem,
-    tiling: Tiling,
+    p: SparseProblem,
+    tiling: SparseTiling,
 ) -> None:
     """Rounds the sums of a warp, whose tile is at `place` in that of the block, and writes those that lie
     inside the result."""

@@ -12,7 +12,7 @@ _MULTIPROCESSORS = 108  # of an A100
 _LEAST = 4 * 16 * 16  # numbers in a tile: each warp has a tile of 16 by 16
 
 
-class Problem(NamedTuple):
+class SparseProblem(NamedTuple):
     """A product, and the shapes of its operands in two dimensions.
 
     **Attributes:**
@@ -42,13 +42,13 @@ class Problem(NamedTuple):
         contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
         return -(-contracted // DEPTH)
 
-    def blocks(self, tiling: "Tiling") -> int:
+    def blocks(self, tiling: "SparseTiling") -> int:
         """How many blocks of threads the program is for."""
         return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class SparseTiling:
     """The tile of the result that a block of threads computes.
 
     **Attributes:**
@@ -106,13 +106,13 @@ class Tiling:
         return max(self.stages * sum(self.operand_bytes), self.height * self.out_stride) // 4
 
 
-def tiling_for(p: Problem) -> Tiling:
+def tiling_for(p: SparseProblem) -> SparseTiling:
     """A large tile, unless there are few tokens or multiprocessors would have no work."""
     largest = min(_LARGEST_TILE, p.block_size & -p.block_size)
     tokens = 1 << (p.out[0] - 1).bit_length()
     height = largest if p.kind == "sampled" else min(_LARGEST_TILE, max(tokens, 16, _LEAST // largest))
     contracted = {"forward": (False, False), "transposed": (False, True), "sampled": (True, True)}[p.kind]
-    tiling = Tiling(height, largest, contracted)
+    tiling = SparseTiling(height, largest, contracted)
     while p.blocks(tiling) < _MULTIPROCESSORS and tiling.width > 32 and height * tiling.width > _LEAST:
         tiling = dataclasses.replace(tiling, width=tiling.width // 2)
     return tiling

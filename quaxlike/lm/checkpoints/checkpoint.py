@@ -23,11 +23,11 @@ from ...files.safetensors import open_values
 from ...files.tensors import Tensors, as_jax, open_tensors
 from ...sharding.placing import Rule as SpecRule
 from ...sharding.placing import by_name
-from ...sharding.reading import Rows, read_onto
+from ...sharding.reading import RowReader, read_onto
 from ..folders.file_pair import Pair, consistent
 from ..formats import FORMATS
 from ..formats.format import Format, dense_rows, rows_of_weight
-from ..gguf.container import Gguf, holds_gguf, open_gguf
+from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
 # Tensors about activations and caches, which weights alone do not need.
@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, Any]):
         metadata: Mapping[str, Any],
         dtype: DTypeLike | None,
         shapes: Iterable[tuple[int, ...]],
-        rows: Mapping[str, Callable[[], Rows]] | None = None,
+        rows: Mapping[str, Callable[[], RowReader]] | None = None,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
@@ -74,10 +74,10 @@ class Checkpoint(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._as_asked(self._weights[name]())
 
-    def rows(self, name: str) -> Rows:
+    def rows(self, name: str) -> RowReader:
         """The weight of this name, which can be read by rows if its format allows it."""
         if name not in self._rows:
-            return Rows(None, lambda: self[name])
+            return RowReader(None, lambda: self[name])
         rows = self._rows[name]()
         return dataclasses.replace(rows, read=lambda *part: self._as_asked(rows.read(*part)))
 
@@ -167,7 +167,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
     """
     path = Path(path)
     opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
-    if isinstance(opened, Gguf):
+    if isinstance(opened, GgufFile):
         gguf = opened
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
@@ -184,7 +184,7 @@ def _of_tensors(
     found = format.weights(tensors, settings) if format is not None else {}
     values, used = open_values(tensors)
     weights: dict[str, Callable[[], Any]] = {}
-    rows: dict[str, Callable[[], Rows]] = {}
+    rows: dict[str, Callable[[], RowReader]] = {}
     taken = {*used, *itertools.chain.from_iterable(entry.tensors for entry in found.values())}
     for name, entry in found.items():
         if name in tensors and name not in entry.tensors:
@@ -237,7 +237,7 @@ def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
 _FLOATS_OF_8 = tuple(map(np.dtype, (float8_e4m3fn, float8_e5m2, float8_e8m0fnu)))
 
 
-def _opened(path: Path) -> Gguf | Tensors:
+def _opened(path: Path) -> GgufFile | Tensors:
     return open_gguf(path) if holds_gguf(path) else open_tensors(path)
 
 

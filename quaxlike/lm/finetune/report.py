@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..._files import naming
-from .train import Step
+from .train import TrainingStep
 
 
 def console_on(file: Any = None) -> Console:
@@ -21,7 +21,7 @@ def console_on(file: Any = None) -> Console:
     return console
 
 
-def shown(run: Iterator[Step], console: Console, first: int, steps: int) -> Iterator[Step]:
+def shown(run: Iterator[TrainingStep], console: Console, first: int, steps: int) -> Iterator[TrainingStep]:
     progress = Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
         TimeRemainingColumn(), TextColumn("left"), console=console,

@@ -37,7 +37,7 @@ class State(NamedTuple):
     optimiser: PyTree
 
 
-class Memory(NamedTuple):
+class MemoryUse(NamedTuple):
     """The bytes that a step needs at its peak on each device, by use."""
 
     weights: int
@@ -96,11 +96,13 @@ class Program:
             self.seconds += time.perf_counter() - start
         return self._compiled[shape]
 
-    def memory(self, *arguments: Any) -> Memory:
+    def memory(self, *arguments: Any) -> MemoryUse:
         (frozen, state), teacher = arguments[:2], arguments[5:]
         analysis = self.compiled(*arguments).memory_analysis()
         activations = getattr(analysis, "temp_size_in_bytes", None)
-        return Memory(_bytes((frozen, teacher)), _bytes(state.params), _bytes(state.optimiser), activations)
+        return MemoryUse(
+            _bytes((frozen, teacher)), _bytes(state.params), _bytes(state.optimiser), activations
+        )
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
@@ -173,7 +175,7 @@ def _bytes(tree: PyTree) -> int:
     return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-class Step(NamedTuple):
+class TrainingStep(NamedTuple):
     number: int
     loss: float
     learning_rate: float
@@ -238,13 +240,13 @@ class Training:
 
         self._evaluate = jax.jit(evaluate)
 
-    def memory(self, state: State) -> Memory:
+    def memory(self, state: State) -> MemoryUse:
         """The memory of a step with the longest texts, whose program is compiled."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
 
-    def run(self, state: State, first: int) -> Iterator[Step]:
+    def run(self, state: State, first: int) -> Iterator[TrainingStep]:
         """Trains from step `first` on. A resumed run gives the same results.
 
         Each state is donated to the next step, so do not use it afterwards.
@@ -267,7 +269,7 @@ class Training:
                 raise FinetuneError(f"The loss of step {number} is {value}. Try a lower --learning-rate.")
             seconds = time.perf_counter() - start - (self.program.seconds - compiling)
             tokens = sum(int(np.sum(batch.seen)) for batch in batches)
-            yield Step(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
+            yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
         """The metrics on examples, without dropout."""

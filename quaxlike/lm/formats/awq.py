@@ -13,8 +13,8 @@ from ...kernels.bits import unpack
 from .format import (
     INT32,
     Format,
-    Layer,
-    Weight,
+    StoredLayer,
+    StoredWeight,
     group_size,
     integer,
     integers,
@@ -29,7 +29,7 @@ _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _PARTS = ("qweight", "qzeros", "scales")
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     integer(config, "bits", tensors.path, among=(4,))
     version = str(config.get("version", "gemm")).lower()
     if version not in ("gemm", "gemv"):
@@ -39,7 +39,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     return weights_of(layers(tensors, *_PARTS), _PARTS, lambda layer: read(layer, group))
 
 
-def _read_gemm(layer: Layer, group: int | None) -> Any:
+def _read_gemm(layer: StoredLayer, group: int | None) -> Any:
     k, words = layer.shape("qweight", 2)
     n, block = 8 * words, group or k
     if k % block:
@@ -55,7 +55,7 @@ def _in_order(packed: np.ndarray) -> np.ndarray:
     return nibbles[..., np.argsort(_ORDER)].reshape(packed.shape[0], -1)
 
 
-def _read_gemv(layer: Layer, group: int | None) -> Any:
+def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
     n, words = layer.shape("qweight", 2)
     k = 8 * words
     block = group or k

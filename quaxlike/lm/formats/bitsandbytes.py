@@ -24,8 +24,8 @@ from ...core.values import is_value
 from ...files.errors import CheckpointError, file_error
 from ...files.tensors import Tensors, are_sizes, as_jax, read_json
 from ...kernels import blockwise
-from ...sharding.reading import Rows
-from .format import INT8, UINT8, Format, Layer, Weight, dense_rows, layers, weights_of
+from ...sharding.reading import RowReader
+from .format import INT8, UINT8, Format, StoredLayer, StoredWeight, dense_rows, layers, weights_of
 
 TYPES: dict[str, type[AbstractCodebookArray]] = {"nf4": NF4Array, "fp4": FP4Array}
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
@@ -138,13 +138,13 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
     return _State(block_size, _DTYPES[fields["dtype"]], tuple(shape), offset)
 
 
-def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> Rows:
+def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
     """Reads a weight by rows, if rows are whole blocks and scales are not nested."""
     state = _read_state(tensors, key, kind)
     read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
     count, *rest = state.shape
     free = state.nested_offset is None and rest and math.prod(rest) % state.block_size == 0
-    return Rows(count if free else None, read)
+    return RowReader(count if free else None, read)
 
 
 def read_weight(
@@ -275,7 +275,7 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(name)
         return as_jax(self._tensors[name])
 
-    def rows(self, name: str) -> Rows:
+    def rows(self, name: str) -> RowReader:
         """The weight of this name, which can be read by rows if its blocks allow it."""
         if name in self.states:
             return rows_of(self._tensors, name, *self.states[name])
@@ -329,14 +329,14 @@ def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """The quantised weights of a checkpoint, in 4 bits or in 8 bits, by name."""
     held = Checkpoint(tensors)
-    out: dict[str, Weight] = {}
+    out: dict[str, StoredWeight] = {}
     for name, (key, _) in held.states.items():
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
-        out[name] = Weight((name, key, *companions), read, rows)
+        out[name] = StoredWeight((name, key, *companions), read, rows)
     # There are weights in 8 bits only if the settings or other tensors say so.
     is_used = settings or layers(tensors, *_INT8_PARTS)
     found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
@@ -346,7 +346,7 @@ def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Weight]:
 _INT8_PARTS = ("SCB", "weight_format")
 
 
-def _read_int8(layer: Layer) -> Any:
+def _read_int8(layer: StoredLayer) -> Any:
     n, k = layer.shape("weight", 2)
     if "weight_format" in layer:
         found = layer.get("weight_format", [UINT8], (), (1,))

@@ -28,8 +28,8 @@ from .format import (
     INT32,
     UINT8,
     Format,
-    Layer,
-    Weight,
+    StoredLayer,
+    StoredWeight,
     integers,
     layers,
     num_words,
@@ -50,7 +50,7 @@ _INT64 = np.dtype(np.int64)
 _Scheme = Mapping[str, Any]
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """The quantised and the sparse weights of a checkpoint, by name."""
     out = _masked_weights(tensors, settings(config, "sparsity_config", tensors.path))
     groups = settings(config, "config_groups", tensors.path)
@@ -76,7 +76,7 @@ def _are_targets(targets: Any) -> bool:
     return isinstance(targets, list) and all(isinstance(target, str) for target in targets)
 
 
-def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
+def _group_of(layer: StoredLayer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
     """The group whose targets name this layer; failing that, the first one that names a class of layers."""
     by_class = None
     for group in groups.values():
@@ -96,7 +96,7 @@ def _group_of(layer: Layer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
     return by_class
 
 
-def _bits(layer: Layer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> int:
+def _bits(layer: StoredLayer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> int:
     bits = scheme.get("num_bits")
     if scheme.get("type") != kind or bits not in among:
         raise layer.error(
@@ -106,7 +106,7 @@ def _bits(layer: Layer, scheme: _Scheme, kind: str, among: tuple[int, ...]) -> i
     return bits
 
 
-def _block(layer: Layer, scheme: _Scheme, k: int) -> int | None:
+def _block(layer: StoredLayer, scheme: _Scheme, k: int) -> int | None:
     """The number of columns that share a scale; None for all of them."""
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
@@ -116,7 +116,7 @@ def _block(layer: Layer, scheme: _Scheme, k: int) -> int | None:
     return None
 
 
-def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
+def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
     bits = _bits(layer, scheme, "int", (2, 3, 4, 5, 6, 7, 8))
     n, k = (int(size) for size in layer.get("weight_shape", [_INT64, INT32], (2,)))
     rows, words = layer.shape("weight_packed", 2)
@@ -152,7 +152,7 @@ def _packed_integers(layer: Layer, scheme: _Scheme) -> Any:
     return integers(codes, scale, zero, bits=bits, block=block, order=order)
 
 
-def _order(layer: Layer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
+def _order(layer: StoredLayer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
     """The order that sorts the columns by group; None if they are sorted."""
     if "weight_g_idx" not in layer:
         kind = scheme.get("actorder")  # by "weight" and "static", columns are in order
@@ -165,7 +165,7 @@ def _order(layer: Layer, scheme: _Scheme, k: int, block: int | None) -> np.ndarr
     return np.argsort(index, kind="stable")
 
 
-def _plain_integers(layer: Layer, scheme: _Scheme) -> Any:
+def _plain_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
     if scheme.get("type") == "float":
         return _plain_floats(layer, scheme)
     _bits(layer, scheme, "int", (8,))
@@ -184,7 +184,9 @@ def _plain_integers(layer: Layer, scheme: _Scheme) -> Any:
     return integers(codes, scale, zero, bits=8, block=block, order=order)
 
 
-def _scales(layer: Layer, suffix: str, scheme: _Scheme, n: int, k: int) -> tuple[np.ndarray, int | None]:
+def _scales(
+    layer: StoredLayer, suffix: str, scheme: _Scheme, n: int, k: int
+) -> tuple[np.ndarray, int | None]:
     strategy, block = scheme.get("strategy"), _block(layer, scheme, k)
     if strategy == "block":
         tile = _tile(layer, scheme)
@@ -201,14 +203,14 @@ def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x
 
 
-def _tile(layer: Layer, scheme: _Scheme) -> list[int]:
+def _tile(layer: StoredLayer, scheme: _Scheme) -> list[int]:
     tile = scheme.get("block_structure")
     if not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise layer.error(None, f"block_structure must be two positive sizes; found {tile!r}")
     return tile
 
 
-def _plain_floats(layer: Layer, scheme: _Scheme) -> Any:
+def _plain_floats(layer: StoredLayer, scheme: _Scheme) -> Any:
     _bits(layer, scheme, "float", (8,))
     _, k = layer.shape("weight", 2)
     tile = _tile(layer, scheme) if scheme.get("strategy") == "block" else None
@@ -217,12 +219,12 @@ def _plain_floats(layer: Layer, scheme: _Scheme) -> Any:
     return read_float8(layer, "weight_scale", tile, column_block=_block(layer, scheme, k))
 
 
-def _nvfp4(layer: Layer, scheme: _Scheme) -> Any:
+def _nvfp4(layer: StoredLayer, scheme: _Scheme) -> Any:
     _bits(layer, scheme, "float", (4,))
     return read_nvfp4(layer, "weight_packed", layer.get("weight_global_scale", FLOATS, (1,), ()), over=True)
 
 
-def _mxfp4(layer: Layer, scheme: _Scheme) -> Any:
+def _mxfp4(layer: StoredLayer, scheme: _Scheme) -> Any:
     _bits(layer, scheme, "float", (4,))
     n, half = layer.shape("weight_packed", 2)
     if half % 16:
@@ -234,7 +236,7 @@ def _mxfp4(layer: Layer, scheme: _Scheme) -> Any:
     return small_floats(raw, scale, codec=CODECS["mxfp4"], block=32, count=2 * half)
 
 
-_READERS: dict[str, Callable[[Layer, _Scheme], Any]] = {
+_READERS: dict[str, Callable[[StoredLayer, _Scheme], Any]] = {
     "pack-quantized": _packed_integers,
     "int-quantized": _plain_integers,
     "naive-quantized": _plain_integers,
@@ -249,9 +251,9 @@ _MASKED_PARTS = ("compressed", "bitmask", "shape", "row_offsets", "weight_scale"
 _MASKED_FORMATS = ("sparse-24-bitmask", "sparse-bitmask", "dense")
 
 
-def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """Reads weights with a mask as dense arrays, or as block arrays if they have 8 bits."""
-    out: dict[str, Weight] = {}
+    out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, "bitmask", "compressed", "row_offsets"):
         kind = config.get("format")
         if kind not in _MASKED_FORMATS:
@@ -260,7 +262,7 @@ def _masked_weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, We
     return out
 
 
-def _read_masked(layer: Layer, kind: str) -> Any:
+def _read_masked(layer: StoredLayer, kind: str) -> Any:
     int64 = np.dtype(np.int64)
     n, k = (int(size) for size in layer.get("shape", [int64], (2, 1), (2,)).reshape(-1))
     if n < 1 or k < 1 or n * k > 16 * math.prod(layer.shape("bitmask", 2)):

@@ -21,8 +21,8 @@ from .format import (
     FLOATS,
     UINT8,
     Format,
-    Layer,
-    Weight,
+    StoredLayer,
+    StoredWeight,
     layers,
     per_row,
     settings,
@@ -34,7 +34,7 @@ from .format import (
 _PARTS = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2")
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
@@ -43,7 +43,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
     return weights_of(layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]), _PARTS, read)
 
 
-def _read(layer: Layer, tile: list[int] | None) -> Any:
+def _read(layer: StoredLayer, tile: list[int] | None) -> Any:
     scales = [suffix for suffix in ("weight_scale_inv", "weight_scale") if suffix in layer]
     if len(scales) != 1:
         found = " and ".join(scales) or "none"
@@ -51,7 +51,9 @@ def _read(layer: Layer, tile: list[int] | None) -> Any:
     return read_float8(layer, scales[0], tile)
 
 
-def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_block: int | None = None) -> Any:
+def read_float8(
+    layer: StoredLayer, suffix: str, tile: list[int] | None, *, column_block: int | None = None
+) -> Any:
     """A weight in float8_e4m3fn, and its scales: a single one, one per row, one per `tile` of rows and
     columns, or one per row and `column_block` columns."""
     n, k = layer.shape("weight", 2)
@@ -80,12 +82,12 @@ def read_float8(layer: Layer, suffix: str, tile: list[int] | None, *, column_blo
     return small_floats(raw, np.ascontiguousarray(rows), codec=codec, block=None if own is None else own[1])
 
 
-def _read_nvfp4(layer: Layer, _: Any) -> Any:
+def _read_nvfp4(layer: StoredLayer, _: Any) -> Any:
     """A weight of ModelOpt, which multiplies the scales of blocks by that of the tensor."""
     return read_nvfp4(layer, "weight", layer.get("weight_scale_2", FLOATS, (), (1,)), over=False)
 
 
-def read_nvfp4(layer: Layer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
+def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
     """A weight of 4-bit floats in blocks of 16, with float8_e4m3fn scales times (or over) `outer`."""
     n, half = layer.shape(packed, 2)
     k = 2 * half

@@ -13,7 +13,7 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import CheckpointError, file_error, quoted
 from ...files.tensors import TensorInfo, Tensors
-from ...sharding.reading import Rows
+from ...sharding.reading import RowReader
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -23,12 +23,12 @@ INT8, UINT8, INT32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
 Settings = Mapping[str, Any]
 
 
-class Weight(NamedTuple):
+class StoredWeight(NamedTuple):
     """A weight of the unquantised checkpoint: the tensors that store it, and functions that read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
-    rows: Callable[[], Rows] | None = None
+    rows: Callable[[], RowReader] | None = None
     """Reads it by rows, in a way of its own."""
 
 
@@ -55,7 +55,7 @@ class Format:
     """
 
     methods: tuple[str, ...]
-    weights: Callable[[Tensors, Settings], Mapping[str, Weight]]
+    weights: Callable[[Tensors, Settings], Mapping[str, StoredWeight]]
     codes: tuple[str, ...] = ()
     by_rows: bool = False
     detect: Callable[[Tensors], bool] = lambda tensors: False
@@ -73,7 +73,7 @@ class Format:
         return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
 
 
-class Layer:
+class StoredLayer:
     """The tensors of one layer of a checkpoint, by suffix: `at(suffix)` is the name of one."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
@@ -122,7 +122,7 @@ class Layer:
 
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
-) -> list[Layer]:
+) -> list[StoredLayer]:
     """Finds the layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes.
     Incomplete layers are included: reading them raises an error that names the missing part."""
     dtypes, found = tuple(dtypes), dict[str, None]()
@@ -130,24 +130,24 @@ def layers(
         layer, _, suffix = name.rpartition(separator)
         if suffix in suffixes or (suffix == "weight" and tensors.info[name].dtype in dtypes):
             found[layer] = None
-    return [Layer(tensors, layer, separator) for layer in found]
+    return [StoredLayer(tensors, layer, separator) for layer in found]
 
 
-def weight(layer: Layer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, Weight]:
+def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
     """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
-    return {layer.name + ".weight": Weight(taken, guarded(layer, read))}
+    return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 
 
 def weights_of(
-    found: Iterable[Layer], suffixes: Sequence[str], read: Callable[[Layer], Any]
-) -> dict[str, Weight]:
+    found: Iterable[StoredLayer], suffixes: Sequence[str], read: Callable[[StoredLayer], Any]
+) -> dict[str, StoredWeight]:
     """The entries for the weights of these layers, as by `weight`."""
     entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
     return {name: entry for own in entries for name, entry in own.items()}
 
 
-def guarded(layer: Layer, read: Callable[[], Any]) -> Callable[[], Any]:
+def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
     """Wraps `read`, so that a `ValueError` of the array type becomes a `CheckpointError` that names the
     layer."""
 
@@ -250,29 +250,29 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
 # Weights by rows, so that a process reads only those that its devices store -----------------------
 
 
-def dense_rows(tensors: Any, name: str) -> Rows:
+def dense_rows(tensors: Any, name: str) -> RowReader:
     shape = tensors.info[name].shape
 
     def read(start: int = 0, stop: int | None = None) -> np.ndarray:
         return tensors.mapped(name)[start:stop]
 
-    return Rows(shape[0], read) if shape else Rows(None, lambda: tensors[name])
+    return RowReader(shape[0], read) if shape else RowReader(None, lambda: tensors[name])
 
 
 def rows_of_weight(
     tensors: Tensors,
     name: str,
-    weight: Weight,
-    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, Weight]],
+    weight: StoredWeight,
+    reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, StoredWeight]],
     settings: Mapping[str, Any],
-) -> Rows:
+) -> RowReader:
     """The rows of a weight in a format whose reader reads windows as if they were files."""
     names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
     each = {part: _rows_an_entry(tensors.info[part], count, tile[0] if tile else 1) for part in names}
     if None in each.values():
-        return Rows(None, read)
+        return RowReader(None, read)
 
     def part(start: int = 0, stop: int | None = None) -> Any:
         if stop is None or (start, stop) == (0, count):
@@ -281,7 +281,7 @@ def rows_of_weight(
         window = Tensors(tensors.path, info, tensors.metadata)
         return reader(window, settings)[name].read()
 
-    return Rows(count, part, math.lcm(*(n for n in each.values() if n)))
+    return RowReader(count, part, math.lcm(*(n for n in each.values() if n)))
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:

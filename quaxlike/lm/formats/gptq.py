@@ -19,8 +19,8 @@ from ...kernels.bits import unpack
 from .format import (
     INT32,
     Format,
-    Layer,
-    Weight,
+    StoredLayer,
+    StoredWeight,
     group_size,
     integer,
     integers,
@@ -34,19 +34,19 @@ from .format import (
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     kind = config.get("checkpoint_format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         kind = "marlin" if config.get("is_marlin_format") else kind
         raise tensors.error("checkpoint_format", f"gptq and gptq_v2 can be read; found {quoted(kind)}")
-    out: dict[str, Weight] = {}
+    out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS):
         own = _own_config(config, layer)
         out |= weight(layer, _PARTS, lambda layer=layer, own=own: _read(layer, own, kind == "gptq"))
     return out
 
 
-def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
+def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, Any]:
     """The settings of one layer: `dynamic` overrides them by regular expressions."""
     dynamic = settings(config, "dynamic", layer.tensors.path)
     for pattern in dynamic:
@@ -65,7 +65,7 @@ def _own_config(config: Mapping[str, Any], layer: Layer) -> Mapping[str, Any]:
     return config
 
 
-def _read(layer: Layer, config: Mapping[str, Any], plus_one: bool) -> Any:
+def _read(layer: StoredLayer, config: Mapping[str, Any], plus_one: bool) -> Any:
     path = layer.tensors.path
     bits = integer(config, "bits", path, among=(2, 3, 4, 8))
     group = group_size(config, path)

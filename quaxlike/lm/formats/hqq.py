@@ -12,7 +12,7 @@ import numpy as np
 from ...arrays.quantized import BlockArray, BlockScales, Codec
 from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
-from .format import FLOATS, INT32, UINT8, Format, Layer, Weight, layers, weights_of
+from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, layers, weights_of
 
 # By number of bits: the packing's name, the dtype of its words, and the slabs per word.
 _PACKINGS = {
@@ -31,16 +31,16 @@ _COMMON = ("scale", "zero", "shape")  # which other layers may have too
 _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     found = layers(tensors, *(part for part in _META if part not in _COMMON))
     return weights_of(found, _META, _read)
 
 
-def _scalar(layer: Layer, name: str) -> int:
+def _scalar(layer: StoredLayer, name: str) -> int:
     return int(layer.get(name, _INTEGERS, (), (1,)).reshape(()))
 
 
-def _read(layer: Layer) -> Any:
+def _read(layer: StoredLayer) -> Any:
     bits, axis = _scalar(layer, "nbits"), _scalar(layer, "axis")
     n, k = (int(size) for size in layer.get("shape", _INTEGERS, (2,)))
     if bits not in _PACKINGS or axis not in (0, 1) or min(n, k) < 1:

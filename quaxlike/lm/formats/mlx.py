@@ -13,7 +13,7 @@ from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import file_error
 from ...files.tensors import Tensors
 from ...kernels.block_matmul.codecs import E2M1
-from .format import UINT8, Format, Layer, Weight, integer, layers, stream, weights_of
+from .format import UINT8, Format, StoredLayer, StoredWeight, integer, layers, stream, weights_of
 
 _MODES: dict[str, Codec] = {
     "mxfp4": CODECS["mxfp4"],
@@ -24,12 +24,12 @@ _PARTS = ("weight", "scales", "biases")
 _WORDS = np.dtype(np.uint32)
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     found = layers(tensors, "scales", "biases", dtypes=[_WORDS])
     return weights_of(found, _PARTS, lambda layer: _read(layer, config))
 
 
-def _read(layer: Layer, config: Mapping[str, Any]) -> Any:
+def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
     path, own = layer.tensors.path, config.get(layer.name)
     config = {**config, **own} if isinstance(own, dict) else config
     bits = integer(config, "bits", path, among=(2, 3, 4, 5, 6, 8))

@@ -13,21 +13,21 @@ from ...arrays.quantized import CODECS, BlockArray
 from ...core.values import is_value
 from ...files.errors import file_error
 from ...files.tensors import Tensors
-from .format import UINT8, Format, Layer, Weight, guarded, layers, small_floats
+from .format import UINT8, Format, StoredLayer, StoredWeight, guarded, layers, small_floats
 
 _PARTS = ("blocks", "scales")
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
     """The quantised weights of a checkpoint, by name, of shape (experts, out, in)."""
-    out: dict[str, Weight] = {}
+    out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
         taken = tuple(layer.at(part) for part in _PARTS if part in layer)
-        out[layer.name] = Weight(taken, guarded(layer, lambda layer=layer: _read(layer)))
+        out[layer.name] = StoredWeight(taken, guarded(layer, lambda layer=layer: _read(layer)))
     return out
 
 
-def _read(layer: Layer) -> Any:
+def _read(layer: StoredLayer) -> Any:
     shape = layer.shape("blocks")
     if len(shape) < 2 or shape[-1] != 16 or 0 in shape:
         raise layer.error("blocks", f"expected blocks of 16 bytes on the last axis; found the shape {shape}")

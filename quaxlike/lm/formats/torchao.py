@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from ...files.tensors import Tensors, read_json
-from .format import E4M3, INT8, Format, Layer, Weight, integers, small_floats, weight
+from .format import E4M3, INT8, Format, StoredLayer, StoredWeight, integers, small_floats, weight
 
 _CLASSES = ("IntxUnpackedToInt8Tensor", "Int8Tensor", "Float8Tensor")
 _PARTS = ("qdata", "scale", "zero_point")
 
 
-def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
-    out: dict[str, Weight] = {}
+def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
+    out: dict[str, StoredWeight] = {}
     for name, text in tensors.metadata.items():
         if not name.endswith(".weight") or not text.startswith("{"):
             continue
@@ -25,14 +25,14 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
         kind, narrow = node.get("_type"), '"int4"' in text
         if kind not in _CLASSES:
             raise tensors.error(name, f"{', '.join(_CLASSES)} can be read; found {kind!r}")
-        layer = Layer(tensors, name.removesuffix(".weight"), "._weight_")
+        layer = StoredLayer(tensors, name.removesuffix(".weight"), "._weight_")
         named = node.get("_tensor_data_names")
         named = [part for part in named if part in _PARTS] if isinstance(named, list) else ()
         out |= weight(layer, _PARTS, partial(_read, layer, kind, narrow, named))
     return out
 
 
-def _read(layer: Layer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
+def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> Any:
     for part in named:
         layer.shape(part)  # raises if it is missing
     n, k = layer.shape("qdata", 2)

@@ -47,7 +47,7 @@ class _Tensor(NamedTuple):
     nbytes: int
 
 
-class Gguf(Mapping[str, Any]):
+class GgufFile(Mapping[str, Any]):
     """The tensors of a GGUF file, by transformers' names if the architecture is known; each look-up reads
     one.
 
@@ -221,7 +221,7 @@ def _place(
     return out
 
 
-def open_gguf(path: Path) -> Gguf:
+def open_gguf(path: Path) -> GgufFile:
     """Opens a file, or the only one in a folder."""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
@@ -230,4 +230,4 @@ def open_gguf(path: Path) -> Gguf:
             names = ", ".join(p.name for p in found) or "none"
             raise FileNotFoundError(f"{path} must hold one GGUF checkpoint; found {names}.")
         path = firsts[0]
-    return Gguf(path)
+    return GgufFile(path)

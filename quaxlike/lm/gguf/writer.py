@@ -58,7 +58,7 @@ _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
 
-class _Tensor(NamedTuple):
+class _WrittenTensor(NamedTuple):
     """A tensor to write: its type and shape, and a function that returns its bytes."""
 
     kind: str
@@ -82,7 +82,7 @@ def write(
     """
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, _WrittenTensor] = {}
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
     for name, value in mapping.items():
         for out, part in _parts(name, value, family_of(known)):
@@ -135,7 +135,7 @@ def _tensor(
     metadata: Mapping[str, Any],
     quantize: str | None,
     outputs: Collection[str],
-) -> _Tensor:
+) -> _WrittenTensor:
     stored = value if part is None else eqx.filter_eval_shape(quaxify(part), value)
     shape = tuple(stored.shape)
     if not 1 <= len(shape) <= 4:
@@ -152,7 +152,7 @@ def _tensor(
             return _blocks(path, name, w, kind)[..., rows, :]
         return _floats(path, name, w, kind, offset)[rows]
 
-    return _Tensor(kind, shape, read)
+    return _WrittenTensor(kind, shape, read)
 
 
 def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, outputs: Collection[str]) -> str:

@@ -21,7 +21,7 @@ from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
 
-class Layer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
+class DecoderLayer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
     def __init__(self, config: DecoderConfig, sparse: bool, key: Any) -> None:
         attention, mlp = jax.random.split(key)
         norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
@@ -53,7 +53,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
             c,
             embed_tokens=eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed),
             wpe=eqx.nn.Embedding(c.max_position_embeddings, c.hidden_size, key=position) if learned else None,
-            layers=[Layer(c, sparse, k) for sparse, k in zip(c.sparse, keys, strict=True)],
+            layers=[DecoderLayer(c, sparse, k) for sparse, k in zip(c.sparse, keys, strict=True)],
             norm=norm(c, c.hidden_size),
         )
 

@@ -15,7 +15,7 @@ from quaxlike.arrays.quantized import CODECS
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import as_jax, write_tensors
 from quaxlike.lm.formats import FORMATS
-from quaxlike.lm.formats.format import Format, Weight
+from quaxlike.lm.formats.format import Format, StoredWeight
 from tests.fixtures import fixture
 from tests.samples import normal
 
@@ -260,7 +260,7 @@ def test_codecs_are_known():
 def _halved(tensors, settings):
     """The weights of a made-up format: a tensor `….half`, to be doubled."""
     return {
-        name.replace(".half", ".weight"): Weight((name,), lambda name=name: 2 * as_jax(tensors[name]))
+        name.replace(".half", ".weight"): StoredWeight((name,), lambda name=name: 2 * as_jax(tensors[name]))
         for name in tensors
         if name.endswith(".half")
     }

@@ -14,7 +14,7 @@ from quaxlike import lm
 from quaxlike.files.open_file import OpenFile
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import bitsandbytes, load
-from quaxlike.lm.gguf.container import Gguf
+from quaxlike.lm.gguf.container import GgufFile
 from quaxlike.sharding import fsdp
 from tests.fixtures import fixture
 from tests.lm.models.fixtures import folder
@@ -87,7 +87,7 @@ def test_whether_there_is_a_weight_is_known_without_reading_it(tmp_path, monkeyp
     for path in (tensors, gguf):
         lm.write(path, {"x.weight": normal(4, 32)}, format=path.suffix[1:])
     opened = [lm.open_checkpoint(tensors), bitsandbytes.open_checkpoint(tensors), open_tensors(tensors)]
-    opened += [lm.open_checkpoint(gguf), Gguf(gguf)]
+    opened += [lm.open_checkpoint(gguf), GgufFile(gguf)]
     monkeypatch.delattr(OpenFile, "read")
     for checkpoint in opened:
         assert "x.weight" in checkpoint

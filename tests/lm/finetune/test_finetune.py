@@ -23,7 +23,7 @@ from quaxlike.lm.finetune.run import read_data
 from quaxlike.lm.finetune.settings import FinetuneError, Settings
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.lm.finetune.tasks import NextToken
-from quaxlike.lm.finetune.train import Memory, Step
+from quaxlike.lm.finetune.train import MemoryUse, TrainingStep
 from quaxlike.lm.models import Bert, Decoder, DecoderConfig, ModernBert, ModernBertConfig
 from quaxlike.lm.models.bert import BertConfig
 from quaxlike.surgery.trees import named_arrays
@@ -385,7 +385,7 @@ def test_progress_says_what_it_is():
 
     def steps():
         first.append(terminal.getvalue())
-        yield Step(1, 2.5, 0.1, 100, 0.5, None)
+        yield TrainingStep(1, 2.5, 0.1, 100, 0.5, None)
 
     terminal, first = Terminal(), []
     console = report.console_on(terminal)
@@ -395,7 +395,7 @@ def test_progress_says_what_it_is():
     assert "nan" not in told
     assert "loss" not in first[0]
     assert re.search(r"1/1 loss 2\.5000 +200 tokens/s 0:00:00 left", told)
-    memory = str(Memory(weights=10**7, adapters=10**6, optimiser=10**6, activations=5 * 10**6))
+    memory = str(MemoryUse(weights=10**7, adapters=10**6, optimiser=10**6, activations=5 * 10**6))
     console.print(f"A step takes {memory}")
     lines = re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", terminal.getvalue())
     assert "activations 4.8 MiB" in " ".join(lines.split())
