@@ -79,11 +79,11 @@ def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ..
     import quaxlike as ql
     from quaxlike.lm.finetune.data import Example, collate
     from quaxlike.lm.finetune.devices import Devices
-    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.settings import DataSettings, RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import task_for
     from quaxlike.lm.finetune.train import Program, State, optimiser_for
 
-    settings = Settings(directory, directory, directory, batch_size=1, remat="nothing", scan_layers=True)
+    settings = TrainSettings(directory, batch_size=1, remat="nothing", scan_layers=True)
     config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": depth}
 
     def make() -> Any:
@@ -97,7 +97,8 @@ def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ..
     model = eqx.tree_at(lambda model: model.layers, model, jax.tree.map(deeper, model.layers))
     params, frozen = eqx.partition(model, jax.tree.map(bool, ql.trainable(model)))
     optimiser, _ = optimiser_for(settings, 10)
-    program = Program(task_for(model, settings), optimiser, settings, Devices(settings))
+    task = task_for(model, settings, DataSettings(directory))
+    program = Program(task, optimiser, settings, Devices(RunSettings(directory)))
     state = State(params, jax.eval_shape(optimiser.init, params))
     batch = collate([Example((list(range(128)),), [True] * 128)], 128)
     return program, (frozen, state, batch, jnp.float32(1), None)

@@ -43,15 +43,15 @@ def compiled(tokens: int, devices: int) -> Measured:
     from quaxlike.core.inspect.exchange import exchanges
     from quaxlike.lm.finetune.data import Batch
     from quaxlike.lm.finetune.devices import Devices
-    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import NextToken
     from quaxlike.lm.finetune.train import Program, State, optimiser_for
     from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
     mesh = f"seq={devices}" if devices > 1 else None
-    settings = Settings(here, here, here, batch_size=1, mesh=mesh)
-    task, places = NextToken(settings.loss_chunk), Devices(settings)
+    settings = TrainSettings(here, batch_size=1)
+    task, places = NextToken(settings.loss_chunk), Devices(RunSettings(here, mesh=mesh))
     model = Decoder(DecoderConfig.from_json(CONFIG), key=jax.random.key(0)).stacked()
     model = ql.loraify(ql.quantize(model, "nf4", block_size=32), rank=4, key=jax.random.key(1))
     model = places.place(model)

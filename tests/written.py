@@ -19,6 +19,7 @@ import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files import safetensors
 from quaxlike.lm import peft
+from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.settings import Settings
 from quaxlike.lm.finetune.state import RunDirectory
 from tests.array_types import CORNERS, WEIGHTS, parts
@@ -69,9 +70,8 @@ def quantised_state() -> Any:
 
 def settings(folder: Path) -> Settings:
     """Of a run whose model and data are files of this folder, which do not change."""
-    return Settings(
-        folder / "mxfp4" / "config.json", folder / "mxfp4" / "config.json", folder / "run", rank=2
-    )
+    file = folder / "mxfp4" / "config.json"
+    return settings_of(model=file, data=file, output=folder / "run", rank=2)
 
 
 def write_run(folder: Path) -> None:

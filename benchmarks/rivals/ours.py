@@ -18,7 +18,7 @@ from quaxlike.lm import generate
 from quaxlike.lm._allocator import keep_memory
 from quaxlike.lm.finetune.data import Example, collate
 from quaxlike.lm.finetune.devices import Devices
-from quaxlike.lm.finetune.settings import Settings
+from quaxlike.lm.finetune.settings import DataSettings, RunSettings, TrainSettings
 from quaxlike.lm.finetune.tasks import task_for
 from quaxlike.lm.finetune.train import Program, State, optimiser_for
 
@@ -75,7 +75,7 @@ def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None 
 def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Program, list[Any]]:
     """The program of a step as `quaxlike.lm.finetune` makes it, and what it takes."""
     keep_memory()
-    settings = Settings(folder, folder, folder, batch_size=ROWS)
+    settings = TrainSettings(folder, batch_size=ROWS)
     options: Any = None if quantize is None else {"scheme": quantize, "double_quant": True}
     if quantize is not None:
         kernels.native.prepare(print)
@@ -83,7 +83,8 @@ def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Pr
     model = ql.loraify(model, rank=RANK, alpha=2 * RANK, where="all-linear", key=jax.random.key(0)).stacked()
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 100)
-    program = Program(task_for(model, settings), optimiser, settings, Devices(settings))
+    task = task_for(model, settings, DataSettings(folder))
+    program = Program(task, optimiser, settings, Devices(RunSettings(folder)))
     texts = [Example((row.tolist(),), [True] * LENGTH) for row in ids(size, ROWS, LENGTH)]
     terms = jnp.float32(ROWS * (LENGTH - 1))
     return program, [frozen, State(params, optimiser.init(params)), collate(texts, LENGTH), terms, None]

@@ -230,6 +230,12 @@ def fake_quantize(
     })  # fmt: skip
 
 
+def is_quantised(model: PyTree) -> bool:
+    """Whether any weight is quantised, or the base of any adapter."""
+    is_one = lambda x: isinstance(x, AbstractQuantizedArray)
+    return any(map(is_one, jtu.tree_leaves(model, is_leaf=is_one)))
+
+
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
     if scheme not in _SCHEMES:

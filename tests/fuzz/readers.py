@@ -19,8 +19,9 @@ from quaxlike.files.json_text import read_json_file
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import UnsupportedConfigError, bitsandbytes, peft
 from quaxlike.lm.finetune.data import Tokens
+from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.run import read_data
-from quaxlike.lm.finetune.settings import FinetuneError, Settings
+from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, Settings, TrainSettings
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.lm.finetune.tasks import NextToken
 from quaxlike.lm.folders.companions import ends_of
@@ -120,16 +121,16 @@ def _write_data(kind: str, folder: Path) -> None:
 
 
 def _read_data(folder: Path) -> None:
-    settings = Settings(folder, folder / "data.jsonl", folder / "out", batch_size=1)
+    train, data = TrainSettings(folder, batch_size=1), DataSettings(folder / "data.jsonl")
     tokens = Tokens(folder, read_json_file(folder / "config.json", "the configuration"), 64)
-    read_data(settings, NextToken(), tokens, Console(quiet=True))
+    read_data(train, data, NextToken(), tokens, Console(quiet=True))
 
 
 def _run_settings(folder: Path) -> Settings:
     model = folder.parent / "model.json"
     if not model.exists():
         model.write_text("{}")
-    return Settings(model, model, folder)
+    return settings_of(model=model, data=model, output=folder)
 
 
 def _write_run(folder: Path) -> None:

@@ -13,8 +13,8 @@ import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files import safetensors
 from quaxlike.lm import bitsandbytes, peft
+from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.report import Metrics
-from quaxlike.lm.finetune.settings import Settings
 from quaxlike.lm.finetune.state import RunDirectory
 from tests.fixtures import fixture
 
@@ -127,7 +127,8 @@ def _read_model(folder: Path) -> set[int]:
 
 
 def _run(folder: Path) -> RunDirectory:
-    return RunDirectory(Settings(fixture(_BASE) / "config.json", fixture(_BASE) / "config.json", folder))
+    file = fixture(_BASE) / "config.json"
+    return RunDirectory(settings_of(model=file, data=file, output=folder))
 
 
 def _write_run(folder: Path, n: int) -> None:

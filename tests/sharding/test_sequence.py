@@ -47,14 +47,14 @@ def _trained(name: str, mesh: str | None) -> dict[str, Any]:
     import quaxlike as ql
     from quaxlike.lm.finetune.data import Batch
     from quaxlike.lm.finetune.devices import Devices
-    from quaxlike.lm.finetune.settings import Settings
+    from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import NextToken
     from quaxlike.lm.finetune.train import Program, State, optimiser_for
     from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
-    settings = Settings(here, here, here, batch_size=2, mesh=mesh, learning_rate=1e-2)
-    task, devices = NextToken(128, packed=True), Devices(settings)
+    settings = TrainSettings(here, batch_size=2, learning_rate=1e-2)
+    task, devices = NextToken(128, packed=True), Devices(RunSettings(here, mesh=mesh))
     model = Decoder(DecoderConfig.from_json(CONFIGS[name]), key=jax.random.key(0))
     model = ql.loraify(ql.quantize(model, "nf4", block_size=32), rank=4, key=jax.random.key(1))
     model = devices.place(model)

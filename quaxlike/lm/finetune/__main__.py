@@ -7,22 +7,17 @@ import sys
 from ..._arguments import importing_extra
 from .._allocator import keep_memory
 from .._interrupts import interrupts_deferred, take_interrupt
+from .options import options, settings_of
 from .settings import FinetuneError, Settings
+from .tasks import TASKS
 
-_ABOUT = """\
+_ABOUT = f"""\
 QLoRA on a transformers checkpoint directory (decoders of many families, BERT, ModernBERT; full precision, or
 4-bit from bitsandbytes). Writes an adapter that PEFT loads, or one of a type of your own (--adapter). Run the
 same command again to resume a run.
 
 data, one JSON object per line:
-  decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
-                      {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
-  ... --task dpo      {"prompt": ..., "chosen": ..., "rejected": ...}
-  ... --task distill  as without it; a --teacher's probabilities are learned, too
-  encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
-                      sentence-transformers' modules.json, too
-  ...Classification   {"text": ..., "label": 0}
-"""
+{"".join(task.help for task in TASKS)}"""
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -32,44 +27,47 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    for field in dataclasses.fields(Settings):
-        options = {**field.metadata}
-        if field.default is False:
-            options["action"] = "store_true"
-        elif field.default is dataclasses.MISSING:
-            options["required"] = True
-        elif field.default not in (None, False, ()):
-            options["help"] += f" (default: {field.default})"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+    for option in options():
+        of_argument = option.of_argument
+        if option.default is False:
+            of_argument["action"] = "store_true"
+        elif option.default is dataclasses.MISSING:
+            of_argument["required"] = True
+        elif option.default not in (None, False, ()):
+            of_argument["help"] += f" (default: {option.default})"
+        parser.add_argument(option.flag, **of_argument)
     return parser
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finetune") -> int:
     """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
-    # Arguments first: importing JAX takes seconds.
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
     if arguments.get("adapter") == "lora":  # which is what it trains without one, with options of its own
         del arguments["adapter"]
-    settings = Settings(**arguments)
-    options = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
-    of_lora = [f"--{name.replace('_', '-')}" for name in options if name in arguments]
-    if settings.adapter is not None and of_lora:
+    try:
+        settings = settings_of(**arguments)
+    except FinetuneError as error:
+        return _told(parser, error)
+    train, run = settings.train, settings.run
+    lora = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
+    of_lora = [f"--{name.replace('_', '-')}" for name in lora if name in arguments]
+    if train.adapter is not None and of_lora:
         parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
-    if settings.invocation is not None:
-        for option in ("dora", "merge"):  # they need one weight for all tokens
-            if getattr(settings, option):
+    if train.invocation is not None:
+        for option, value in {"dora": train.dora, "merge": run.merge}.items():
+            if value:  # it needs one weight for all tokens
                 parser.error(f"--{option} cannot be used with --invocation")
-    several = {settings.coordinator, settings.process_id, settings.num_processes}
+    several = {run.coordinator, run.process_id, run.num_processes}
     if None in several and len(several) > 1:
         parser.error("--coordinator, --process-id and --num-processes must be used together")
-    if settings.format == "gguf" and settings.merge != "dense":
+    if run.format == "gguf" and run.merge != "dense":
         parser.error("--format gguf must be used with --merge, which makes the weights that it holds")
-    if settings.outtype is not None and settings.format != "gguf":
+    if run.outtype is not None and run.format != "gguf":
         parser.error("--outtype must be used with --format gguf")
-    stopped = f"Stopped. The same command resumes from the last checkpoint in {settings.output}."
+    stopped = f"Stopped. The same command resumes from the last checkpoint in {run.output}."
     with interrupts_deferred(stopped):
         return _run(parser, settings, stopped)
 
@@ -86,19 +84,18 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
     console = console_on()
     try:
         take_interrupt()
-        join(settings)
+        join(settings.run)
         console.quiet = not is_main_process()
-        keep_programs(settings.compilation_cache, console.print)
+        keep_programs(settings.run.compilation_cache, console.print)
         metrics = finetune(settings, console)
         take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+        return _told(parser, error)
     except KeyboardInterrupt:
         console.print(stopped)
         return 130
     except (RuntimeError, ValueError) as error:  # XLA has several types for a lost connection
-        if settings.coordinator is not None:
+        if settings.run.coordinator is not None:
             error.add_note(
                 "If another process is gone, start all of them again with the same commands: they resume "
                 "from the last checkpoint."
@@ -106,10 +103,15 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         raise
     for name, before in metrics["before"].items():
         console.print(f"held-out {name}: {before:.4f} before, {metrics['after'][name]:.4f} after")
-    console.print(f"Adapter: {adapter_file(settings)}")
-    if settings.merge:
-        console.print(f"Merged: {merged(settings)}")
+    console.print(f"Adapter: {adapter_file(settings.train, settings.run)}")
+    if settings.run.merge:
+        console.print(f"Merged: {merged(settings.run)}")
     return 0
+
+
+def _told(parser: argparse.ArgumentParser, error: Exception) -> int:
+    print(f"{parser.prog}: error: {error}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

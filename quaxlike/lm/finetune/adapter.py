@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import quaxlike as ql
-
 from ..._checked import did_you_mean
 from ...adapters import METHODS
+from ...arrays.adapted import AdaptedArray
 from ...surgery.adapt import check_make
 from ...surgery.trees import named_arrays
-from .settings import FinetuneError, Settings
+from .settings import FinetuneError, TrainSettings
 
 _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weight `w`"
 
@@ -44,7 +43,7 @@ def make_of(text: str) -> Callable[..., Any]:
         raise FinetuneError(f"--adapter {text}: the module {module} has no {name!r}.{hint}")
     make = getattr(found, name)
     if isinstance(make, type):
-        if not issubclass(make, ql.AdaptedArray):
+        if not issubclass(make, AdaptedArray):
             raise FinetuneError(
                 f"--adapter {text}: {name} is a class, but no AdaptedArray. Name one, or a function "
                 f"{_WANTED}."
@@ -59,14 +58,14 @@ def make_of(text: str) -> Callable[..., Any]:
     return make
 
 
-def is_own(settings: Settings) -> bool:
+def is_own(settings: TrainSettings) -> bool:
     """Whether the adapter is of a type that PEFT's files do not hold."""
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
 def types_of(model: Any) -> list[type]:
     """The user's types of adapters in a model."""
-    types = (type(x) for x in named_arrays(model).values() if isinstance(x, ql.AdaptedArray))
+    types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 
 

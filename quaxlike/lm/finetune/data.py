@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from ..text import TextTokenizer
 from .settings import FinetuneError
 
 #: Tokens of the shortest rows.
@@ -24,6 +23,8 @@ class Tokens:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
+        from ..text import TextTokenizer  # here, since the command line lists tasks without the extra `lm`
+
         self._tokenizer = TextTokenizer(directory)
         size = config.get("vocab_size")
         if type(size) is not int:

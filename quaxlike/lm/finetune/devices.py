@@ -15,12 +15,12 @@ from ...sharding import constrain, fsdp, shard
 from ...sharding.meshes import MODEL_AXES, SEQUENCE_AXES, mesh_from_text
 from ..sharding import divides_layers, usual_rule
 from .data import LEAST_LENGTH
-from .settings import FinetuneError, Settings
+from .settings import FinetuneError, RunSettings
 
 _Tree = TypeVar("_Tree")
 
 
-def join(settings: Settings) -> None:
+def join(settings: RunSettings) -> None:
     """Makes this process one of several; must be called before JAX is used.
 
     If one of them gives no sign of life for 20 seconds, or ends a minute before the others, JAX names it and
@@ -86,12 +86,12 @@ class Devices:
     not fit the devices.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         try:
             self.mesh = None if settings.mesh is None else mesh_from_text(settings.mesh)
         except ValueError as error:
             raise FinetuneError(str(error)) from None
-        self._fsdp = settings.fsdp
+        self.attention, self._fsdp = settings.attention, settings.fsdp
         self._by_layers: Callable[[str, Any], Any] | None = None
         if self.mesh is None:
             if settings.fsdp:

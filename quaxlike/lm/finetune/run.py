@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,19 @@ import jax
 from jaxtyping import PyTree
 from rich.console import Console
 
-import quaxlike as ql
-
-from ...arrays.quantized import AbstractQuantizedArray
+from ...arrays.adapted import AdaptedArray
+from ...core.policy import on_materialise
+from ...core.values import materialise
 from ...files import safetensors
 from ...files.errors import CheckpointError
 from ...kernels import native
+from ...surgery.adapt import adapt
+from ...surgery.adapters import with_dropout_key
+from ...surgery.loraify import loraify
+from ...surgery.merge import merge
+from ...surgery.quantize import is_quantised, quantize
+from ...surgery.summary import summary
+from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
 from .. import peft
 from .._interrupts import take_interrupt
@@ -29,25 +35,25 @@ from .adapter import how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
-from .settings import FinetuneError, Settings
+from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings
 from .state import RunDirectory
 from .tasks import AbstractTask, task_for
 from .train import State, Training, steps_of, stored_for
 
 
-def merged(settings: Settings) -> Path:
+def merged(run: RunSettings) -> Path:
     """The merged checkpoint in the output directory: a folder, or a file of GGUF."""
-    return settings.output / ("merged.gguf" if settings.format == "gguf" else "merged")
+    return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
-def adapter_file(settings: Settings) -> Path:
+def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
     """The file of an adapter that PEFT's files do not hold; or the folder with these."""
-    file = settings.output / "adapters.safetensors"
-    return file if is_own(settings) or file.exists() else settings.output
+    file = run.output / "adapters.safetensors"
+    return file if is_own(train) or file.exists() else run.output
 
 
 def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
-    """Fine-tunes a checkpoint, and writes the adapter to `settings.output`. A stopped run with the same
+    """Fine-tunes a checkpoint, and writes the adapter to `settings.run.output`. A stopped run with the same
     settings that is there is resumed.
 
     **Returns:** the metrics on held-out data, `"before"` and `"after"`.
@@ -55,7 +61,7 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
     **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
     cannot start; nothing is written then.
     """
-    devices = Devices(settings)
+    devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
         return _finetune(settings, console, held, devices)
 
@@ -63,53 +69,57 @@ def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]
 def _finetune(
     settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
 ) -> dict[str, dict[str, float]]:
-    make = None if settings.adapter is None else make_of(settings.adapter)
-    base, config = _base(settings, devices)
-    if settings.format == "gguf":
-        described(named_arrays(base), config, settings.model)  # raises now, and not after the training
+    train, data, run = settings.train, settings.data, settings.run
+    make = None if train.adapter is None else make_of(train.adapter)
+    base, config = _base(train, data, devices)
+    if run.format == "gguf":
+        described(named_arrays(base), config, train.model)  # raises now, and not after the training
     take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
-    max_length = settings.max_length or min(256, limit)
+    max_length = data.max_length or min(256, limit)
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
-    tokens = Tokens(settings.model, config, max_length)
-    invocation = _invocation(settings, task_for(base, settings), tokens)
-    training, held_out = read_data(settings, task_for(base, settings), tokens, console, invocation)
-    if len(training) < settings.batch_size:
-        console.print(f"{settings.data}: each batch holds all {len(training)} training examples.")
-        settings = dataclasses.replace(settings, batch_size=len(training))
-    devices.check_batch(settings.batch_size, max_length)
-    task = task_for(base, settings)
-    teacher = _teacher(settings, devices, config, console)
-    model = _adapted(base, task, settings, make, invocation)
+    tokens = Tokens(train.model, config, max_length)
+    task = task_for(base, train, data)
+    invocation = _invocation(train, task, tokens)
+    training, held_out = read_data(train, data, task, tokens, console, invocation)
+    if len(training) < train.batch_size:
+        console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
+        train = dataclasses.replace(train, batch_size=len(training))
+        task = task_for(base, train, data)  # with a share of --loss-chunk for each row
+    devices.check_batch(train.batch_size, max_length)
+    teacher = task.teacher(train, config, devices)
+    if teacher is not None:
+        teacher, _ = _scanned(teacher, train, console)
+    model = _adapted(base, task, train, make, invocation)
     del base  # before its layers are copied
-    model, scanned = _scanned(model, settings, console)
-    settings = dataclasses.replace(settings, scan_layers=scanned)
+    model, scanned = _scanned(model, train, console)
+    train = dataclasses.replace(train, scan_layers=scanned)
     model = devices.place(model)
     take_interrupt()
-    table = ql.summary(model)
-    params, frozen = eqx.partition(model, ql.trainable(model, freeze=["a"] if settings.freeze_a else []))
+    table = summary(model)
+    params, frozen = eqx.partition(model, trainable(model, freeze=["a"] if train.freeze_a else []))
     trained = sum(x.size for x in jax.tree.leaves(params))
     console.print(
         f"{type(model).__name__}: {table.size:,} parameters in {table.stored_bytes / 2**20:,.1f} MiB, "
         f"{trained:,} trained ({table.trainable_share * trained / max(1, table.trainable):.2%})"
     )
 
-    if _is_quantised(model):
+    if is_quantised(model):
         native.prepare(console.print)
 
     directory = held.enter_context(
-        contextlib.closing(RunDirectory(settings) if is_main_process() else Follower())
+        contextlib.closing(RunDirectory(Settings(train, data, run)) if is_main_process() else Follower())
     )
-    metrics = Metrics(settings.output, settings.tensorboard) if is_main_process() else Follower()
-    steps = steps_of(settings, len(training))
+    metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
+    steps = steps_of(train, len(training))
     del model
-    run = Training(
-        task, frozen, training, settings,
+    job = Training(
+        task, frozen, training, train,
         steps=steps, max_length=max_length, devices=devices, teacher=teacher,
     )  # fmt: skip
     del teacher
-    state = devices.on_host(State(params, run.optimiser.init(params)))
+    state = devices.on_host(State(params, job.optimiser.init(params)))
     first, state = devices.broadcast_from_main(directory.restore(state))
     state = devices.place_along(state)
     if first:
@@ -117,102 +127,64 @@ def _finetune(
             f"Resumes after step {first} of {steps}." if first < steps else f"All {steps} steps are done."
         )
 
-    with ql.on_materialise("error"):
+    with on_materialise("error"):
         before = next((entry["held_out"] for entry in directory.entries() if "held_out" in entry), None)
         if not devices.broadcast_from_main(before is not None):
-            before = run.measure(params, held_out)
+            before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
         if first < steps:
-            memory = run.memory(state)
-            console.print(f"A step takes {memory}; compiled in {run.program.seconds:.1f} s")
+            memory = job.memory(state)
+            console.print(f"A step takes {memory}; compiled in {job.program.seconds:.1f} s")
             metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
         del params
-        for step in shown(run.run(state, first), console, first, steps) if first < steps else ():
+        for step in shown(job.run(state, first), console, first, steps) if first < steps else ():
             state = step.state
             entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
-            if settings.eval_every and step.number % settings.eval_every == 0 and step.number < steps:
-                entry["held_out"] = run.measure(state.params, held_out)
+            if run.eval_every and step.number % run.eval_every == 0 and step.number < steps:
+                entry["held_out"] = job.measure(state.params, held_out)
             directory.note(step=step.number, **entry)
             metrics.note(
                 step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
             )
-            if step.number % settings.checkpoint_every == 0 or step.number == steps:
+            if step.number % run.checkpoint_every == 0 or step.number == steps:
                 directory.save(step.number, devices.on_host(state))
-        after = run.measure(state.params, held_out)
+        after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
-    trained = trained.unstacked() if settings.scan_layers else trained  # all processes must do this together
+    trained = trained.unstacked() if train.scan_layers else trained  # all processes must do this together
     if is_main_process():
         take_interrupt()
-        _save(trained, settings, task, console)
-        if settings.merge:
+        _save(trained, train, run, task, console)
+        if run.merge:
             take_interrupt()
-            _merge(trained, settings)
+            _merge(trained, train, run)
     devices.broadcast_from_main(True)  # the others wait for its files, and end when it does
     return {"before": before or {}, "after": after}
 
 
-def _base(settings: Settings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
+def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
     """Reads the checkpoint. On a mesh it is quantised while it is read, so that no device holds all of it."""
     if devices.mesh is None:
-        return load(settings.model)
-    shapes, _, weights = open_model(settings.model)
-    quantise = weights.format == "safetensors" and settings.quantize != "none"
-    options = _quantisation(settings, task_for(shapes, settings)) if quantise else None
+        return load(train.model)
+    shapes, _, weights = open_model(train.model)
+    quantise = weights.format == "safetensors" and train.quantize != "none"
+    options = _quantisation(train, task_for(shapes, train, data)) if quantise else None
     try:
-        return load(settings.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
+        return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
     except ValueError as error:  # from weights that the devices cannot share
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
-def _teacher(settings: Settings, devices: Devices, config: dict[str, Any], console: Console) -> PyTree:
-    """The model that is distilled, with its weights as stored; None for other tasks."""
-    if settings.task != "distill":
-        if settings.teacher is not None:
-            raise FinetuneError("--teacher is for --task distill.")
-        return None
-    folder = settings.teacher or settings.model
-    teacher, of_teacher = load(folder, mesh=devices.mesh, sharding=devices.rule if devices.mesh else None)
-    if settings.teacher is None and (settings.quantize == "none" or _is_quantised(teacher)):
-        raise FinetuneError(
-            "--task distill has nothing to learn from a teacher that is the same model: name another one by "
-            "--teacher, or --quantize the one that is trained."
-        )
-    if not isinstance(teacher, Decoder):
-        raise FinetuneError(f"--teacher must be a decoder that writes texts; found {type(teacher).__name__}.")
-    sizes = [one.get("vocab_size") for one in (of_teacher, config)]
-    if sizes[0] != sizes[1] or _vocabulary(folder) != _vocabulary(settings.model):
-        raise FinetuneError(
-            f"The teacher {folder} must have the tokens of {settings.model}: their vocabularies "
-            f"{'differ' if sizes[0] == sizes[1] else f'have {sizes[0]} and {sizes[1]} tokens'}."
-        )
-    return _scanned(teacher, settings, console)[0]
-
-
-def _vocabulary(folder: Path) -> Any:
-    """The tokens and their numbers, in the file of the tokeniser."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
-    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")
-
-
-def _is_quantised(model: PyTree) -> bool:
-    """Whether any weight is quantised, or the base of any adapter."""
-    is_quantised = lambda x: isinstance(x, AbstractQuantizedArray)
-    return any(map(is_quantised, jax.tree.leaves(model, is_leaf=is_quantised)))
-
-
-def _quantisation(settings: Settings, task: AbstractTask) -> dict[str, Any]:
+def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]:
     options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
     if settings.block_size is not None:
         options["block_size"] = settings.block_size
     return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
-def _invocation(settings: Settings, task: AbstractTask, tokens: Tokens) -> list[int]:
+def _invocation(settings: TrainSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
     """The tokens from which on adapters act; none if they act on all."""
     if settings.invocation is None:
         return []
@@ -245,10 +217,15 @@ def _invoking(
 
 
 def read_data(
-    settings: Settings, task: AbstractTask, tokens: Tokens, console: Console, invocation: Sequence[int] = ()
+    train: TrainSettings,
+    data: DataSettings,
+    task: AbstractTask,
+    tokens: Tokens,
+    console: Console,
+    invocation: Sequence[int] = (),
 ) -> tuple[list[Example], list[Example]]:
     parts = []
-    for path in [settings.data] if settings.eval_data is None else [settings.data, settings.eval_data]:
+    for path in [data.data] if data.eval_data is None else [data.data, data.eval_data]:
         examples, cut, empty, without_answer = read_examples(path, lambda fields: task.encode(fields, tokens))
         count = len(examples) + empty + without_answer
         if cut:
@@ -263,31 +240,31 @@ def read_data(
                 "the assistant, and were left out."
             )
         parts.append(_invoking(path, examples, invocation, console))
-    training, held_out = parts if len(parts) == 2 else split(parts[0], settings.held_out, settings.seed)
-    if settings.pack:
+    training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
+    if data.pack:
         if not task.packs:
             raise FinetuneError("--pack is for decoders, which can keep several texts in a row apart.")
         count = len(training)
         training, held_out = pack(training, tokens.max_length), pack(held_out, tokens.max_length)
         console.print(f"{count} training texts are packed into {len(training)} rows.")
-    if min(len(training), settings.batch_size) < task.least_batch:
+    if min(len(training), train.batch_size) < task.least_batch:
         raise FinetuneError(
-            f"{settings.data} has {len(training)} training examples, and --batch-size is "
-            f"{settings.batch_size}; a batch must have at least {task.least_batch}."
+            f"{data.data} has {len(training)} training examples, and --batch-size is "
+            f"{train.batch_size}; a batch must have at least {task.least_batch}."
         )
     if not held_out:
         raise FinetuneError(
-            f"No examples of {settings.data} are held out. Add examples, or set --held-out or --eval-data."
+            f"No examples of {data.data} are held out. Add examples, or set --held-out or --eval-data."
         )
     return training, held_out
 
 
 def _adapted(
-    model: PyTree, task: AbstractTask, settings: Settings, make: Any, invocation: list[int]
+    model: PyTree, task: AbstractTask, settings: TrainSettings, make: Any, invocation: list[int]
 ) -> PyTree:
-    if settings.quantize != "none" and not _is_quantised(model):
+    if settings.quantize != "none" and not is_quantised(model):
         try:
-            model = ql.quantize(model, **_quantisation(settings, task))
+            model = quantize(model, **_quantisation(settings, task))
         except ValueError as error:  # from a block size
             raise FinetuneError(str(error)) from error
     tokens = {}
@@ -304,16 +281,16 @@ def _adapted(
     }
     try:
         if make is not None:
-            adapted = ql.adapt(model, make, **options)
+            adapted = adapt(model, make, **options)
         else:
-            adapted = ql.loraify(
+            adapted = loraify(
                 model, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
                 rslora=settings.rslora, dora=settings.dora, invocation_tokens=invocation, **options,
             )  # fmt: skip
     except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
     outside = named_arrays(eqx.tree_at(task.layers, adapted, None))
-    if found := [name for name, x in outside.items() if isinstance(x, ql.AdaptedArray) and x.invocation]:
+    if found := [name for name, x in outside.items() if isinstance(x, AdaptedArray) and x.invocation]:
         raise FinetuneError(
             f"--invocation is for adapters of layers, which see all tokens at once: leave {found[0]} out of "
             "--target."
@@ -321,7 +298,7 @@ def _adapted(
     return stored_for(adapted, settings.compute_dtype)
 
 
-def _scanned(model: PyTree, settings: Settings, console: Console) -> tuple[PyTree, bool]:
+def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[PyTree, bool]:
     """The model with its layers stacked, if the settings say so or leave it open and it is possible; and
     whether they are."""
     wanted = settings.scan_layers
@@ -342,37 +319,39 @@ def _scanned(model: PyTree, settings: Settings, console: Console) -> tuple[PyTre
 
 def _check_rows(model: Decoder) -> None:
     """Raises `ValueError` if a stack of adapters has no rows once they have keys for dropout."""
-    for name, x in named_arrays(ql.with_dropout_key(model, jax.random.key(0)).layers).items():
-        if isinstance(x, ql.AdaptedArray) and x.leading_axis() is NotImplemented:
+    for name, x in named_arrays(with_dropout_key(model, jax.random.key(0)).layers).items():
+        if isinstance(x, AdaptedArray) and x.leading_axis() is NotImplemented:
             raise ValueError(
                 f"{name}: a row of a stack of {type(x).__name__} with keys for dropout is not one of them, "
                 "unless `part_axes` names all of its parts, such as 'key': ''."
             )
 
 
-def _save(model: PyTree, settings: Settings, task: AbstractTask, console: Console) -> None:
+def _save(
+    model: PyTree, train: TrainSettings, run: RunSettings, task: AbstractTask, console: Console
+) -> None:
     """Writes PEFT's files, or for adapters that they do not hold our own."""
-    if not is_own(settings):
+    if not is_own(train):
         try:
-            name = str(settings.model)
-            peft.save_adapter(settings.output, model, base_model=name, task_type=task.peft_type)
+            name = str(train.model)
+            peft.save_adapter(run.output, model, base_model=name, task_type=task.peft_type)
             return
         except ValueError as error:
-            if settings.adapter is None:
+            if train.adapter is None:
                 raise
             console.print(f"PEFT's files do not hold this adapter: {error}", markup=False)
-    file, types = settings.output / "adapters.safetensors", types_of(model)
+    file, types = run.output / "adapters.safetensors", types_of(model)
     safetensors.save_adapters(file, model, types=types)
     console.print(f"Load it with {how_to_load(file, types)}", markup=False)
 
 
-def _merge(model: PyTree, settings: Settings) -> None:
-    if settings.merge == "dense":
-        base, _ = load(settings.model)
-        base, file = ql.materialise(base), adapter_file(settings)
+def _merge(model: PyTree, train: TrainSettings, run: RunSettings) -> None:
+    if run.merge == "dense":
+        base, _ = load(train.model)
+        base, file = materialise(base), adapter_file(train, run)
         if file.is_dir():
             model = peft.load_adapter(file, base)
         else:
             model = safetensors.load_adapters(file, base, types=types_of(model))
-    options = {"format": settings.format, "quantize": settings.outtype}
-    save(merged(settings), ql.merge(model), settings.model, **options)
+    options = {"format": run.format, "quantize": run.outtype}
+    save(merged(run), merge(model), train.model, **options)

@@ -1,6 +1,5 @@
 """Checkpoints of a run, from which the same command resumes it."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ..._version import __version__
 from ...files import safetensors
 from ...files.json_text import read_json_file
 from ...surgery.trees import path_of
+from .options import options
 from .settings import FinetuneError, Settings
 
 _WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
@@ -29,7 +29,7 @@ class RunDirectory:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.path = settings.output
+        self.path = settings.run.output
         self.checkpoint = self.path / "checkpoint.safetensors"
         self.log = self.path / "log.jsonl"
         about, fingerprint = self.path / "run.json", settings.fingerprint()
@@ -111,7 +111,7 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     writer = str(found.pop(_WRITER, "unknown"))[:40]
-    known = {field.name for field in dataclasses.fields(Settings)} | wanted.keys()
+    known = {option.name for option in options()} | wanted.keys()
     if later := sorted(found.keys() - known):
         raise FinetuneError(
             f"{path} is from a run of quaxlike {writer}, with settings that this quaxlike {__version__} does "
@@ -119,7 +119,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
             "--output."
         )
     # A run of an earlier version had the default of a setting that it does not name.
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    defaults = {option.name: option.default for option in options()}
     found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [
         f"{name} {found.get(name)!r} (now {value!r})"

@@ -12,20 +12,24 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-import quaxlike as ql
-
+from ...arrays.adapted import AdaptedArray
+from ...core.quaxify import quaxify
+from ...core.values import is_value
+from ...kernels import dots_with_no_batch_dims_saveable
 from ...optim import lora_plus, quantize_state
+from ...surgery.adapters import activate, with_dropout_key
+from ...surgery.trainable import trainable
 from .._interrupts import take_interrupt
 from ..models import attention_backend
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
-from .settings import FinetuneError, Settings
+from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
 #: What `--remat` keeps of each layer for the gradient.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
-    "dots": ql.kernels.dots_with_no_batch_dims_saveable,
+    "dots": dots_with_no_batch_dims_saveable,
 }
 
 #: How the moments of the optimiser are stored, for each number of bits.
@@ -60,7 +64,7 @@ class Program:
         self,
         task: AbstractTask,
         optimiser: optax.GradientTransformationExtraArgs,
-        settings: Settings,
+        settings: TrainSettings,
         devices: Devices,
     ) -> None:
         def update(
@@ -70,7 +74,7 @@ class Program:
 
             def loss(params: PyTree) -> Any:
                 model = computed(eqx.combine(params, frozen), task, settings, devices)
-                with attention_backend(settings.attention):
+                with attention_backend(devices.attention):
                     outputs = outputs_of(task, model, batch, keys, teacher)
                 return task.total(outputs, batch) / terms
 
@@ -108,13 +112,13 @@ class Program:
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
     """The model for computing in a dtype: frozen arrays are stored in it, trained ones are unchanged."""
     converted = _converted(model, dtype)
-    trained, _ = eqx.partition(model, ql.trainable(model))
-    places, frozen = eqx.partition(converted, ql.trainable(converted))
+    trained, _ = eqx.partition(model, trainable(model))
+    places, frozen = eqx.partition(converted, trainable(converted))
     trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
     return eqx.combine(trained, frozen)
 
 
-def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
+def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
     """The model that a step computes with: in the dtype of the settings, with layers rematerialised."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
@@ -124,7 +128,7 @@ def prepared(model: PyTree, task: AbstractTask, settings: Settings) -> PyTree:
     return eqx.tree_at(task.layers, model, again)
 
 
-def computed(model: PyTree, task: AbstractTask, settings: Settings, devices: Devices) -> PyTree:
+def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
     """The model or the teacher that a step computes with, `prepared`, its weights gathered."""
     return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
 
@@ -145,10 +149,10 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
     for tasks that have one."""
 
     def one(example: Batch, key: Any) -> Any:
-        own = ql.with_dropout_key(model, key)
+        own = with_dropout_key(model, key)
         if task.invokes:
-            own = ql.activate(own, example.ids[0], example.segments[0])
-        return ql.quaxify(task.output)(task.models(own, teacher), example)
+            own = activate(own, example.ids[0], example.segments[0])
+        return quaxify(task.output)(task.compared(own, teacher), example)
 
     batch = jax.tree.map(jnp.asarray, batch)
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
@@ -158,15 +162,15 @@ def _converted(model: PyTree, dtype: str | None) -> PyTree:
     done: dict[int, Any] = {}  # by identity, so that what adapters share is converted once
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, ql.AdaptedArray):  # convert its parts
-            return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and ql.is_value(x))
+        if isinstance(leaf, AdaptedArray):  # convert its parts
+            return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         if id(leaf) not in done:
-            done[id(leaf)] = ql.quaxify(lambda x: x.astype(dtype))(leaf)
+            done[id(leaf)] = quaxify(lambda x: x.astype(dtype))(leaf)
         return done[id(leaf)]
 
-    return model if dtype is None else jax.tree.map(convert, model, is_leaf=ql.is_value)
+    return model if dtype is None else jax.tree.map(convert, model, is_leaf=is_value)
 
 
 def _bytes(tree: PyTree) -> int:
@@ -185,7 +189,7 @@ class TrainingStep(NamedTuple):
 
 
 def optimiser_for(
-    settings: Settings, steps: int
+    settings: TrainSettings, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
     """AdamW after clipping by norm, and its learning rate by step."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
@@ -210,7 +214,7 @@ def optimiser_for(
     return optax.with_extra_args_support(chain), schedule
 
 
-def steps_of(settings: Settings, n: int) -> int:
+def steps_of(settings: TrainSettings, n: int) -> int:
     if settings.steps is not None:
         return settings.steps
     return max(1, round(settings.epochs * (n // settings.batch_size) / settings.accumulate))
@@ -221,12 +225,12 @@ class Training:
     trained. `teacher` is the model that a task may compare with."""
 
     def __init__(
-        self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: Settings, *,
+        self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: TrainSettings, *,
         steps: int, max_length: int, devices: Devices, teacher: PyTree = None,
     ) -> None:  # fmt: skip
         self.task, self.frozen, self.examples, self.settings = task, frozen, examples, settings
         self.steps, self.max_length, self._devices, self._teacher = steps, max_length, devices, teacher
-        adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, ql.AdaptedArray))
+        adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, AdaptedArray))
         self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
         self.program = Program(task, self.optimiser, settings, devices)
@@ -235,7 +239,7 @@ class Training:
             model, teacher = (
                 computed(x, task, settings, devices) for x in (eqx.combine(params, frozen), teacher)
             )
-            with attention_backend(settings.attention):
+            with attention_backend(devices.attention):
                 return devices.replicate_outputs(outputs_of(task, model, batch, None, teacher))
 
         self._evaluate = jax.jit(evaluate)

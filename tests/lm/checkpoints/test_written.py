@@ -1,7 +1,6 @@
 """Files that this and earlier releases wrote are read."""
 
 import contextlib
-import dataclasses
 import json
 import pickle
 import shutil
@@ -16,7 +15,8 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft
-from quaxlike.lm.finetune.settings import FinetuneError, Settings
+from quaxlike.lm.finetune.options import options, settings_of
+from quaxlike.lm.finetune.settings import FinetuneError
 from quaxlike.lm.finetune.state import RunDirectory
 from tests import written
 from tests.samples import normal
@@ -83,18 +83,16 @@ def run_of(folder, tmp_path):
     """A copy of the run, on the paths that its model and data have here; and its settings, whatever the
     defaults are today."""
     about = json.loads((folder / "run" / "run.json").read_text())
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in about.items()}
-    names = {field.name for field in dataclasses.fields(Settings)}
-    settings = dataclasses.replace(
-        written.settings(folder), output=tmp_path / "run", **{k: x for k, x in options.items() if k in names}
-    )
-    shutil.copytree(folder / "run", settings.output)
+    names = {option.name for option in options()}
+    given = {k: tuple(x) if isinstance(x, list) else x for k, x in about.items() if k in names}
+    file, output = folder / "mxfp4" / "config.json", tmp_path / "run"
+    shutil.copytree(folder / "run", output)
 
-    def change(**more):
-        about = settings.output / "run.json"
-        paths = {"model": str(settings.model.resolve()), "data": str(settings.data.resolve())}
+    def change(options=(), **more):
+        about = output / "run.json"
+        paths = {"model": str(file.resolve()), "data": str(file.resolve())}
         about.write_text(json.dumps(json.loads(about.read_text()) | paths | more))
-        return settings
+        return settings_of(**({**given, "model": file, "data": file, "output": output} | dict(options)))
 
     return change
 
@@ -108,14 +106,21 @@ def test_runs_are_resumed(run_of):
     _same(found, state)
 
 
+def test_the_settings_of_a_run_keep_their_order(folder, run_of):
+    written_then = list(json.loads((folder / "run" / "run.json").read_text()))
+    names = {*written_then, "model", "data"}
+    written_now = ["quaxlike", *(name for name in run_of().fingerprint() if name in names)]
+    assert written_now == ["quaxlike", "model", "data", *written_then[1:]]
+
+
 def test_runs_of_other_versions(run_of):
     settings = run_of()
-    about = settings.output / "run.json"
+    about = settings.run.output / "run.json"
     older = {name: x for name, x in json.loads(about.read_text()).items() if name not in ("pack", "quaxlike")}
     about.write_text(json.dumps(older))
     RunDirectory(settings).close()  # the setting has its default in both
     with pytest.raises(FinetuneError, match=r"is from a run with pack False \(now True\)"):
-        RunDirectory(dataclasses.replace(settings, pack=True))
+        RunDirectory(run_of({"pack": True}))
     run_of(quaxlike="7.1.0", curvature=3)
     with pytest.raises(
         FinetuneError, match=r"of quaxlike 7\.1\.0, with settings .* curvature\. Install quaxlike>=7\.1"

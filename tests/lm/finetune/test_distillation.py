@@ -1,6 +1,5 @@
 """`--task distill`: the probabilities of a teacher are learned."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import pytest
 import quaxlike as ql
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import collate
-from quaxlike.lm.finetune.settings import FinetuneError
-from quaxlike.lm.finetune.tasks import Distillation, NextToken, task_for
+from quaxlike.lm.finetune.options import settings_of
+from quaxlike.lm.finetune.settings import DataSettings, FinetuneError
+from quaxlike.lm.finetune.tasks import Distillation, DistillationSettings, NextToken, task_for
 from quaxlike.lm.finetune.train import outputs_of, prepared
 from tests.lm.finetune.test_finetune import LINES, checkpoint, write
 from tests.lm.finetune.test_train import SETTINGS, TEXTS, decoder
@@ -38,7 +38,7 @@ def logs(model, ids, temperature=1):
 def test_the_loss_is_of_data_and_teacher(chunk):
     teacher = decoder()
     model = ql.loraify(ql.quantize(teacher, "nf4"), rank=2, key=jax.random.key(1))
-    task = Distillation(NextToken(chunk), temperature=2.0, share=0.75)
+    task = Distillation(NextToken(chunk), DistillationSettings(temperature=2.0, teacher_share=0.75))
     batch = collate(TEXTS, 16)
     params, frozen = eqx.partition(model, ql.trainable(model))
 
@@ -122,17 +122,18 @@ def test_another_teacher_and_what_cannot_start(command, tmp_path, capsys):
 
 
 def test_models_that_write_no_texts():
-    settings = dataclasses.replace(SETTINGS, task="distill", model=Path())
+    data = DataSettings(Path(), task=DistillationSettings())
     with pytest.raises(FinetuneError, match="--task distill is for decoders that write texts; found MLP"):
-        task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), settings)
+        task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), SETTINGS, data)
 
 
 def test_settings_belong_to_their_task(tmp_path):
     model, data = tmp_path / "model", write(tmp_path / "data.jsonl", [{"text": "one"}])
     model.mkdir()
-    settings = dataclasses.replace(SETTINGS, model=model, data=data)
+    given = {"model": model, "data": data, "output": tmp_path / "out", "temperature": 2.0}
     of_task = {"teacher", "temperature", "teacher_share"}
-    assert not of_task & settings.fingerprint().keys()
-    found = dataclasses.replace(settings, task="distill").fingerprint()
+    assert not of_task & settings_of(**given).fingerprint().keys()
+    found = settings_of(**given, task="distill").fingerprint()
     assert of_task <= found.keys()
+    assert found["temperature"] == 2.0
     assert "beta" not in found

@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,9 @@ from quaxlike.lm import load as load_model
 from quaxlike.lm import peft
 from quaxlike.lm.finetune import data, report
 from quaxlike.lm.finetune.__main__ import main
+from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.run import read_data
-from quaxlike.lm.finetune.settings import FinetuneError, Settings
+from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, TrainSettings
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.lm.finetune.tasks import NextToken
 from quaxlike.lm.finetune.train import MemoryUse, TrainingStep
@@ -367,10 +370,10 @@ def test_conversations_without_an_answer_are_counted(tmp_path, capsys):
     rows = [[asked]] * 3 + [[asked, {"role": "assistant", "content": "three"}]] * 4 + [[asked, long]]
     lines = [*({"messages": row} for row in rows), {"prompt": count(0, 40), "completion": "one"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = {"model": model, "data": tmp_path / "data.jsonl", "output": tmp_path / "out"}
     config = json.loads((model / "config.json").read_text())
     console = report.console_on()
-    read_data(Settings(**found), NextToken(), data.Tokens(model, config, 32), console)
+    settings = TrainSettings(model), DataSettings(tmp_path / "data.jsonl")
+    read_data(*settings, NextToken(), data.Tokens(model, config, 32), console)
     told = capsys.readouterr().out
     assert "3 of 9 examples have nothing to learn, such as an answer of the assistant, and were left" in told
     assert "2 of 9 examples are longer than 32 tokens and were cut, 1 of them left out, since nothing" in told
@@ -601,7 +604,7 @@ def matches(message, text):
 def test_a_directory_is_for_one_run_at_a_time(tmp_path):
     model = checkpoint(tmp_path / "llama", "llama")
     data = write(tmp_path / "data.jsonl", LINES["text"])
-    settings = Settings(model=model, data=data, output=tmp_path / "out")
+    settings = settings_of(model=model, data=data, output=tmp_path / "out")
     first = RunDirectory(settings)
     with pytest.raises(FinetuneError, match="Another run is active"):
         RunDirectory(settings)
@@ -613,10 +616,20 @@ def test_a_directory_is_for_one_run_at_a_time(tmp_path):
 def test_a_damaged_log_is_told(line, tmp_path):
     model = checkpoint(tmp_path / "llama", "llama")
     data = write(tmp_path / "data.jsonl", LINES["text"])
-    directory = RunDirectory(Settings(model=model, data=data, output=tmp_path / "out"))
+    directory = RunDirectory(settings_of(model=model, data=data, output=tmp_path / "out"))
     directory.note(step=1)
     with open(directory.log, "ab") as file:
         file.write(line + b"\n")
     with pytest.raises(FinetuneError, match=r"log.jsonl:2: expected an object with the number of a step"):
         directory.entries()
     directory.close()
+
+
+def test_options_are_listed_without_the_extra():
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(['optax', 'rich', 'tokenizers'])\n"
+        "from quaxlike.lm.finetune.__main__ import main; main(['--help'])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "  ... --task dpo      {" in told
+    assert "--teacher-share" in told

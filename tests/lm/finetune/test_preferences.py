@@ -1,6 +1,5 @@
 """`--task dpo`: of two texts one is preferred."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import pytest
 import quaxlike as ql
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import Example, Tokens, collate
-from quaxlike.lm.finetune.settings import FinetuneError
-from quaxlike.lm.finetune.tasks import Preferences, task_for
+from quaxlike.lm.finetune.options import settings_of
+from quaxlike.lm.finetune.settings import DataSettings, FinetuneError
+from quaxlike.lm.finetune.tasks import Preferences, PreferenceSettings, task_for
 from quaxlike.lm.finetune.train import outputs_of, prepared
 from tests.lm.finetune.test_finetune import checkpoint, count, write
 from tests.lm.finetune.test_train import SETTINGS, decoder
@@ -42,7 +42,7 @@ def test_the_loss_compares_with_the_model_without_adapters(chunk):
     model = ql.loraify(base, rank=2, init="gaussian", key=jax.random.key(1))
     q = lambda m: m.model.layers[0].self_attn.q_proj.weight.b
     model = eqx.tree_at(q, model, normal(*q(model).shape, seed=2))
-    task, batch = Preferences(chunk, beta=0.5), collate(PAIRS, 16)
+    task, batch = Preferences(chunk, PreferenceSettings(beta=0.5)), collate(PAIRS, 16)
     params, frozen = eqx.partition(model, ql.trainable(model))
 
     @jax.jit
@@ -106,14 +106,14 @@ def test_a_run_prefers_what_was_chosen(llama, tmp_path, capsys):
 
 
 def test_models_that_write_no_texts():
-    settings = dataclasses.replace(SETTINGS, task="dpo", model=Path())
+    data = DataSettings(Path(), task=PreferenceSettings())
     with pytest.raises(FinetuneError, match="--task dpo is for decoders that write texts; found MLP"):
-        task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), settings)
+        task_for(eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)), SETTINGS, data)
 
 
 def test_beta_belongs_to_its_task(llama, tmp_path):
     """A run of another task is resumed whatever it is."""
     data = write(tmp_path / "data.jsonl", [{"text": "one"}])
-    settings = dataclasses.replace(SETTINGS, model=llama, data=data)
-    assert "beta" not in settings.fingerprint()
-    assert dataclasses.replace(settings, task="dpo").fingerprint()["beta"] == 0.1
+    given = {"model": llama, "data": data, "output": tmp_path / "out", "beta": 0.3}
+    assert "beta" not in settings_of(**given).fingerprint()
+    assert settings_of(**given, task="dpo").fingerprint()["beta"] == 0.3

@@ -15,13 +15,13 @@ import quaxlike as ql
 from quaxlike.lm.finetune.data import Example, collate, pack
 from quaxlike.lm.finetune.devices import Devices
 from quaxlike.lm.finetune.report import Metrics
-from quaxlike.lm.finetune.settings import Settings
+from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
 from quaxlike.lm.finetune.tasks import NextToken
 from quaxlike.lm.finetune.train import Program, State, optimiser_for, outputs_of, prepared, stored_for
 from quaxlike.lm.models import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-SETTINGS = Settings(Path(), Path(), Path(), batch_size=2)
+SETTINGS = TrainSettings(Path(), batch_size=2)
 
 
 def decoder(layers=1, vocabulary=13, **more):
@@ -97,9 +97,9 @@ def test_attention_by_a_kernel(adapted):
     batch, task, losses = collate([text(*np.arange(100) % 13), TEXTS[0]], 128), NextToken(), []
     params, frozen = eqx.partition(adapted, ql.trainable(adapted))
     for attention in (None, "splash"):
-        settings = dataclasses.replace(SETTINGS, attention=attention, remat="nothing", learning_rate=0.1)
+        settings = dataclasses.replace(SETTINGS, remat="nothing", learning_rate=0.1)
         optimiser, _ = optimiser_for(settings, 3)
-        program = Program(task, optimiser, settings, Devices(settings))
+        program = Program(task, optimiser, settings, Devices(RunSettings(Path(), attention=attention)))
         state = jax.tree.map(jnp.copy, State(params, optimiser.init(params)))
         for _ in range(3):
             state, loss = program(frozen, state, batch, jnp.float32(103), None)
@@ -135,7 +135,7 @@ def test_another_dtype(adapted, plain):
 def memory_of(model, task, settings):
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 10)
-    program = Program(task, optimiser, settings, Devices(settings))
+    program = Program(task, optimiser, settings, Devices(RunSettings(Path())))
     state = State(params, optimiser.init(params))
     batch = collate([text(*range(60))] * settings.batch_size, 64)
     return program.memory(frozen, state, batch, jnp.float32(1), None), state

@@ -1,0 +1,130 @@
+"""`--task distill`: distillation of a teacher."""
+
+# ruff: noqa: RUF009 (calls that make fields)
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from ...._arguments import number
+from ....surgery.quantize import is_quantised
+from ...loading import load
+from ...models import Decoder
+from ..data import Batch, Example, Tokens
+from ..devices import Devices
+from ..settings import SHARE, DataSettings, FinetuneError, TaskSettings, TrainSettings, option
+from .next_token import AbstractTextTask, NextToken, losses_of_text
+from .task import cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillationSettings(TaskSettings):
+    name: ClassVar[str] = "distill"
+    about: ClassVar[str] = "learn a teacher's probabilities"
+
+    teacher: Path | None = option(
+        "of --task distill: checkpoint directory of the teacher, with the same tokeniser (default: --model, "
+        "before it is quantised)", None, type=Path, metavar="DIR",
+    )  # fmt: skip
+    temperature: float | int = option(
+        "of --task distill: what both models' logits are divided by", 1.0, type=number(float, 1e-3)
+    )
+    teacher_share: float | int = option(
+        "of --task distill: share of the loss that is the teacher's; the rest is that of the data", 0.5,
+        type=SHARE,
+    )  # fmt: skip
+
+
+class Distillation(AbstractTextTask):
+    """Causal language modelling of the same data, in which a teacher's probabilities of all tokens are
+    learned beside the tokens themselves.
+
+    Hinton et al., Distilling the Knowledge in a Neural Network (2015).
+    """
+
+    data: NextToken = NextToken()
+    settings: DistillationSettings = eqx.field(static=True, default=DistillationSettings())
+
+    help: ClassVar[str] = """\
+  ... --task distill  as without it; a --teacher's probabilities are learned, too
+"""
+    own: ClassVar[type[TaskSettings] | None] = DistillationSettings
+    packs: ClassVar[bool] = True
+    invokes: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "Distillation":
+        assert isinstance(data.task, DistillationSettings)
+        return cls(NextToken.of(model, train, data), data.task)
+
+    def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
+        own = self.settings.teacher
+        folder = own or settings.model
+        rule = devices.rule if devices.mesh else None
+        teacher, of_teacher = load(folder, mesh=devices.mesh, sharding=rule)
+        if own is None and (settings.quantize == "none" or is_quantised(teacher)):
+            raise FinetuneError(
+                "--task distill has nothing to learn from a teacher that is the same model: name another one "
+                "by --teacher, or --quantize the one that is trained."
+            )
+        if not isinstance(teacher, Decoder):
+            raise FinetuneError(
+                f"--teacher must be a decoder that writes texts; found {type(teacher).__name__}."
+            )
+        sizes = [one.get("vocab_size") for one in (of_teacher, config)]
+        if sizes[0] != sizes[1] or _vocabulary(folder) != _vocabulary(settings.model):
+            raise FinetuneError(
+                f"The teacher {folder} must have the tokens of {settings.model}: their vocabularies "
+                f"{'differ' if sizes[0] == sizes[1] else f'have {sizes[0]} and {sizes[1]} tokens'}."
+            )
+        return teacher
+
+    def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        return self.data.encode(fields, tokens)
+
+    def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
+        return model, teacher
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
+        """The cross-entropy and the divergence KL(teacher ‖ model), times the squared temperature, so that
+        gradients are of one size at all temperatures."""
+        (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
+        hidden = tuple(
+            each.hidden(ids, segments > 0, segments if self.data.packed else None) for each in model
+        )
+
+        def losses(models: PyTree, hidden: Any, targets: Any) -> Any:
+            logits, wanted = (m.logits(x).astype(jnp.float32) for m, x in zip(models, hidden, strict=True))
+            own, wanted = (jax.nn.log_softmax(x / self.settings.temperature) for x in (logits, wanted))
+            apart = self.settings.temperature**2 * jnp.sum(jnp.exp(wanted) * (wanted - own), axis=-1)
+            return jnp.stack([cross_entropy(logits, targets), apart], -1)
+
+        return losses_of_text(losses, model, hidden, ids, learned, self.data.chunk)
+
+    def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
+        return jnp.sum(outputs @ jnp.array([1 - self.settings.teacher_share, self.settings.teacher_share]))
+
+    def weight(self, batch: Batch) -> float:
+        return self.data.weight(batch)
+
+    def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
+        """The loss, the perplexity of the data, and the divergence from the teacher."""
+        of_data, apart = (np.sum(outputs, axis=0) / self.weight(batch)).tolist()
+        loss = float(self.total(outputs, batch)) / self.weight(batch)
+        return {"loss": loss, "perplexity": float(np.exp(of_data)), "divergence": apart}
+
+
+def _vocabulary(folder: Path) -> Any:
+    """The tokens and their numbers, in the file of the tokeniser."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
+    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")

@@ -1,0 +1,144 @@
+"""Causal language modelling, and what tasks of decoders that write texts share."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from ...folders.companions import modules_of
+from ...models import Decoder
+from ..data import Batch, Example, Tokens, messages_of, template_options, text_of
+from ..settings import DataSettings, TrainSettings
+from .task import AbstractTask, cross_entropy
+
+
+class AbstractTextTask(AbstractTask):
+    """A task of decoders that write texts; one that sentence-transformers' modules pool embeds them."""
+
+    models: ClassVar[str] = "decoders that write texts"
+    peft_type: ClassVar[str] = "CAUSAL_LM"
+
+    @classmethod
+    def takes(cls, model: PyTree, folder: Path) -> bool:
+        return isinstance(model, Decoder) and not modules_of(folder)
+
+    def layers(self, model: PyTree) -> Any:
+        return model.part("model").part("layers")
+
+
+class NextToken(AbstractTextTask):
+    """Causal language modelling of `{"text": ...}`; of `{"prompt": ..., "completion": ...}`, in which only
+    the completion is learned; or of `{"messages": [...]}`, optionally with `"tools"` and
+    `"chat_template_kwargs"`, in which the assistant's turns are learned."""
+
+    chunk: int = 0
+    """The number of tokens in a row whose logits are computed at a time; 0 for all."""
+    packed: bool = False
+    """Whether rows hold several texts."""
+
+    help: ClassVar[str] = """\
+  decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
+                      {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
+"""
+    packs: ClassVar[bool] = True
+    invokes: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "NextToken":
+        return cls(chunk_of(train), data.pack)
+
+    def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        if "messages" in fields:
+            options = {"tools": fields.get("tools"), **template_options(fields)}
+            ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
+            return learned_part(ids, learned, tokens.max_length)
+        for name in ("prompt", "completion", "text"):
+            if isinstance(fields.get(name), list):
+                raise ValueError(
+                    f"{name!r} must be a text; found a list. A conversation, with the answers in it, is one "
+                    "list under the name 'messages'"
+                )
+        if "prompt" in fields:
+            ids = tokens.whole(text_of(fields, "prompt"))
+            learned_from = max(1, len(ids))
+            ids = ids + tokens.whole(text_of(fields, "completion"), special=False)
+        else:
+            ids, learned_from = tokens.whole(text_of(fields, "text")), 1
+        if ids[-1:] != tokens.eos:
+            ids = ids + tokens.eos
+        return learned_part(ids, [i >= learned_from for i in range(len(ids))], tokens.max_length)
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, ""]:
+        (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
+        hidden = model.hidden(ids, segments > 0, segments if self.packed else None)
+        return cross_entropy_of_text(model, hidden, ids, learned, self.chunk)
+
+    def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
+        return jnp.sum(outputs)
+
+    def weight(self, batch: Batch) -> float:
+        return float(np.sum(batch.learned))
+
+    def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
+        loss = float(np.sum(outputs)) / self.weight(batch)
+        return {"loss": loss, "perplexity": float(np.exp(loss))}
+
+
+def chunk_of(settings: TrainSettings) -> int:
+    """The tokens of a row whose logits are computed at a time."""
+    return max(1, settings.loss_chunk // settings.batch_size)
+
+
+def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
+    """A text to learn, cut to length; None if that leaves nothing to learn. Its first token is never learned.
+    If nothing of the whole text is, it is not cut."""
+    if not any(learned[1:]):
+        return Example((ids[:max_length],), [False] * len(ids[:max_length]))
+    kept, learned = ids[:max_length], [False, *learned[1:max_length]]
+    return Example((kept,), learned, was_cut=len(kept) < len(ids)) if any(learned) else None
+
+
+def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
+    """The cross-entropy of each token's successor, summed over those that are learned."""
+
+    def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
+        logits = model.logits(hidden).astype(jnp.float32)
+        return cross_entropy(logits, targets)
+
+    return losses_of_text(losses, model, hidden, ids, learned, chunk)
+
+
+def losses_of_text(
+    losses: Callable[..., Any], models: PyTree, hidden: PyTree, ids: Any, learned: Any, chunk: int
+) -> Float[Array, "*terms"]:
+    """`losses(models, hidden, successors)`, `(tokens, *terms)`, of each token's successor, summed over those
+    that are learned; the first never is.
+
+    Logits exist for only `chunk` tokens at a time, and are recomputed for the gradient, so that a large
+    vocabulary does not dominate the memory of a step. A chunk has tokens from everywhere in the text, so that
+    devices that share the tokens share each chunk, too.
+    """
+    targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
+
+    def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:
+        found = losses(models, hidden, targets)
+        return jnp.sum(jnp.where(learned.reshape(-1, *[1] * (found.ndim - 1)), found, 0), axis=0)
+
+    if not 0 < chunk < len(targets):
+        return part(models, hidden, targets, learned)
+    n = -(-len(targets) // chunk)
+
+    def split(x: Any) -> Any:
+        x = jnp.pad(x, [(0, n * chunk - len(x))] + [(0, 0)] * (x.ndim - 1))
+        return jnp.moveaxis(x.reshape(chunk, n, *x.shape[1:]), 1, 0)
+
+    def add(total: Any, one: Any) -> Any:
+        return total + jax.checkpoint(part)(models, *one), None
+
+    parts = jax.tree.map(split, (hidden, targets, learned))
+    shape = jax.eval_shape(part, models, *jax.tree.map(lambda x: x[0], parts)).shape
+    return jax.lax.scan(add, jnp.zeros(shape), parts)[0]
