@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ..._checked import checked
 from ...arrays.adapted import AdaptedArray, innermost
@@ -170,37 +170,26 @@ def _tokens(
     model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
     """The new tokens, `(batch,)` each."""
-    longest, leaves = int(seen.sum(1).max()), _Leaves(model)
-    places = _invoked_at(model, np.where(seen, ids, -1))
+    longest, reader = int(seen.sum(1).max()), _Reader(model, cache)
+    since = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
         # When a text outgrows its rotary frequencies, all cached keys and values are recomputed.
         until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
-        rows = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
-        width = _rounded(rows.shape[1])
-        room, blank = width + _rounded(until - len(made)), width - rows.shape[1]
-        rows = np.pad(rows, ((0, 0), (blank, 0)))
-        behind = room - blank - seen.shape[1]
-        kept = np.pad(seen, ((0, 0), (blank, behind)), constant_values=(False, True))
-        since = np.where(places == _NEVER, _NEVER, places + blank).astype(np.int32)
-        start, memory = 0, None
-        if until - len(made) > 1:
-            one = jax.ShapeDtypeStruct((len(rows),), jnp.int32)
-            number = jax.ShapeDtypeStruct((), jnp.int32)
-            program = lambda ids, memory: _next.lower(
-                leaves, ids, kept, memory, number, number, since, sampling, number, cache
-            )
-            _compile_both(model, program, rows, one, None)
+        part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
+        start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
+        behind = room - seen.shape[1]
+        reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
         # Each step is started before the token of the one before it is read, which a device does meanwhile.
         while len(made) < until:
             count = len(made)
-            at, length, step = map(np.int32, (start, longest + count, count))
-            token, memory = _next(leaves, rows, kept, memory, at, length, since, sampling, step, cache)
+            more = count + 1 < until
+            token = reader.next(part, start, longest + count, since, sampling, count, more=more)
             if start:
                 yield made[-1]
             made.append(token)
-            start, rows = max(width, start + 1), token
+            start, part = start + (1 if start else part.shape[1]), token
         yield made[-1]
 
 
@@ -238,56 +227,106 @@ class _Leaves:
         return out
 
 
-def _compile_both(model: Decoder, lower: Callable[..., Any], ids: Any, one: Any, memory: Any) -> None:
-    """Compiles the program for a text beside that for one token more, so that the second does not wait.
-
-    Calls of the jitted functions find them. On several devices the second takes a memory that is spread as
-    the first one leaves it, which is known too late: it is compiled when it is called.
-
-    **Arguments:**
-
-    - `lower`: makes a program of tokens and a memory. It traces here: what a user has set holds in this
-        thread alone.
-    """
-    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array)]
-    if any(len(array.sharding.device_set) > 1 for array in arrays):
-        return
-    first = lower(ids, memory)
-    _, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
-    with ThreadPoolExecutor(1) as beside:
-        second = beside.submit(lower(one, memory).compile)
-        first.compile()
-        second.result()
-
-
 def _likeliest(logits: Array) -> Array:
     """`argmax` along the last axis, which CPUs compute one number after the other."""
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
 
+class _Reader:
+    """Rows of tokens that a decoder reads part by part, and the keys and values of what it has read."""
+
+    def __init__(self, model: Decoder, cache: str | None) -> None:
+        self.model, self._leaves, self._cache = model, _Leaves(model), cache
+        self.memory: Any = None
+        self._seen: Any = None
+
+    def begin(self, seen: Bool[np.ndarray, "rows room"]) -> None:
+        """Forgets what was read. `seen`: which places are no padding, of all tokens to come."""
+        self.memory, self._seen = None, jnp.asarray(seen)
+
+    def grow(self, room: int) -> None:
+        """Makes room for so many tokens in a row without padding."""
+        if self.memory is None:
+            self.memory = self.model.memory(room, self._cache)
+        elif (more := room - _room(self.memory)) > 0:
+            self.memory = jax.tree.map(lambda x: x.grown(more), self.memory, is_leaf=_is_memory)
+
+    def next(
+        self, ids: Any, start: int, length: int, since: Any, sampling: _Sampling, step: int, *, more: bool
+    ) -> Int[Array, " rows"]:
+        """Reads `ids`, `(rows, tokens)` or one token of each row, from place `start` on, and chooses the
+        token after them. If it is interrupted, what was read is lost.
+
+        **Arguments:**
+
+        - `length`: how many tokens the longest row has then.
+        - `since`: the place in each row from which on activated LoRAs act.
+        - `more`: whether another step follows.
+        """
+        count, memory = ids.size // len(ids), self.memory
+        at, last, size, number = map(np.int32, (start, count - 1, length, step))
+        rest = at, last, size, since, sampling, number, self._cache
+        if ids.ndim == 2:
+            ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
+            if more:
+                self._compile_both(ids, rest)
+        self.memory = None
+        token, self.memory = _next(self._leaves, ids, self._seen, memory, *rest)
+        return token
+
+    def _compile_both(self, ids: Any, rest: Any) -> None:
+        """Compiles the program for these tokens beside that for one more, so that the second does not wait.
+
+        Calls of the jitted function find them. On several devices the second takes a memory that is spread as
+        the first one leaves it, which is known too late: it is compiled when it is called. Both are traced
+        here: what a user has set holds in this thread alone.
+        """
+        arrays = [leaf for leaf in jax.tree.leaves(self.model) if isinstance(leaf, jax.Array)]
+        if any(len(array.sharding.device_set) > 1 for array in arrays):
+            return
+        first = _next.lower(self._leaves, ids, self._seen, self.memory, *rest)
+        one, memory = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
+        with ThreadPoolExecutor(1) as beside:
+            second = beside.submit(_next.lower(self._leaves, one, self._seen, memory, *rest).compile)
+            first.compile()
+            second.result()
+
+
 @functools.partial(jax.jit, donate_argnames="memory", static_argnames="cache")
 def _next(
-    leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, length: Any, since: Any,
+    leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """The next token of each row, and the memory updated with these rows; it is None at first. `ids` may be
-    what this returned. `since` is the place in each row from which on activated LoRAs act."""
+    """The token after the one at `last` of each row of `ids`, and the memory updated from `start` on. It may
+    be None at first; `seen` is None if no place is padding.
+
+    What follows `last` is padding: no token before it sees it, and later tokens replace it. A single row has
+    no axis of its own, here and in the memory: it costs what the decoder does for one text.
+    """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
+    rows, width = ids.shape
     stacked = bool(_stacked_adapters(model))
     if memory is None:
         memory = model.memory(seen.shape[1], cache)
-        memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)), memory)
+        if rows > 1:
+            memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), memory)
 
-    def last(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
+    def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
+        seen = jnp.ones(_room(memory), bool) if seen is None else seen
         hidden, memory = model.body(ids, seen, memory, start, length)
-        return model.logits(hidden[-1:])[0], memory
+        return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
 
     def row(i: Any, since: Any, *of_row: Any) -> Any:
         own = choose_adapter(model, i) if stacked else model
-        return quaxify(last)(_acting(own, start, ids.shape[1], since), *of_row)
+        return quaxify(run)(_acting(own, start, width, since), *of_row)
 
-    logits, memory = jax.vmap(row)(jnp.arange(len(ids)), since, ids, seen, memory)
+    of_rows = jnp.arange(rows), since, ids, seen
+    if rows == 1:
+        logits, memory = row(*jax.tree.map(lambda x: x[0], of_rows), memory)
+        logits = logits[None]
+    else:
+        logits, memory = jax.vmap(row)(*of_rows, memory)
     return sampling(logits, step), memory
 
 
@@ -326,16 +365,14 @@ class Conversation:
                 "Conversation takes a Decoder of `quaxlike.lm.models` with one adapter at most; choose one "
                 f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
             )
-        self._model, self._leaves, self._cache = model, _Leaves(model), cache
+        self._reader, self._cache = _Reader(model, cache), cache
         self._cached: list[int] = []  # the tokens whose keys and values are in the memory
         self._since = _NEVER  # and from which place on an activated LoRA acted on them
-        self._memory: Any = None
-        self._room = 0
 
     @property
     def context(self) -> int:
         """How many tokens the model takes, new ones included."""
-        return self._model.config.max_position_embeddings
+        return self._reader.model.config.max_position_embeddings
 
     def answer(
         self,
@@ -359,7 +396,7 @@ class Conversation:
         tokens = [int(token) for token in ids]
         row = np.asarray([tokens], np.int64)
         seen = np.ones(row.shape, bool)
-        sampling = _sampling(self._model, row, seen, max_new_tokens, temperature, top_k, top_p, key)
+        sampling = _sampling(self._reader.model, row, seen, max_new_tokens, temperature, top_k, top_p, key)
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
@@ -389,28 +426,28 @@ class Conversation:
             ```
         """
         other = Conversation(model, cache=self._cache)
-        for each in (self._model, model):
+        for each in (self._reader.model, model):
             adapters = named_arrays(each).items()
             if found := [name for name, x in adapters if isinstance(x, AdaptedArray) and not x.invocation]:
                 raise ValueError(
                     f"A fork keeps what the base has cached; the adapter of {found[0]} acts on all tokens. "
                     "Activated LoRAs (`invocation_tokens`) leave those before them to the base."
                 )
-        bare = [jax.tree.map(innermost, each, is_leaf=is_value) for each in (self._model, model)]
+        bare = [jax.tree.map(innermost, each, is_leaf=is_value) for each in (self._reader.model, model)]
         if (found := difference(*bare)) is not None:
             raise ValueError(f"A fork takes a model on the same base: {found}.")
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
-        if self._memory is not None and not any(kept <= x < len(self._cached) for x in switches):
+        if self._cached and not any(kept <= x < len(self._cached) for x in switches):
             # A copy, since each step takes the memory that it is given.
-            other._cached, other._room = self._cached[:kept], self._room
-            other._memory = jax.tree.map(jnp.copy, self._memory)
+            other._cached = self._cached[:kept]
+            other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
         return other
 
     def _tokens(
         self, tokens: list[int], new: int, ends: frozenset[int], sampling: "_Sampling"
     ) -> Iterator[int]:
-        since = int(_invoked_at(self._model, np.asarray([tokens]))[0])
+        since = int(_invoked_at(self._reader.model, np.asarray([tokens]))[0])
         for step in range(new):
             token = self._next(tokens, since, len(tokens) + new - step, sampling, step)
             if token in ends:
@@ -424,65 +461,28 @@ class Conversation:
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         if since != self._since:
             start = min(start, since, self._since)
-        switches = [rope.switch for rope in self._model.config.ropes if rope.long is not None]
+        switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
             start = 0  # the rotary frequencies are others at this length
-        part = tokens[start:]
-        width = 1 if len(part) == 1 else _rounded(len(part))
-        memory = self._with_room(max(most, start + width))
-        # If the step is interrupted, what it was given is lost.
-        self._cached, self._memory = [], None
-        at, last, length, of_adapter = map(np.int32, (start, len(part) - 1, len(tokens), since))
-        ids = np.pad(np.asarray(part, np.int32), (0, width - len(part)))
-        if step == 0 and width > 1 and len(tokens) + 1 < most:
-            number = jax.ShapeDtypeStruct((), jnp.int32)
-            program = lambda ids, memory: _next_of_one.lower(
-                self._leaves, ids, memory, number, number, number, number, sampling, number
-            )
-            _compile_both(self._model, program, ids, jax.ShapeDtypeStruct((1,), jnp.int32), memory)
-        token, memory = _next_of_one(
-            self._leaves, ids, memory, at, last, length, of_adapter, sampling, np.int32(step)
-        )
-        token = int(token)
-        self._cached, self._since, self._memory = list(tokens), since, memory
+        part, room = np.asarray(tokens[start:], np.int32), most
+        if len(part) > 1:
+            part, room = part[None], max(most, start + _rounded(len(part)))
+        self._reader.grow(_rounded(room))
+        self._cached = []  # until the step is done: if it is interrupted, what it was given is lost
+        places, more = np.asarray([since], np.int32), len(tokens) + 1 < most
+        token = self._reader.next(part, start, len(tokens), places, sampling, step, more=more)
+        token = np.asarray(token).item()
+        self._cached, self._since = list(tokens), since
         return token
-
-    def _with_room(self, needed: int) -> Any:
-        """The memory, with room for more tokens."""
-        room = _rounded(needed)
-        if self._memory is None:
-            self._cached, self._room = [], room
-            return self._model.memory(room, self._cache)
-        if (more := room - self._room) <= 0:
-            return self._memory
-        self._room = room
-        return jax.tree.map(lambda of: of.grown(more), self._memory, is_leaf=_is_memory)
-
-
-@functools.partial(jax.jit, donate_argnames="memory")
-def _next_of_one(
-    leaves: _Leaves, ids: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
-    sampling: _Sampling, step: Any,
-) -> tuple[Array, Any]:  # fmt: skip
-    """The token after the one at `last` of `ids`, and the memory updated from `start` on. `since` is as for
-    `_next`.
-
-    What follows `last` is padding: no token before it sees it, and later tokens replace it.
-    """
-    model = leaves.whole()
-
-    def run(model: Decoder, ids: Any, memory: Any) -> Any:
-        (first, *_) = jax.tree.leaves(memory, is_leaf=_is_memory)
-        seen = jnp.ones(first.room, bool)
-        hidden, memory = model.body(ids, seen, memory, start, length)
-        return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1)), memory
-
-    logits, memory = quaxify(run)(_acting(model, start, len(ids), since), ids, memory)
-    return sampling(logits, step)[0], memory
 
 
 def _is_memory(x: Any) -> bool:
     return isinstance(x, Memory)
+
+
+def _room(memory: Any) -> int:
+    (first, *_) = jax.tree.leaves(memory, is_leaf=_is_memory)
+    return first.room
 
 
 #: The place from which on an activated LoRA acts that is not invoked.
@@ -497,10 +497,10 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
             f"by {' and '.join(str(list(tokens)) for tokens in sorted(found))}."
         )
     if not found:
-        return np.full(len(ids), _NEVER)
+        return np.full(len(ids), _NEVER, np.int32)
     (tokens,), most = found, ids.shape[1]
     places = np.asarray([last_place(row, tokens) for row in ids])
-    return np.where(places == most, _NEVER, places)
+    return np.where(places == most, _NEVER, places).astype(np.int32)
 
 
 def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:

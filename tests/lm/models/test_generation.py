@@ -108,10 +108,11 @@ def test_all_is_compiled_before_the_first_token(qwen2):
             seen.append("token")
     finally:
         jax.monitoring.unregister_event_duration_listener(watch)
-    for name, end in [("_next", seen.index("token")), ("_next_of_one", len(seen) - 4)]:
-        compiled = [i for i, event in enumerate(seen) if event == f"jit({name})"]
-        assert len(compiled) >= 2
-        assert max(compiled) < end
+    compiled = [i for i, event in enumerate(seen) if event == "jit(_next)"]
+    first, last = seen.index("token"), len(seen) - 4
+    assert sum(i < first for i in compiled) >= 2
+    assert not [i for i in compiled if first < i < first + 4 or i > last]
+    assert len(compiled) >= 4
 
 
 @pytest.mark.parametrize("form", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
@@ -122,13 +123,37 @@ def test_the_cache_is_written_in_place(form, qwen2):
     number = jax.ShapeDtypeStruct((), jnp.int32)
     sampling = generation._Sampling(None, None, None, None)
     ids = jax.ShapeDtypeStruct((1,), jnp.int32)
-    numbers = [number] * 4
-    step = generation._next_of_one.lower(generation._Leaves(model), ids, memory, *numbers, sampling, number)
+    rest = number, number, number, ids, sampling, number, None
+    step = generation._next.lower(generation._Leaves(model), ids, None, memory, *rest)
     needed, size = step.compile().memory_analysis(), sum(x.nbytes for x in jax.tree.leaves(memory))
     assert needed.alias_size_in_bytes == size
     # Nothing is converted or turned for its products; of a stack, the part of a layer is taken out.
     most = {"list": 0.7, "stacked": 2.5}[form]
     assert needed.temp_size_in_bytes < most * size / model.config.num_hidden_layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_single_text_costs_what_the_decoder_does(cache, qwen2):
+    """A token of a conversation: no axis of a batch, no array of what is seen."""
+    model, _ = qwen2
+    memory, number = model.memory(64, cache), jax.ShapeDtypeStruct((), jnp.int32)
+    ids, sampling = jax.ShapeDtypeStruct((1,), jnp.int32), generation._Sampling(None, None, None, None)
+
+    @functools.partial(jax.jit, donate_argnames="memory")
+    @ql.quaxify
+    def plain(model, ids, memory, start, length):
+        hidden, memory = model.body(ids, jnp.ones(64, bool), memory, start, length)
+        return generation._likeliest(model.logits(hidden)), memory
+
+    rest = number, number, number, ids, sampling, number, cache
+    step = generation._next.lower(generation._Leaves(model), ids, None, memory, *rest)
+    found, wanted = (
+        lowered.compile().cost_analysis()
+        for lowered in (step, plain.lower(model, ids, memory, number, number))
+    )
+    for figure in ("flops", "bytes accessed"):
+        assert found[figure] == pytest.approx(wanted[figure], rel=1e-3)
 
 
 def test_tokens_are_told_as_they_come(qwen2, monkeypatch):
@@ -251,14 +276,14 @@ def test_an_activated_lora_acts_from_the_prompt_on(qwen2):
 @pytest.fixture
 def widths(monkeypatch):
     """How many tokens each step of a conversation runs, as they come."""
-    step, found = generation._next_of_one, []
+    step, found = generation._next, []
 
     def watched(leaves, ids, *rest):
-        found.append(len(ids))
+        found.append(ids.size)
         return step(leaves, ids, *rest)
 
     watched.lower = step.lower
-    monkeypatch.setattr(generation, "_next_of_one", watched)
+    monkeypatch.setattr(generation, "_next", watched)
     return found
 
 
@@ -329,7 +354,7 @@ def test_an_interrupted_conversation_goes_on(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(generation, "_next_of_one", interrupted)
+        patched.setattr(generation, "_next", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(conversation.answer([5, 6], max_new_tokens=4))
     assert list(conversation.answer([5, 6], max_new_tokens=4)) == expected
