@@ -91,7 +91,6 @@ def test_no_module_comes_back_to_itself():
 _SHARED_NAMES = {
     "Checkpoint",  # of any format, and of bitsandbytes: both are public
     "NestedScales",  # of an array, and as kernels take them
-    "Program",  # of `quaxlike.testing`, and the compiled one of a fine-tuning
 }
 
 

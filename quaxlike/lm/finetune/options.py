@@ -10,7 +10,7 @@ from .tasks import TASKS
 _OF_TASKS = {task.own.name: task.own for task in TASKS if task.own is not None}
 
 
-class Option(NamedTuple):
+class CommandOption(NamedTuple):
     name: str
     default: Any
     """`dataclasses.MISSING` if there is none."""
@@ -22,10 +22,10 @@ class Option(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
 
-def options() -> list[Option]:
+def options() -> list[CommandOption]:
     """All options, in the order of `--help`."""
     fields = in_order([TrainSettings, DataSettings, RunSettings], _OF_TASKS.values())
-    found = [Option(field.name, field.default, {**field.metadata}) for field in fields]
+    found = [CommandOption(field.name, field.default, {**field.metadata}) for field in fields]
     for option in found:
         if option.name == "task":
             about = [f"{name}: {task.about}" for name, task in _OF_TASKS.items()]

@@ -57,7 +57,7 @@ class MemoryUse(NamedTuple):
         return ", ".join(parts)
 
 
-class Program:
+class TrainingProgram:
     """The update of the state by one batch, compiled for each shape of batches."""
 
     def __init__(
@@ -233,7 +233,7 @@ class Training:
         adapters = jax.tree.leaves(frozen, is_leaf=lambda x: isinstance(x, AdaptedArray))
         self._drops = any(getattr(x, "dropout", 0) > 0 for x in adapters)
         self.optimiser, self._schedule = optimiser_for(settings, steps)
-        self.program = Program(task, self.optimiser, settings, devices)
+        self.program = TrainingProgram(task, self.optimiser, settings, devices)
 
         def evaluate(frozen: PyTree, params: PyTree, batch: Batch, teacher: PyTree) -> PyTree:
             model, teacher = (
