@@ -81,7 +81,7 @@ def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ..
     from quaxlike.lm.finetune.devices import Devices
     from quaxlike.lm.finetune.settings import DataSettings, RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import task_for
-    from quaxlike.lm.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for
 
     settings = TrainSettings(directory, batch_size=1, remat="nothing", scan_layers=True)
     config = json.loads((directory / "config.json").read_text()) | {"num_hidden_layers": depth}
@@ -98,7 +98,7 @@ def _first_step(directory: pathlib.Path, depth: int) -> tuple[Any, tuple[Any, ..
     params, frozen = eqx.partition(model, jax.tree.map(bool, ql.trainable(model)))
     optimiser, _ = optimiser_for(settings, 10)
     task = task_for(model, settings, DataSettings(directory))
-    program = Program(task, optimiser, settings, Devices(RunSettings(directory)))
+    program = TrainingProgram(task, optimiser, settings, Devices(RunSettings(directory)))
     state = State(params, jax.eval_shape(optimiser.init, params))
     batch = collate([Example((list(range(128)),), [True] * 128)], 128)
     return program, (frozen, state, batch, jnp.float32(1), None)

@@ -45,7 +45,7 @@ def compiled(tokens: int, devices: int) -> Measured:
     from quaxlike.lm.finetune.devices import Devices
     from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import NextToken
-    from quaxlike.lm.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for
     from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
@@ -57,7 +57,7 @@ def compiled(tokens: int, devices: int) -> Measured:
     model = places.place(model)
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 1)
-    program = Program(task, optimiser, settings, places)
+    program = TrainingProgram(task, optimiser, settings, places)
     state = places.place_along(State(params, optimiser.init(params)))
     ids = np.zeros((1, 1, tokens), np.int32)
     batch = Batch(ids, np.ones_like(ids), np.ones_like(ids, bool), np.zeros(1, np.int32))

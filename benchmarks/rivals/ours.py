@@ -20,7 +20,7 @@ from quaxlike.lm.finetune.data import Example, collate
 from quaxlike.lm.finetune.devices import Devices
 from quaxlike.lm.finetune.settings import DataSettings, RunSettings, TrainSettings
 from quaxlike.lm.finetune.tasks import task_for
-from quaxlike.lm.finetune.train import Program, State, optimiser_for
+from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for
 
 from .. import transformer
 from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
@@ -72,7 +72,7 @@ def start(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None 
     return run
 
 
-def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Program, list[Any]]:
+def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[TrainingProgram, list[Any]]:
     """The program of a step as `quaxlike.lm.finetune` makes it, and what it takes."""
     keep_memory()
     settings = TrainSettings(folder, batch_size=ROWS)
@@ -84,7 +84,7 @@ def _trained(folder: pathlib.Path, size: Size, quantize: str | None) -> tuple[Pr
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 100)
     task = task_for(model, settings, DataSettings(folder))
-    program = Program(task, optimiser, settings, Devices(RunSettings(folder)))
+    program = TrainingProgram(task, optimiser, settings, Devices(RunSettings(folder)))
     texts = [Example((row.tolist(),), [True] * LENGTH) for row in ids(size, ROWS, LENGTH)]
     terms = jnp.float32(ROWS * (LENGTH - 1))
     return program, [frozen, State(params, optimiser.init(params)), collate(texts, LENGTH), terms, None]

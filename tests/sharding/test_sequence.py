@@ -49,7 +49,7 @@ def _trained(name: str, mesh: str | None) -> dict[str, Any]:
     from quaxlike.lm.finetune.devices import Devices
     from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
     from quaxlike.lm.finetune.tasks import NextToken
-    from quaxlike.lm.finetune.train import Program, State, optimiser_for
+    from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for
     from quaxlike.lm.models import Decoder, DecoderConfig
 
     here = Path()
@@ -60,7 +60,7 @@ def _trained(name: str, mesh: str | None) -> dict[str, Any]:
     model = devices.place(model)
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 3)
-    step = Program(task, optimiser, settings, devices)
+    step = TrainingProgram(task, optimiser, settings, devices)
     state = devices.place_along(State(params, optimiser.init(params)))
 
     ids = np.random.default_rng(0).integers(0, 64, (2, 1, TOKENS)).astype(np.int32)

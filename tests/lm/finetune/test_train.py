@@ -17,7 +17,7 @@ from quaxlike.lm.finetune.devices import Devices
 from quaxlike.lm.finetune.report import Metrics
 from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
 from quaxlike.lm.finetune.tasks import NextToken
-from quaxlike.lm.finetune.train import Program, State, optimiser_for, outputs_of, prepared, stored_for
+from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for, outputs_of, prepared, stored_for
 from quaxlike.lm.models import Decoder, DecoderConfig
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -99,7 +99,9 @@ def test_attention_by_a_kernel(adapted):
     for attention in (None, "splash"):
         settings = dataclasses.replace(SETTINGS, remat="nothing", learning_rate=0.1)
         optimiser, _ = optimiser_for(settings, 3)
-        program = Program(task, optimiser, settings, Devices(RunSettings(Path(), attention=attention)))
+        program = TrainingProgram(
+            task, optimiser, settings, Devices(RunSettings(Path(), attention=attention))
+        )
         state = jax.tree.map(jnp.copy, State(params, optimiser.init(params)))
         for _ in range(3):
             state, loss = program(frozen, state, batch, jnp.float32(103), None)
@@ -135,7 +137,7 @@ def test_another_dtype(adapted, plain):
 def memory_of(model, task, settings):
     params, frozen = eqx.partition(model, ql.trainable(model))
     optimiser, _ = optimiser_for(settings, 10)
-    program = Program(task, optimiser, settings, Devices(RunSettings(Path())))
+    program = TrainingProgram(task, optimiser, settings, Devices(RunSettings(Path())))
     state = State(params, optimiser.init(params))
     batch = collate([text(*range(60))] * settings.batch_size, 64)
     return program.memory(frozen, state, batch, jnp.float32(1), None), state
