@@ -4,6 +4,8 @@ Where a shipped type takes any other, operands keep their order while its rule r
 Where it takes arrays alone, it is made dense for the user's rule.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 import quaxlike as ql
+from quaxlike.implicit import ImplicitArray
 from tests.array_types import CORNERS, TYPES, WEIGHTS
 from tests.samples import normal
 
@@ -214,3 +217,21 @@ def test_a_rule_for_an_array_is_found_beside(kind, operation, cls):
             with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as raised:
                 ql.quaxify(program)(*operands)
             assert f"; {type(shipped).__name__} would be made dense" in str(raised.value)
+
+
+@dataclass
+class Doubled(ImplicitArray):
+    array: jax.Array
+
+    def materialize(self):
+        return 2 * self.array
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_rule_for_an_array_is_found_beside_an_implicit_one(operation):
+    x, y = jnp.asarray(normal(3, 3)), jnp.asarray(normal(3, 3, seed=1))
+    program = OPERATIONS[operation]
+    with pytest.warns(ql.MaterialisationWarning, match="; Doubled was made dense"):
+        out = ql.quaxify(program)(Doubled(x), OnTheRight(y))
+    assert isinstance(out, OnTheRight)
+    np.testing.assert_allclose(out.array, program(2 * x, y), rtol=1e-5)
