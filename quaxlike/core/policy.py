@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import compat, recording
+from .beyond import Beyond, rules_beyond
 from .recording import describe, in_bytes, user_source
 from .rules import Rule, active_layers, fits, require_stack_depth
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
@@ -129,13 +130,21 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
     return _densify([value], what, [value] if operands is None else operands, hint)[0]
 
 
-def dense_operands(primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Any]:
-    """Makes the operands of a primitive that no rule covers dense, under the policy."""
-    return map_values(lambda values: _densify(values, primitive.name, operands, ""), operands)
+def dense_operands(
+    primitive: jexc.Primitive, operands: Sequence[Any], places: Sequence[int] | None = None
+) -> list[Any]:
+    """Makes operands of a primitive that no rule covers dense, under the policy: all, or some `places`."""
+    arrays = list(operands)
+    places = range(len(arrays)) if places is None else places
+    densify = lambda values: _densify(values, primitive.name, operands, "")
+    for i, x in zip(places, map_values(densify, [operands[i] for i in places]), strict=True):
+        arrays[i] = x
+    return arrays
 
 
-def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The result without a rule: that of the operands' one overridden `default`, else of dense operands."""
+def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """The result without a rule: that of the operands' one overridden `default`, or else of a rule for the
+    operands of which some are dense, or else of dense operands."""
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -151,8 +160,27 @@ def by_default(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[
         if (recorder := recording.active()) is not None:
             recorder.by_default_of(cls)
         return default(primitive, operands, params)
+    if (found := _rule_beyond(trace, primitive, operands)) is not None:
+        some = dense_operands(primitive, operands, found.places)
+        names = dict.fromkeys(type(operands[i]).__name__ for i in found.places)
+        recording.note(f"only {' and '.join(names)} is made dense")
+        return trace.dispatch(primitive, some, params)
     arrays = compat.vary_alike(dense_operands(primitive, operands))
     return primitive.bind(*arrays, **primitive.get_bind_params(params))
+
+
+def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
+    """The rule to follow once some of the operands are dense: if possible, none that refuses to be."""
+    types = [type(x) if is_value(x) else None for x in operands]
+    if sum(t is not None for t in types) < 2:
+        return None
+    if not (rules := rules_beyond(trace.resolver, (primitive, *types))):
+        return None
+    once = _places_of_first(operands)
+    # A Value that occurs twice is kept in both places or in neither: see `map_values`.
+    apart = lambda places: {once[i] for i in places}.isdisjoint(once[i] for i in once if i not in places)
+    rules = [rule for rule in rules if apart(rule.places) and rule.applies_to(operands)]
+    return min(rules, key=lambda r: _strictest([operands[i] for i in r.places]) == "error", default=None)
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -161,11 +189,16 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
     A Value that occurs twice is passed to `f` once. Computed twice, the array may differ in its last digits,
     since the compiler may fuse each differently, and `x != x`, the test for NaNs, would be true.
     """
-    flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
-    first = {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
+    first = _places_of_first(operands)
     once = list(dict.fromkeys(first.values()))
     made = dict(zip(once, f([operands[i] for i in once]), strict=True))
     return [made[first[i]] if i in first else x for i, x in enumerate(operands)]
+
+
+def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
+    """For the place of each Value, the first place in which it occurs."""
+    flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
+    return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
 
 def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:

@@ -215,7 +215,7 @@ class QuaxTrace(jax.core.Trace):
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
         """The result of a built-in of the interpreter, or else of the default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
-        rest = by_default if builtin is None else functools.partial(builtin, self)
+        rest = functools.partial(builtin or by_default, self)
         if (recorder := recording.active()) is not None:
             return recorder.follow(rest, primitive, operands, params)
         return rest(primitive, operands, params)

@@ -242,12 +242,16 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called if no handler matches. By default, it materialises all operands. There is no warning if a
-        handler calls it, and so asks for that."""
+        """Called if no handler matches. By default, it materialises all operands; those of other types only
+        if they have no rule for arrays. There is no warning if a handler calls it, and so asks for that."""
         unhandled = _unhandled.get()
         is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
-        arrays = map_values(materialise, args) if is_asked_for else dense_operands(primitive, args)
-        return bind(primitive, arrays, params or {})
+        if is_asked_for:
+            return bind(primitive, map_values(materialise, args), params or {})
+        places = [i for i, x in enumerate(args) if isinstance(x, ImplicitArray)]
+        arrays = dense_operands(primitive, args, places)
+        apply = quaxify(bind) if any(map(is_value, arrays)) else bind
+        return apply(primitive, arrays, params or {})
 
 
 OriginArray.register(ImplicitArray)

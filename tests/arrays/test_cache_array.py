@@ -1,6 +1,7 @@
 """Caches: what is written is rounded, and only that."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +53,17 @@ def test_codes_are_copied(codec):
 
 
 def test_codes_of_another_form_become_dense():
-    one = CacheArray.empty(SHAPE, "q4_0")
+    """They alone: the cache is not."""
+    one = ql.quaxify(lax.dynamic_update_slice)(CacheArray.empty(SHAPE, "q4_0"), normal(*SHAPE), (0, 0, 0))
     write = ql.quaxify(lambda w, x: lax.dynamic_update_slice(w, x[None], (0, 0, 0, 0)))
-    with pytest.warns(ql.MaterialisationWarning, match="dynamic_update_slice"):
-        out = write(CacheArray.empty((3, *SHAPE), "q8_0"), one)
-    np.testing.assert_array_equal(out, jnp.zeros((3, *SHAPE)))
+    empty = CacheArray.empty((3, *SHAPE), "q8_0")
+    with pytest.warns(ql.MaterialisationWarning, match="dynamic_update_slice") as warned:
+        out = write(empty, one)
+    assert f"; CacheArray was made dense, {4 * math.prod(SHAPE):,} bytes" in str(warned[0].message)
+    with ql.on_materialise("error"):
+        want = write(empty, ql.materialise(one))
+    assert isinstance(out, CacheArray)
+    np.testing.assert_array_equal(ql.materialise(out), ql.materialise(want))
 
 
 @pytest.mark.slow

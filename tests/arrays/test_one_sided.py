@@ -1,14 +1,21 @@
-"""A user's types that have a rule for one side of a product alone, multiplied with every shipped weight that
-takes any type: operands keep their order where a rule redispatches on its parts."""
+"""A user's types that have rules for one side alone, beside every shipped type.
+
+Where a shipped type takes any other, operands keep their order while its rule redispatches on its parts.
+Where it takes arrays alone, it is made dense for the user's rule.
+"""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
+from jaxtyping import ArrayLike
 
 import quaxlike as ql
-from tests.array_types import TYPES
+from quaxlike.implicit import ImplicitArray
+from tests.array_types import CORNERS, TYPES, WEIGHTS
 from tests.samples import normal
 
 
@@ -66,7 +73,7 @@ PRODUCTS = {
     "x @ w": (Left, lambda w, x: x.T @ w),
     "x @ w.T": (Left, lambda w, x: x.T @ w.T),
 }
-# Of those that redispatch. Quantised and sparse arrays and constants multiply arrays alone.
+# Of those that redispatch.
 KINDS = [
     "LoraArray",
     "LoraArray, magnitude",
@@ -109,3 +116,122 @@ def test_levels_between(jit):
     inner = jax.jit(inner) if jit else inner
     out = ql.quaxify(inner, (False, False, True), rules=RULES)(w, Right(x))
     np.testing.assert_allclose(out.array, ql.materialise(w) @ x, rtol=1e-4, atol=1e-5)
+
+
+# Beside types that take arrays alone -----------------------------------------------------------------
+
+
+class Mine(ql.ArrayValue):
+    """It may not be materialised while a rule of its own could be asked."""
+
+    on_materialise = "error"
+    array: jax.Array
+
+    def materialise(self):
+        return self.array
+
+
+class OnTheRight(Mine):
+    pass
+
+
+class OnTheLeft(Mine):
+    pass
+
+
+class OnBothSides(Mine):
+    pass
+
+
+ASKED: list[str] = []  # the primitives for which a rule of theirs ran
+OPERATIONS = {
+    "dot_general": lambda x, y: jax.lax.dot_general(x, y, (((x.ndim - 1,), (y.ndim - 1,)), ((), ()))),
+    "mul": jax.lax.mul,
+    "add": jax.lax.add,
+    "concatenate": lambda x, y: jax.lax.concatenate([x, y, x], 0),
+}
+_BINARY = ["dot_general", "mul", "add"]
+
+
+@ql.register(_BINARY)
+def _(primitive: Primitive, x: ArrayLike, y: OnTheRight | OnBothSides, **params):
+    ASKED.append(primitive.name)
+    return type(y)(primitive.bind(x, y.array, **params))
+
+
+@ql.register(_BINARY)
+def _(primitive: Primitive, x: OnTheLeft | OnBothSides, y: ArrayLike, **params):
+    ASKED.append(primitive.name)
+    return type(x)(primitive.bind(x.array, y, **params))
+
+
+@ql.register("concatenate")
+def _(*xs: ArrayLike | Mine, dimension):
+    ASKED.append("concatenate")
+    (cls,) = {type(x) for x in xs if isinstance(x, Mine)}
+    return cls(jax.lax.concatenate([getattr(x, "array", x) for x in xs], dimension))
+
+
+TAKES_ARRAYS = [
+    "NF4Array",
+    "Int8Array",
+    "BlockArray",
+    "CacheArray",
+    "Full",
+    "SparseArray",
+    "BlockSparseArray",
+]
+# Units say themselves what they cannot be added to.
+OTHERS = [kind for kind in WEIGHTS | CORNERS if kind not in TAKES_ARRAYS and "Unitful" not in kind]
+
+
+@pytest.mark.parametrize("cls", [OnTheRight, OnTheLeft, OnBothSides])
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", [*TAKES_ARRAYS, *(pytest.param(k, marks=pytest.mark.slow) for k in OTHERS)])
+def test_a_rule_for_an_array_is_found_beside(kind, operation, cls):
+    program = OPERATIONS[operation]
+    with jax.numpy_dtype_promotion("standard"):
+        shipped = TYPES[kind]()
+    array = ql.materialise(shipped)
+    if array.dtype == bool or (not array.ndim and operation in ("dot_general", "concatenate")):
+        pytest.skip("not defined")
+    other = jnp.asarray(normal(*array.shape, seed=3), array.dtype)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if array.dtype == jnp.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for right in (True, False):
+        order = lambda x, y, right=right: (x, y) if right else (y, x)
+        operands, want = order(shipped, cls(other)), program(*order(array, other))
+        if operation != "concatenate" and cls is (OnTheLeft if right else OnTheRight):
+            continue  # neither has a rule
+        first = ql.explain(program)(*operands).rows[0]
+        if kind not in TAKES_ARRAYS and first.outcome != "materialised":
+            continue  # it has a rule for any type
+        ASKED.clear()
+        with ql.on_materialise("allow"):
+            out = ql.quaxify(program)(*operands)
+        assert tuple(ASKED) == (operation,)
+        assert isinstance(out, cls)
+        np.testing.assert_allclose(out.array, want, **tolerance)
+        if first.outcome == "materialised":
+            assert first.notes[-1] == f"only {type(shipped).__name__} is made dense"
+            assert first.bytes == array.nbytes
+            with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as raised:
+                ql.quaxify(program)(*operands)
+            assert f"; {type(shipped).__name__} would be made dense" in str(raised.value)
+
+
+@dataclass
+class Doubled(ImplicitArray):
+    array: jax.Array
+
+    def materialize(self):
+        return 2 * self.array
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_rule_for_an_array_is_found_beside_an_implicit_one(operation):
+    x, y = jnp.asarray(normal(3, 3)), jnp.asarray(normal(3, 3, seed=1))
+    program = OPERATIONS[operation]
+    with pytest.warns(ql.MaterialisationWarning, match="; Doubled was made dense"):
+        out = ql.quaxify(program)(Doubled(x), OnTheRight(y))
+    assert isinstance(out, OnTheRight)
+    np.testing.assert_allclose(out.array, program(2 * x, y), rtol=1e-5)

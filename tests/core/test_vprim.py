@@ -14,6 +14,8 @@ from jax.interpreters import ad
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import DiagonalMatrix
+from quaxlike.arrays.unitful import Unitful
+from quaxlike.testing import check_program
 
 D = jnp.array([2.0, 3.0, 4.0])
 B = jnp.arange(1.0, 7.0).reshape(2, 3)
@@ -72,6 +74,29 @@ class TestLinearSolve:
         by_hand = -np.sum(B / D**2, 0)
         np.testing.assert_allclose(jax.jacfwd(f)(D), by_hand, rtol=1e-5)
         np.testing.assert_allclose(jax.grad(f)(D), by_hand, rtol=1e-5)
+
+    @pytest.mark.parametrize("solver", ["lu", "cg"])
+    def test_a_derivative_keeps_a_type_that_refuses(self, solver):
+        """Its tangents are of the type as well, and are solved for like it."""
+        method = {"lu": lx.LU(), "cg": lx.CG(rtol=1e-6, atol=1e-6)}[solver]
+
+        def run(matrix, b):
+            operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+            return lx.linear_solve(operator, b, method).value
+
+        report = check_program(run, SYSTEM, B[0], which=["refuses"], transforms=["eager", "jvp", "grad"])
+        assert not report.failures, report
+
+    @pytest.mark.parametrize("units", [("m", "s"), ("", "m")])
+    def test_a_derivative_of_a_system_with_units(self, units):
+        def total(matrix, b):
+            x = ql.quaxify(_solve)(Unitful(matrix, units[0]), Unitful(b, units[1]), SOLVERS["lu"])
+            return jnp.sum(jnp.sin(x.array))
+
+        found = jax.grad(total, (0, 1))(SYSTEM, B[0])
+        dense = lambda m, b: jnp.sum(jnp.sin(_solve(m, b, SOLVERS["lu"])))
+        for x, y in zip(found, jax.grad(dense, (0, 1))(SYSTEM, B[0]), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.usefixtures("default_promotion")

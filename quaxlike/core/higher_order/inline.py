@@ -21,8 +21,6 @@ from .. import compat, high_level
 from ..jaxprs.evaluate import call_on_values, evaluate
 from ..jaxprs.linearity import has_tangent
 from ..jaxprs.slots import LeafLayout, flatten, is_a_space, per_slot, split, spread, unflatten
-from ..policy import dense
-from ..quaxify import value_of
 from ..trace import BUILTIN, Operands, Params, QuaxTrace, builtin, value_types
 from ..values import aval_of, is_value
 from .custom_derivatives import CUSTOM, custom_derivative
@@ -166,20 +164,12 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
         return list(_implementation(primitive)(*flat, **params))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        if _unbatched(primitive, params).name == "linear_solve":
-            # The right-hand side of the tangent solve is made of them.
-            tangents = [dense(value_of(t), "linear_solve") for t in tangents]
         return compat.jvp_rule(primitive)(primals, tangents, **params)
 
     def transpose(cts: Sequence[Any], operands: Sequence[Any]) -> Any:
         return compat.transpose_rule(primitive)(list(cts), *operands, **params)
 
     return call_inline(trace, primitive.name, implementation, jvp, transpose, operands)
-
-
-def _unbatched(primitive: Primitive, params: dict[str, Any]) -> Primitive:
-    """The primitive that `vmap`, perhaps several times, made a "vprim"."""
-    return _unbatched(params["prim"], dict(params["params"])) if primitive.name == "vprim" else primitive
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:

@@ -87,14 +87,14 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
     which, *cases = operands
     if is_value(which) or np.shape(which) != ():
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
         slot = slots[0].dense()
     if slot.treedef is None:
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     leaves = [flatten([convert_to(x, slot, primitive.name)])[0] for x in cases]
     return slot.unflatten([primitive.bind(which, *xs, **params) for xs in zip(*leaves, strict=True)])
 
@@ -104,10 +104,10 @@ def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     buffer = widened(operands[0], updates)
     if not is_value(buffer):
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     return trace.dispatch(primitive, [buffer, *operands[1:]], params)
 
 
@@ -119,7 +119,7 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
         add = lambda p, q: primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
         return jtu.tree_map(add, x, y)
     out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
-    return by_default(primitive, operands, params) if out is NotImplemented else out
+    return by_default(trace, primitive, operands, params) if out is NotImplemented else out
 
 
 @builtin("convert_element_type")
@@ -128,7 +128,7 @@ def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Oper
     (x,) = operands
     aval = aval_of(x)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     return jtu.tree_map(
         lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if _is_weak(leaf) else leaf, x
     )
@@ -153,11 +153,11 @@ def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, param
     """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     buffer = widened(without_placeholder(buffer), x)
     x = widened(x, buffer)
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):
-        return by_default(primitive, operands, params)
+        return by_default(trace, primitive, operands, params)
     into, (slot,) = flatten([buffer])
     pairs = zip(into, flatten([x])[0], strict=True)
     return [slot.unflatten([primitive.bind(which, to, leaf, *index, **params)[0] for to, leaf in pairs])]

@@ -48,6 +48,7 @@ class Resolver:
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
         self.cache: dict[Any, list[Callable[..., Any]]] = {}
+        self.beyond: dict[Any, list[Any]] = {}  # filled by `rules_beyond`
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
@@ -155,12 +156,12 @@ class RulesByOperands:
 
 def depends_on_operands(rule: Rule) -> bool:
     """Whether the types of the operands do not tell whether a rule matches."""
-    return rule.depends_on_shapes or any(map(_is_value_dependent, _hints(rule)))
+    return rule.depends_on_shapes or any(map(is_value_dependent, _hints(rule)))
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
     """Whether a rule may match operands that count as these types in dispatch."""
-    if not any(map(_is_value_dependent, _hints(rule))):
+    if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
     return rule.signature.has_varargs or len(rule.signature.types) == n
@@ -170,14 +171,14 @@ def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
     """Whether an operand that counts as a `cls` in dispatch is one that the rule takes in place `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
-    by_value = isinstance(x, Value) and _is_value_dependent(annotation.hint)
+    by_value = cls is not jax.Array and is_value_dependent(annotation.hint)
     if not (signature.match((x,)) if by_value else signature_of([cls]) <= signature):
         return False
     return annotation.takes(cls, lambda: _aval(x))
 
 
 def _matches(rule: Rule, types: Sequence[Any], operands: Sequence[Any]) -> bool:
-    if any(map(_is_value_dependent, _hints(rule))):
+    if any(map(is_value_dependent, _hints(rule))):
         return all(fits(rule, i, x, cls) for i, (x, cls) in enumerate(zip(operands, types, strict=True)))
     annotations = rule.annotations(len(types))
     return all(
@@ -190,12 +191,12 @@ def _hints(rule: Rule) -> list[Any]:
     return [each.hint for each in rule.annotations(len(rule.operands) + 1)]
 
 
-def _is_value_dependent(hint: Any) -> bool:
+def is_value_dependent(hint: Any) -> bool:
     import plum
 
     members = typing.get_args(hint)
     if members and not isinstance(hint, type):
-        return any(map(_is_value_dependent, members))
+        return any(map(is_value_dependent, members))
     if not isinstance(hint, type) or not issubclass(hint, Value):
         return False
     if isinstance(hint, plum.CovariantMeta):  # it tells instances as the class does of which it is made

@@ -1,0 +1,73 @@
+"""Rules that match once some of the Values among the operands, but not all of them, are materialised."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .rules import Resolver, Rule, fits, require_stack_depth, signature_of
+from .rules.registry import epoch, lock
+from .rules.resolution import depends_on_operands, is_value_dependent
+from .values import is_value
+
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+class Beyond:
+    """A rule that matches once the Values in some places are materialised."""
+
+    def __init__(self, rule: Rule, types: Sequence[type | None], places: tuple[int, ...]) -> None:
+        self.rule = rule
+        self.places = places
+        self._depends_on_operands = depends_on_operands(rule)
+        self._types = [jax.Array if t is None or i in places else t for i, t in enumerate(types)]
+
+    def applies_to(self, operands: Sequence[Any]) -> bool:
+        """Whether it matches these operands, which have the types, by their dtypes and shapes as well."""
+        if not all(x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.places):
+            return False
+        typed = enumerate(zip(operands, self._types, strict=True))
+        return not self._depends_on_operands or all(fits(self.rule, i, x, cls) for i, (x, cls) in typed)
+
+
+def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
+    """Those for a primitive and the types of its operands. Rules that users wrote come first, and among these
+    the ones that leave the most Values."""
+    if (known := resolver.beyond.get(key)) is not None:
+        return known
+    require_stack_depth()
+    primitive, *types = key
+    values = sum(t is not None for t in types)
+    ranked: list[tuple[Any, Beyond]] = []
+    declined: set[Callable[..., Any]] = set()  # they were asked
+    made_at = epoch()
+    for n, layer in enumerate(resolver.layers):
+        for rule in layer[primitive]:
+            if (places := _in_the_way(rule, types)) == ():
+                declined.add(rule.written)
+            elif places is not None and len(places) < values:
+                is_ours = (rule.written.__module__ or "").startswith(_PACKAGE)
+                ranked.append(((is_ours, n, len(places), places), Beyond(rule, types, places)))
+    ranked.sort(key=lambda entry: entry[0])
+    found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
+    with lock:
+        if made_at == epoch():  # else a rule was registered in the meantime
+            resolver.beyond[key] = found
+    return found
+
+
+def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
+    """The places of the Values that a rule takes as arrays only; None if it takes an operand neither way."""
+    annotations = rule.annotations(len(types))
+    if len(annotations) != len(types):
+        return None
+    takes = lambda hint, cls: is_value_dependent(hint) or signature_of([cls]) <= signature_of([hint])
+    places: list[int] = []
+    for i, (t, annotation) in enumerate(zip(types, annotations, strict=True)):
+        if t is not None and takes(annotation.hint, t):
+            continue
+        if not takes(annotation.hint, jax.Array):
+            return None
+        if t is not None:
+            places.append(i)
+    return tuple(places)
