@@ -78,7 +78,7 @@ def deprecated(
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         new, found = names[name]
-        _warn(f"{module}.{name}", new, removed_in)
+        warn(f"{module}.{name}", new, removed_in)
         return found
 
     return __getattr__, lambda: sorted(names)
@@ -124,7 +124,7 @@ class _Moved(importlib.abc.InspectLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self.new)
-        _warn(module.__name__, self.new, _REMOVED_IN)
+        warn(module.__name__, self.new, _REMOVED_IN)
 
     def get_source(self, fullname: str) -> str:
         """For `python -m` with the old path."""
@@ -163,11 +163,11 @@ def moved_name(old: str, new: str) -> Any:
     """The object that is at `new` now, with a warning. Both are paths below the package."""
     module, _, name = new.rpartition(".")
     found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-    _warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}", _REMOVED_IN)
+    warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}", _REMOVED_IN)
     return found
 
 
-def _warn(old: str, new: str, removed_in: str) -> None:
+def warn(old: str, new: str, removed_in: str) -> None:
     """Warns at the line that asks for the old name: the innermost outside this package and the import
     system."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -185,4 +185,4 @@ def _warn(old: str, new: str, removed_in: str) -> None:
 
 def _is_ours(frame: types.FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in (_PACKAGE, "importlib")
+    return name.partition(".")[0] in (_PACKAGE, "importlib", "dataclasses")
