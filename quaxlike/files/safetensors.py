@@ -24,7 +24,7 @@ import quaxlike.adapters
 import quaxlike.arrays
 from quaxlike.arrays.adapted import AdaptedArray
 from quaxlike.arrays.gradients import GradientsArray
-from quaxlike.arrays.quantized import Codec
+from quaxlike.arrays.quantized import Codec, NestedScales
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import a_or_an, checked
@@ -361,7 +361,7 @@ def _shipped_types() -> _Types:
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     modules = list(map(importlib.import_module, names))
-    return {"Codec": Codec} | {
+    return {"Codec": Codec, "NestedScales": NestedScales} | {
         name: cls
         for module in modules
         for name, cls in vars(module).items()

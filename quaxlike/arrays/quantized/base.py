@@ -30,13 +30,22 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 from ..._checked import checked
 from ...core.jaxprs.unify import dense_when_incompatible
 from ...core.values import Value, replace_fields
-from ...kernels.block_matmul import NIBBLES, Codec, Decode, Rows, block_matmul, join
+from ...kernels.block_matmul import (
+    NIBBLES,
+    Codec,
+    Decode,
+    NestedScales,
+    Rows,
+    block_matmul,
+    dense_scales,
+    join,
+)
 from ...kernels.block_matmul.reference import times_adapters
 from ...kernels.code_matmul import ACTIVATIONS, code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
 from ..gradients import Gradients, GradientsArray, strongest, switch, trained_if
-from .scales import BlockScales, NestedScales, as_floating, check_block_size, dense_scales, find_codec
+from .scales import BlockScales, as_floating, check_block_size, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
@@ -495,7 +504,7 @@ class AbstractQuantizedArray(GradientsArray):
             # Keeps rows of codes if no block crosses them, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
             flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
-            scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, block)
+            scale = scale if isinstance(scale, NestedScales) else flat(scale, block)
             return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values)), NIBBLES
         rows = math.prod(codes.shape[:-1]) * self.matrix[0]
         if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
