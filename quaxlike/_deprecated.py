@@ -95,7 +95,7 @@ class _Moved(importlib.abc.InspectLoader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(self.new)
-        _warn(module.__name__, self.new)
+        warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
         """For `python -m` with the old path."""
@@ -134,11 +134,11 @@ def moved_name(old: str, new: str) -> Any:
     """The object that is at `new` now, with a warning. Both are paths below the package."""
     module, _, name = new.rpartition(".")
     found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
-    _warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}")
+    warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}")
     return found
 
 
-def _warn(old: str, new: str) -> None:
+def warn(old: str, new: str) -> None:
     """Warns at the line that asks for the old name: the innermost outside this package and the import
     system."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -156,4 +156,4 @@ def _warn(old: str, new: str) -> None:
 
 def _is_ours(frame: types.FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in (_PACKAGE, "importlib")
+    return name.partition(".")[0] in (_PACKAGE, "importlib", "dataclasses")

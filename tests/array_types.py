@@ -119,7 +119,7 @@ WEIGHTS: dict[str, Make] = {
 }
 
 CORNERS: dict[str, Make] = {
-    "LoraArray, trained base": lambda k=0: _lora(_dense(k), k, train_base=True),
+    "LoraArray, trained base": lambda k=0: _lora(_dense(k), k, gradients="train"),
     "LoraArray, magnitude": lambda k=0: _lora(_dense(k), k, magnitude=1.0 + _dense(k, 4)),
     "LoraArray, stacked": _stacked(lambda k: _lora(_dense(k), k)),
     "LoraArray, shared base": lambda k=0: ql.LoraArray(_dense(k), _dense(k, 2, 2, 4), _dense(k, 2, 4, 2)),

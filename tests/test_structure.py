@@ -90,7 +90,6 @@ def test_no_module_comes_back_to_itself():
 #: Classes of two houses that each have the name of their field.
 _SHARED_NAMES = {
     "Checkpoint",  # of any format, and of bitsandbytes: both are public
-    "NestedScales",  # of an array, and as kernels take them
 }
 
 

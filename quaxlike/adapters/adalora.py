@@ -22,7 +22,7 @@ class AdaLoRAArray(MethodArray):
     - `b`: shape `(..., outputs, rank)`, likewise.
     - `e`: shape `(..., rank)`.
     - `scaling`: the factor of all. Default: 1.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -19,7 +19,7 @@ from ..core.rules import register_on_either_side
 from .combinators import whole_shape
 
 # What the fields have in common with those of a `LoraArray`.
-_OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "train_base", "open_base")
+_OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradients")
 
 
 class ALoRAArray(AdaptedArray):
@@ -38,7 +38,7 @@ class ALoRAArray(AdaptedArray):
     - `invocation`: the tokens that invoke the adapter. It acts from the last place on where they stand in the
         text, one after the other; these tokens are included.
     - `active`: for each token, whether the adapter acts on it. Default: None, for not known.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -89,7 +89,7 @@ class ALoRAArray(AdaptedArray):
         return LoraArray(self.w, self.a, self.b, **options)
 
     def trained(self) -> Sequence[str]:
-        return ("a", "b", *(["w"] if self.train_base else []))
+        return ("a", "b", *(["w"] if self.gradients == "train" else []))
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)

@@ -23,7 +23,7 @@ class BOFTArray(MethodArray):
     - `blocks`: for each matrix of the chain, `n` blocks of size `b`, where `n * b` counts the inputs:
         `(..., factors, n, b, b)`. Their skew-symmetric parts give orthogonal ones by the Cayley transform.
     - `scale`: the factors of the outputs, `(..., *outputs)`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     **Raises:**
 

@@ -16,7 +16,7 @@ class C3AArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `kernel`: the first rows of the blocks, times the number of inputs: `(..., outputs / b, inputs / b, b)`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -63,7 +63,7 @@ class SumArray(Combinator):
     - `w`: the base, an array or a Value. Its dtype is that of the sum.
     - `delta`: an array or a Value, such as a `KroneckerMatrix` or a `SparseArray`, of shape
         `(..., outputs, inputs)`: several axes of either are flattened.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -111,7 +111,7 @@ class ScaledArray(Combinator):
     - `w`: the base, an array or a Value. Its dtype is that of the product.
     - `outputs`: a factor for each output, `(..., *outputs)`. Default: None, for no factors.
     - `inputs`: a factor for each input, `(..., *inputs)`. Default: None.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -157,7 +157,7 @@ class RotatedArray(Combinator):
         inputs are flattened. It need not be orthogonal.
     - `of_outputs`: whether it multiplies the outputs, of which there are then `n`, instead: the columns of an
         embedding `(vocabulary, n)`. Default: False.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -212,7 +212,7 @@ class HadamardArray(Combinator):
 
     - `w`: the base, an array or a Value. Its dtype is that of the product.
     - `factor`: an array or a Value, such as a [`quaxlike.LoraArray`][], of shape `(..., *outputs, *inputs)`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

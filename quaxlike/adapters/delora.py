@@ -23,7 +23,7 @@ class DeLoRAArray(MethodArray):
     - `strength`: the number, shape `(...)`.
     - `column_norms`: the norms of the columns of the weight when the adapter was made, `(..., inputs)`;
         frozen.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -49,7 +49,7 @@ class DeLoRAArray(MethodArray):
     }  # fmt: skip
 
     def trained(self) -> Sequence[str]:
-        return ("a", "b", "strength", *(["w"] if self.train_base else []))
+        return ("a", "b", "strength", *(["w"] if self.gradients == "train" else []))
 
     def adds_nothing(self) -> bool:
         return True

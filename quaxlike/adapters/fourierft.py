@@ -24,7 +24,7 @@ class FourierFTArray(MethodArray):
     - `scaling`: the factor of all. Default: 1.
     - `seed`: the number that PEFT draws these places with, which its files have in their stead. Default:
         None.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -47,7 +47,7 @@ class FourierFTArray(MethodArray):
     part_axes: ClassVar[Mapping[str, str]] = {"spectrum": "n", "places": "n"}
 
     def trained(self) -> Sequence[str]:
-        return ("spectrum", *(["w"] if self.train_base else []))
+        return ("spectrum", *(["w"] if self.gradients == "train" else []))
 
     def adds_nothing(self) -> bool:
         return True

@@ -28,7 +28,7 @@ class GraLoRAArray(MethodArray):
     - `general_a`, `general_b`: a low-rank change of the whole, as `a` and `b` of [`quaxlike.LoraArray`][].
         Default: None.
     - `scaling`: the factor of all. Default: 1.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -23,7 +23,7 @@ class HiRAArray(MethodArray):
     - `w`: the base, an array or a Value.
     - `a`: shape `(..., rank, *inputs)`.
     - `b`: shape `(..., *outputs, rank)`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

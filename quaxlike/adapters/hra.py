@@ -25,7 +25,7 @@ class HRAArray(MethodArray):
     - `w`: the base, an array or a Value.
     - `u`: the directions of the reflections, of any length, as columns: `(..., inputs, r)`.
     - `orthogonal`: whether the directions are made orthogonal first, in this order. Default: False.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

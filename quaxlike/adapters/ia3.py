@@ -37,7 +37,7 @@ class IA3Array(MethodArray):
     - `inputs`: the factors of inputs, `(..., *inputs)`: those of feed-forward layers. Default: None.
     - `channels`: the factors of the channels that a convolution is applied to, `(..., channels)`; of a
         grouped one, whose kernel has only those of a group. Default: None.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -34,7 +34,7 @@ class LoHaArray(MethodArray):
     - `core_1`, `core_2`: for kernels of convolutions in the form of Tucker, `(r, r, *window)`; each low-rank
         matrix is then `core`, multiplied by `a` and by `b`, of shape `(r, channels)`. Default: None.
     - `scaling`: the factor of all. Default: 1.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

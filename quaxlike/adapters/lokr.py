@@ -37,7 +37,7 @@ class LoKrArray(MethodArray):
     - `core`: for kernels of convolutions in the form of Tucker, `(r, r, *window)`: the second matrix is then
         `core`, multiplied by `second` and by `second_b`, of shape `(r, channels)`. Default: None.
     - `alpha`, `rank`: `scaling = alpha / rank`, whatever the ranks of the matrices are. Default: 1.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

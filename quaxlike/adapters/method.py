@@ -38,7 +38,7 @@ class MethodArray(AdaptedArray):
 
     def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
         """The weight with parts of another adapter, `kind`, beside it."""
-        shared = ("train_base", "open_base", "out_axes", "in_axes")
+        shared = ("gradients", "out_axes", "in_axes")
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
     @property

@@ -23,7 +23,7 @@ class MiSSArray(MethodArray):
     - `bat`: in its stead, matrices that also multiply the weight, `(..., outputs / rank, rank, rank)`: in
         square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. The sum is formed in each
         product. Default: None.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

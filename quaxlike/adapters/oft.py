@@ -43,7 +43,7 @@ class OFTArray(MethodArray):
     - `eps`: the matrices are scaled to have at most the norm `eps / sqrt(blocks)` (constrained OFT).
         Gradients do not see this. Default: None.
     - `of_outputs`: whether it multiplies the outputs instead: the columns of an embedding. Default: False.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

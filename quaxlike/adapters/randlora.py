@@ -44,7 +44,7 @@ class RandLoRAArray(MethodArray):
     - `seed`: the number that PEFT draws these `a` and `b` with, so that its files need not hold them.
         Default: None, for any others.
     - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -74,7 +74,7 @@ class RandLoRAArray(MethodArray):
     }  # fmt: skip
 
     def trained(self) -> Sequence[str]:
-        return ("scale", "gamma", *(["w"] if self.train_base else []))
+        return ("scale", "gamma", *(["w"] if self.gradients == "train" else []))
 
     def adds_nothing(self) -> bool:
         return True

@@ -20,7 +20,7 @@ class SHiRAArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `delta`: what is added to them, a [`quaxlike.SparseArray`][] of shape `(..., outputs, inputs)`.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 

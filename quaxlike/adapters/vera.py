@@ -26,7 +26,7 @@ class VeRAArray(MethodArray):
     - `scale_b`: shape `(..., *outputs)`.
     - `seed`: the number that PEFT draws these `a` and `b` with, so that its files need not hold them.
         Default: None, for any others.
-    - `out_axes`, `in_axes`, `train_base`, `open_base`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -52,7 +52,7 @@ class VeRAArray(MethodArray):
     }  # fmt: skip
 
     def trained(self) -> Sequence[str]:
-        return ("scale_a", "scale_b", *(["w"] if self.train_base else []))
+        return ("scale_a", "scale_b", *(["w"] if self.gradients == "train" else []))
 
     def adds_nothing(self) -> bool:
         return True

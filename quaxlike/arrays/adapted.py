@@ -14,15 +14,15 @@ import jax.tree_util as jtu
 
 from ..core.jaxprs.slots import leading_axes, part_specs
 from ..core.jaxprs.unify import dense_when_incompatible, widened, widened_part
-from ..core.operators import ArrayOperators
 from ..core.quaxify import quaxify
-from ..core.values import ArrayValue, Value, is_value, replace_fields
+from ..core.values import Value, is_value, replace_fields
 from .dot_axes import Labels
+from .gradients import Gradients, GradientsArray, strongest, switch
 
 _Self = TypeVar("_Self", bound="AdaptedArray")
 
 
-class AdaptedArray(ArrayOperators, ArrayValue):
+class AdaptedArray(GradientsArray):
     """A weight with parts beside it that are trained in its place: the base class of adapters, such as
     [`quaxlike.LoraArray`][] and your own.
 
@@ -35,9 +35,9 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `train_base`: whether `w` is trained too. Default: False.
-    - `open_base`: whether gradients flow through `w` although it is not trained, because arrays that have
-        gradients were put in it. Default: False.
+    - `gradients`: `"none"` if `w` is a constant for derivatives; `"pass"` if derivatives with respect to it
+        exist but it is not trained, because arrays that have gradients were put in it; `"train"` if it is
+        trained, too. Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
@@ -75,8 +75,10 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     """
 
     w: Any
-    train_base: bool = eqx.field(static=True, default=False, kw_only=True)
-    open_base: bool = eqx.field(static=True, default=False, kw_only=True)
+    gradients: Gradients = eqx.field(static=True, default="none", kw_only=True)
+
+    older_switches = "train_base", "open_base"
+    train_base, open_base = map(switch, older_switches)
 
     part_axes: ClassVar[Mapping[str, str]] = {}
     faster: ClassVar[Sequence[str]] = ()
@@ -89,19 +91,19 @@ class AdaptedArray(ArrayOperators, ArrayValue):
 
     @property
     def base(self) -> Any:
-        """`w`, cut off from differentiation unless `train_base` or `open_base`. An adapter beneath this one
+        """`w`, cut off from differentiation unless `gradients` says otherwise. An adapter beneath this one
         decides for itself, and so does a quantised weight whose scales are trained."""
-        return self.w if self.train_base or self.open_base or _decides(self.w) else frozen(self.w)
+        return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
         """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
-        `train_base`. Several adapters on one weight share the others."""
-        names = [name for name in array_fields(self) if name != "w" or self.train_base]
+        `gradients` is "train". Several adapters on one weight share the others."""
+        names = [name for name in array_fields(self) if name != "w" or self.gradients == "train"]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
         """The array that `merge` puts in its place, differentiable in all parts. Default: materialised."""
-        return self.replace(open_base=True).materialise()
+        return self.replace(gradients=strongest("pass", self.gradients)).materialise()
 
     def unmerged(self, weight: jax.Array) -> Any:
         """The adapter whose `merged` is a dense `weight`: its base is the weight without what this adds.
@@ -146,8 +148,9 @@ class AdaptedArray(ArrayOperators, ArrayValue):
     def replace(self: _Self, **fields: Any) -> _Self:
         """This array with some fields computed from its own, without checking them against the others. If `w`
         decided for itself about its gradients and the new one does not, they flow through it as before."""
+        fields = self.with_switches(fields, self.gradients)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
-            fields = {"open_base": not self.train_base, **fields}
+            fields = {"gradients": strongest("pass", self.gradients), **fields}
         return replace_fields(self, **fields)
 
     def with_base(self: _Self, w: Any) -> _Self:
@@ -163,7 +166,7 @@ class AdaptedArray(ArrayOperators, ArrayValue):
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
-        return out.with_base(w).replace(open_base=not like.train_base)
+        return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
         """Lets gradients through the base if they pass that of `like`; dense if its axes are others."""
@@ -171,9 +174,10 @@ class AdaptedArray(ArrayOperators, ArrayValue):
             return NotImplemented
         if (self.out_axes, self.in_axes) != (like.out_axes, like.in_axes):
             return dense_when_incompatible(self)
-        if not is_reached(like, self):
+        reach = gradients_through(like, self)
+        if reach == "none":
             return NotImplemented
-        x = with_trainable_base(self, train=like.train_base)
+        x = with_gradients(self, reach)
         return x.replace(w=widened_part(x.w, like.w))
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
@@ -229,7 +233,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 def _decides(w: Any) -> bool:
     """Whether a base decides for itself about its gradients."""
-    return isinstance(w, AdaptedArray) or getattr(w, "train_scales", False)
+    return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
 def frozen(x: Any) -> Any:
@@ -237,30 +241,28 @@ def frozen(x: Any) -> Any:
     return jtu.tree_map(jax.lax.stop_gradient, x)
 
 
-def with_trainable_base(x: _Self, *, train: bool = False) -> _Self:
-    """The same array with gradients through its base, and with `train_base` if `train`; they still do not
-    reach a base that was frozen."""
-    train = train or x.train_base
-    return x.replace(w=x.base, train_base=train, open_base=not train)
+def with_gradients(x: _Self, gradients: Gradients) -> _Self:
+    """The same array with at least these `gradients`; they still do not reach a base that was frozen."""
+    gradients = strongest(x.gradients, gradients)
+    return x if gradients == x.gradients else x.replace(w=x.base, gradients=gradients)
 
 
 def reached_by(x: _Self, operand: Any) -> _Self:
     """The same array; gradients pass its base if they may have to reach an operand that changes it."""
-    return with_trainable_base(x) if isinstance(operand, jax.core.Tracer) else x
+    return with_gradients(x, "pass") if isinstance(operand, jax.core.Tracer) else x
 
 
-def is_reached(like: AdaptedArray, *others: AdaptedArray) -> bool:
-    """Whether gradients flow through the base of `like`, and not for a reason that the bases of the others
-    have as well."""
+def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
+    """The gradients of the base of `like`: also those that it decides for itself about, unless the bases of
+    the others do as well."""
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
-    return like.train_base or like.open_base or alone
+    return strongest("pass", like.gradients) if alone else like.gradients
 
 
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
-    """The same arrays; if the base of any is trained or open, those of all are."""
-    train = any(x.train_base for x in adapted)
-    reached = any(is_reached(x, *adapted) for x in adapted)
-    return [with_trainable_base(x, train=train) for x in adapted] if reached else [*adapted]
+    """The same arrays with the gradients of that which has most."""
+    marks: list[Gradients] = [gradients_through(x, *adapted) for x in adapted]
+    return [with_gradients(x, strongest(*marks)) for x in adapted]
 
 
 # Axes ---------------------------------------------------------------------------------------------

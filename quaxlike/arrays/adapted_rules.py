@@ -183,7 +183,7 @@ def _form(x: AdaptedArray) -> Any:
         for name, own in labels.items()
         if name != "w"
     }
-    statics = x.replace(**dict.fromkeys(array_fields(x)), train_base=False, open_base=False)
+    statics = x.replace(**dict.fromkeys(array_fields(x)), gradients="none")
     return type(x), jtu.tree_structure(statics), core, x.ndim
 
 

@@ -22,7 +22,8 @@ import numpy as np
 import quaxlike.adapters
 import quaxlike.arrays
 from quaxlike.arrays.adapted import AdaptedArray
-from quaxlike.arrays.quantized import Codec
+from quaxlike.arrays.gradients import GradientsArray
+from quaxlike.arrays.quantized import Codec, NestedScales
 from quaxlike.arrays.unitful import Unit
 
 from .._checked import checked, did_you_mean
@@ -163,8 +164,8 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
     """Writes the adapters of a model, of any types, without the weights that they are on.
 
     The file holds all parts of each adapter, whatever is trained in full, and no other arrays. A base that is
-    trained itself (`train_base`, [`quaxlike.train_scales`][]) is in it as well. For programs that know LoRA
-    alone, there is [`quaxlike.lm.peft.save_adapter`][].
+    trained itself (`gradients="train"`, [`quaxlike.train_scales`][]) is in it as well. For programs that know
+    LoRA alone, there is [`quaxlike.lm.peft.save_adapter`][].
 
     **Arguments:**
 
@@ -260,7 +261,7 @@ _BASE: Any = _Base()
 
 
 def _without_base(x: AdaptedArray) -> AdaptedArray:
-    if x.w is None or x.train_base or getattr(x.w, "train_scales", False):
+    if x.w is None or "train" in (x.gradients, getattr(x.w, "gradients", None)):
         return x
     return x.with_base(_without_base(x.w) if isinstance(x.w, AdaptedArray) else _BASE)
 
@@ -359,7 +360,7 @@ def _shipped_types() -> _Types:
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
     modules = list(map(importlib.import_module, names))
-    return {"Codec": Codec} | {
+    return {"Codec": Codec, "NestedScales": NestedScales} | {
         name: cls
         for module in modules
         for name, cls in vars(module).items()
@@ -435,14 +436,16 @@ def _unit(exponents: dict[str, Any]) -> Unit:
 def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any], Any]) -> Any:
     if kind not in types:
         raise ValueError(f"unknown type {kind!r}; known are {', '.join(sorted(types))}")
-    cls = types[kind]
+    cls: Any = types[kind]
     known = {field.name: field for field in dataclasses.fields(cls)}
-    given = {name: _decode(node, types, get) for name, node in fields.items() if name in known}
+    older = cls.older_switches if issubclass(cls, GradientsArray) else ()
+    given = {n: _decode(node, types, get) for n, node in fields.items() if n in known or n in older}
+    given = cls.without_switches(given) if older else given
     for name, field in known.items():
         if name not in given and field.default is not dataclasses.MISSING:
             given[name] = field.default
-    if set(given) != set(known) or set(fields) - set(known):
-        differing = ", ".join(sorted((set(known) - set(given)) | (set(fields) - set(known))))
+    unknown = set(fields) - {*known, *older}
+    if differing := ", ".join(sorted((set(known) ^ set(given)) | unknown)):
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
     # Like unflattening: `__init__` may take arguments other than the fields.
     value = object.__new__(cls)

@@ -127,7 +127,7 @@ def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, h
         return NotImplemented
 
     def product(x: Any, base: Any, a: Any, b: Any) -> jax.Array:
-        y = matmul(x, base) if w.train_base else jnp.matmul(x, base)
+        y = matmul(x, base) if w.gradients == "train" else jnp.matmul(x, base)
         # The rows of w are either the rows of `b` or the columns of `a`.
         first, then = (b, a) if w.out_axes == (-2,) else (a.T, b.T)
         return y + lora_matmul(x, first, then, scale=w.scaling).astype(y.dtype)

@@ -181,7 +181,7 @@ def _adapters(
             if not one_type or like.alike(present) is NotImplemented:
                 raise ValueError(
                     f"The adapters on {name} do not fit each other: they must be of the same type and "
-                    "shape, axes, dropout and `train_base`, all or none DoRAs, and have all batch axes of "
+                    "shape, axes, dropout and trained bases, all or none DoRAs, and have all batch axes of "
                     "the weight."
                 )
             for x in present:
@@ -218,7 +218,7 @@ def _check_bases(function: str, models: Sequence[PyTree], arrays: Sequence[Mappi
 
 def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
     out = type(like).promote(w, like)
-    return out if out is NotImplemented else out.replace(open_base=like.open_base)
+    return out if out is NotImplemented else out.replace(gradients=like.gradients)
 
 
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from .._checked import checked
 from .._patterns import PatternError, matches_layer, value_for
+from ..arrays.gradients import trained_if
 from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray, LoraBias, TrainableArray, row_norm
 from ..arrays.lora.inits import Init, initialise
@@ -131,7 +132,7 @@ def loraify(
         lora = blank(
             w, layout, r, dtype=dtype,
             alpha=value_for(alpha_pattern, layer_of(name), r if alpha is None else alpha),
-            rslora=rslora, dropout=dropout, train_base=train_base,
+            rslora=rslora, dropout=dropout, gradients=trained_if(train_base),
         )  # fmt: skip
         lora = initialise(init, layout.kind, name, lora, key)
         return with_magnitude(lora) if dora else lora

@@ -32,7 +32,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     **Returns:**
 
     The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
-    bases with `train_base`, scales of quantised weights with `train_scales`) and False in place of all
+    bases and scales of quantised weights whose `gradients` are "train") and False in place of all
     others: a filter spec for `eqx.partition`. If the optimiser takes the whole model, and all its arrays are
     floating, pass the function itself as labels:
     `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not use `optax.masked`
@@ -92,7 +92,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
     **Returns:**
 
-    The model, with `train_scales` set on these weights.
+    The model, with `gradients="train"` in these weights.
 
     **Raises:**
 
@@ -121,7 +121,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
                 f"{name} is of type {type(w).__name__}, whose scales are 8-bit codes, not floating-point "
                 "numbers. Leave it out with `where`."
             )
-        trained[name] = on_innermost(lambda w: dataclasses.replace(w, train_scales=True), x)
+        trained[name] = on_innermost(lambda w: dataclasses.replace(w, gradients="train"), x)
     if not trained:
         raise ValueError(f"There are no quantised weights, only {listing(arrays)}.")
     return replace(model, trained)
@@ -138,7 +138,7 @@ def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))
         fields = [name for name in leaf.trained() if name not in freeze]
-    elif isinstance(leaf, AbstractQuantizedArray) and leaf.train_scales:
+    elif isinstance(leaf, AbstractQuantizedArray) and leaf.gradients == "train":
         fields = ["scale"]
     else:
         return spec

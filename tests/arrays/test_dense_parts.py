@@ -20,7 +20,7 @@ HOLDERS = {"units": lambda x: Unitful(x, "m"), "names": lambda x: NamedArray(x, 
 
 
 def _lora():
-    return ql.LoraArray(jnp.asarray(_W), jnp.asarray(_A), jnp.asarray(_B), train_base=True)
+    return ql.LoraArray(jnp.asarray(_W), jnp.asarray(_A), jnp.asarray(_B), gradients="train")
 
 
 def _nf4():

@@ -76,7 +76,7 @@ KINDS = {
     "dora": {"dora": True},
     "transposed": {"out_axes": (-1,), "in_axes": (-2,)},
     "transposed dora": {"out_axes": (-1,), "in_axes": (-2,), "dora": True},
-    "trained base": {"train_base": True},
+    "trained base": {"gradients": "train"},
 }
 
 
@@ -332,7 +332,7 @@ def test_products_with_constants(kind):
 def test_the_base_is_frozen_unless_it_is_trained(kind):
     lora, x = make_lora(**KINDS[kind]), jnp.linspace(-1, 1, 5)
     loss = lambda lora: jnp.sum(jnp.sin(ql.quaxify(jnp.matmul)(lora, x)))
-    frozen, trained = (jax.grad(loss)(lora.replace(train_base=train)) for train in (False, True))
+    frozen, trained = (jax.grad(loss)(lora.replace(gradients=mark)) for mark in ("none", "train"))
     assert not np.any(frozen.w)
     w = jax.grad(lambda w: jnp.sum(jnp.sin(lora.replace(w=w).merged() @ x)))(lora.w)
     agrees(trained.w, w, 2e-5)
@@ -468,7 +468,7 @@ def test_a_factor_that_is_not_finite(scale):
 
 @pytest.mark.parametrize("scale", [lambda x, y: x / (0 * y), lambda x, y: x * (1 / (0 * y))])
 def test_no_factor_of_an_array_without_elements_is_divided_by_zero(scale):
-    w = ql.LoraArray(normal(0, 4), normal(2, 4), normal(0, 2), train_base=True)
+    w = ql.LoraArray(normal(0, 4), normal(2, 4), normal(0, 2), gradients="train")
     gradients = jax.jit(jax.grad(lambda w, y: ql.quaxify(scale)(w, y).materialise().sum(), (0, 1)))
     found, y = gradients(w, jnp.ones((1, 4)))
     np.testing.assert_array_equal(found.a, 0)

@@ -152,7 +152,7 @@ QUICK = [("dynamic slices", "stacked qlora"), ("take", "adapters on one base")]
 def test_matrices_of_a_stack_stay_adapted(look_up, kind):
     """Another one for each of a batch, as experts of one token each are: gradients by every leaf, too."""
     batch, options = STACKS[kind]
-    stack = adapted(batch, **options).replace(train_base=True)
+    stack = adapted(batch, **options).replace(gradients="train")
     trained, rest = eqx.partition(stack, eqx.is_inexact_array)
     x, at = normal(4, 64, seed=2), jnp.array([2, 0, 2, 1])
 

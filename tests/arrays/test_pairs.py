@@ -181,10 +181,10 @@ def test_gradients():
 @pytest.mark.parametrize("train_scales", [False, True])
 def test_the_scales_are_trained_only_if_asked(train_scales):
     quantise = functools.partial(ql.NF4Array.quantize, train_scales=train_scales)
-    lora, x = _adapted(quantise, train_base=True), _x(3, K)
+    lora, x = _adapted(quantise, gradients="train"), _x(3, K)
 
     def loss(scale, lora):
-        lora = lora.replace(w=ql.NF4Array(lora.w.codes, scale, 64, train_scales=train_scales))
+        lora = lora.replace(w=ql.NF4Array(lora.w.codes, scale, 64, gradients=lora.w.gradients))
         return jnp.sum(jnp.sin(ql.quaxify(lambda w: x @ w.T)(lora)))
 
     gradient = jax.grad(loss)(lora.w.scale, lora)

@@ -78,8 +78,8 @@ FAULTS = (
     Fault(
         "what is promoted is frozen",
         "adapted.py",
-        "return out.with_base(w).replace(open_base=not like.train_base)",
-        "return out.with_base(w).replace(open_base=False)",
+        'return out.with_base(w).replace(gradients=strongest("pass", like.gradients))',
+        'return out.with_base(w).replace(gradients="none")',
     ),
     Fault(
         "the fill value is another one",

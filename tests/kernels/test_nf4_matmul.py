@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import re
 
@@ -327,3 +328,19 @@ def test_codes_are_looked_up_along_lanes_before_tpu_v5(monkeypatch):
         y = jax.jit(lambda x: run(x, *w.operands))(x)
     assert asked == [True]
     assert relative_error(y, _expected(x, w)) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("stored", ["array", "tuple", "usual"])
+def test_the_map_of_nested_scales(stored):
+    """Kernels take it however it is stored; only an array is a leaf."""
+    w = quantised((128, 256))
+    packed, absmax, codebook = w.operands
+    nested, x = _nested(absmax), _x(w, (4,), False)
+    quant_map = {"array": nested.quant_map, "tuple": tuple(nested.quant_map.tolist()), "usual": None}[stored]
+    scales = dataclasses.replace(nested, quant_map=quant_map)
+    assert len(jax.tree.leaves(scales)) == (4 if stored == "array" else 3)
+    product = lambda scales: nf4_matmul(x, packed, scales, codebook, **w.params)
+    np.testing.assert_array_equal(jax.jit(product)(scales), product(nested))
+    again = jax.tree.map(lambda leaf: leaf, scales)
+    assert jax.tree.structure(again) == jax.tree.structure(scales)
+    assert stored == "array" or again.quant_map == quant_map

@@ -125,7 +125,7 @@ def test_under_vmap():
 # -------------------------------------------------------------------------------------------------
 
 
-def _lora(base, *, by_column, train_base=False):
+def _lora(base, *, by_column, gradients="none"):
     """An adapted weight of logical shape (in, out)."""
     if by_column:
         return ql.LoraArray(
@@ -135,10 +135,10 @@ def _lora(base, *, by_column, train_base=False):
             alpha=4,
             out_axes=(-1,),
             in_axes=(-2,),
-            train_base=train_base,
+            gradients=gradients,
         )
     return ql.LoraArray(
-        base, 0.3 * normal(2, HIDDEN, seed=5), 0.3 * normal(IN, 2, seed=6), alpha=4, train_base=train_base
+        base, 0.3 * normal(2, HIDDEN, seed=5), 0.3 * normal(IN, 2, seed=6), alpha=4, gradients=gradients
     )
 
 
@@ -173,7 +173,7 @@ def test_an_adapter_learns_over_a_quantised_base(learner, by_column):
 
 @pytest.mark.slow
 def test_a_base_that_is_trained_as_well():
-    model = _lora(normal(IN, HIDDEN, seed=2), by_column=False, train_base=True)
+    model = _lora(normal(IN, HIDDEN, seed=2), by_column=False, gradients="train")
     h, (xs, targets) = jnp.zeros((BATCH, HIDDEN)), _sequence()
     found = online(DRTRL(_leaky, untraced="error"), model, h, xs, targets)
     dense = lambda p, h, x: _leaky(p["w"] + 2.0 * p["b"] @ p["a"], h, x)

@@ -102,7 +102,7 @@ def test_the_base_is_frozen_unless_it_is_trained():
     gradient = jax.grad(lambda w: jnp.sum(jnp.sin(w @ X[0])))
     w = _weights(_adapted())[0]
     assert not np.any(gradient(w).w)
-    trained = w.replace(train_base=True)
+    trained = w.replace(gradients="train")
     assert ql.trainable(trained).w
     _close(gradient(trained).w, jax.grad(lambda v: jnp.sum(jnp.sin(w.with_base(v).merged() @ X[0])))(w.w))
 

@@ -30,12 +30,12 @@ TYPES = {
     "int8, trained": _quantised(ql.Int8Array, train_scales=True),
     "block": _quantised(ql.BlockArray, codec="q8_0", train_scales=False),
     "lora": lambda: _lora(normal(8, 64)),
-    "lora, trained": lambda: _lora(normal(8, 64), train_base=True),
+    "lora, trained": lambda: _lora(normal(8, 64), gradients="train"),
     "dora": lambda: _lora(normal(8, 64), magnitude=1.0 + jnp.abs(normal(8))),
     "qlora": lambda: _lora(ql.NF4Array.quantize(normal(8, 64))),
     "qlora, trained scales": lambda: _lora(ql.NF4Array.quantize(normal(8, 64), train_scales=True)),
     "qlora, trained base": lambda: _lora(
-        ql.NF4Array.quantize(normal(8, 64), train_scales=True), train_base=True
+        ql.NF4Array.quantize(normal(8, 64), train_scales=True), gradients="train"
     ),
 }
 
@@ -75,7 +75,8 @@ def test_a_result_trains_what_its_operands_train(kind, jitted):
         run = ql.quaxify(operation)
         out = (jax.jit(run) if jitted else run)(w)
         if isinstance(out, type(w) | ql.BlockArray):
-            dense_base = isinstance(out, ql.LoraArray) and type(out.w) is not type(w.w) and not w.train_base
+            dense = isinstance(out, ql.LoraArray) and type(out.w) is not type(w.w)
+            dense_base = dense and w.gradients != "train"
             assert _marked(out) == _marked(w) - ({".w"} if dense_base else set()), name
             kept += 1
     assert kept >= 4
@@ -118,7 +119,7 @@ def _base(x):
 def _trained(x):
     if isinstance(x, ql.LoraArray):
         w = _trained(x.w) if not isinstance(x.w, jax.Array) else x.w
-        return x.replace(w=w, train_base=True)
+        return x.replace(w=w, gradients="train")
     return ql.train_scales({"w": x})["w"]
 
 

@@ -23,14 +23,15 @@ from ...kernels.multilinear import spread_like
 from ..adapted import (
     AdaptedArray,
     frozen,
-    is_reached,
+    gradients_through,
     labels_of,
     matrix_labels,
     reached_by,
-    with_trainable_base,
+    with_gradients,
 )
 from ..batch_axes import with_batch_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
+from ..gradients import Gradients
 from .matrices import factored
 
 # The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
@@ -57,9 +58,9 @@ class LoraArray(AdaptedArray):
     - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). Their
         original norms are treated as constants in differentiation. Default: None.
     - `key`: a typed PRNG key that dropout draws from. Default: None, for inference without dropout.
-    - `train_base`: whether `w` is trained: gradients flow to it. Default: False.
-    - `open_base`: whether gradients flow through `w` although it is not trained, to traced arrays that were
-        added to it or multiplied with it. Set by arithmetic. Default: False.
+    - `gradients`: `"none"` if `w` is a constant for derivatives; `"pass"` if derivatives with respect to it
+        exist but it is not trained, which arithmetic with traced arrays sets; `"train"` if it is trained.
+        Default: `"none"`.
     - `out_axes`, `in_axes`: the axes of this array, counted from the end, that belong to `b` and to
         `a`; there may be several of each. The kernel of a convolution, `(out, in, height, width)`, has
         `out_axes=(-4,)` and `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has
@@ -112,8 +113,7 @@ class LoraArray(AdaptedArray):
         dropout: float | int = 0.0,
         magnitude: ArrayLike | ArrayValue | None = None,
         key: Any = None,
-        train_base: bool = False,
-        open_base: bool = False,
+        gradients: Gradients = "none",
         out_axes: Sequence[int] = (-2,),
         in_axes: Sequence[int] = (-1,),
     ) -> None:
@@ -125,7 +125,7 @@ class LoraArray(AdaptedArray):
         self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)
         self.alpha = float(self.rank if alpha is None else alpha)
         self.rslora, self.dropout = rslora, float(dropout)
-        self.train_base, self.open_base = train_base, open_base
+        self.gradients = gradients
         self.taken = None
 
     def __check_init__(self) -> None:
@@ -189,7 +189,8 @@ class LoraArray(AdaptedArray):
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
         """With one rank and one scaling."""
         forms = {
-            (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.train_base) for x in others
+            (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.gradients == "train")
+            for x in others
         }
         if len(forms) > 1 or not all(map(has_all_axes, others)):
             return NotImplemented
@@ -252,7 +253,7 @@ class LoraArray(AdaptedArray):
             return NotImplemented if x.dropout or like.dropout else dense_when_incompatible(x)
         if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
             x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
-        x = with_trainable_base(x, train=like.train_base) if is_reached(like, x) else x
+        x = with_gradients(x, gradients_through(like, x))
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),

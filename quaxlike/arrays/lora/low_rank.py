@@ -62,7 +62,7 @@ def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[in
     w, dtype = innermost(x), in_float32(x.dtype)
     a = jnp.zeros((*batch, 0, *(x.shape[axis] for axis in in_axes)), dtype)
     b = jnp.zeros((*batch, *(x.shape[axis] for axis in out_axes), 0), dtype)
-    return LoraArray(w, a, b, train_base=x.train_base, out_axes=out_axes, in_axes=in_axes)
+    return LoraArray(w, a, b, gradients=x.gradients, out_axes=out_axes, in_axes=in_axes)
 
 
 def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -167,7 +167,7 @@ def without_adapter(w: Any, like: LoraArray) -> LoraArray:
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
             ((a_labels, like.a), (b_labels, like.b)))  # fmt: skip
-    return LoraArray(w, a, b, open_base=True, out_axes=like.out_axes, in_axes=like.in_axes)
+    return LoraArray(w, a, b, gradients="pass", out_axes=like.out_axes, in_axes=like.in_axes)
 
 
 def _in_a_row(loras: Sequence[LoraArray], axis: int) -> LoraArray:

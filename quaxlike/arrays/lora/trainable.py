@@ -23,15 +23,15 @@ from ...core.values import ArrayValue, Value, is_value, materialise
 from .. import precedence
 from ..adapted import AdaptedArray
 from ..dot_axes import dot_axes
+from ..gradients import Gradients
 from .dot import add
 
 
 class TransparentValue(AdaptedArray):
     """An adapted array that every computation uses as a plain one."""
 
-    # Decided by what it holds, so that files of models have no entries for these.
-    train_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
-    open_base: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Decided by what it holds, so that files of models have no entries for it.
+    gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
     def default(
@@ -55,7 +55,7 @@ class TrainableArray(TransparentValue):
     array: Any
 
     w: ClassVar[Any] = property(lambda self: self.array)
-    train_base: ClassVar[bool] = True
+    gradients: ClassVar[Gradients] = "train"
     linear: ClassVar[bool] = True
 
     def aval(self) -> jax.core.ShapedArray:

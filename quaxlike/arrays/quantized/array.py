@@ -13,6 +13,7 @@ from ..._checked import checked
 from ...kernels import blockwise
 from ...kernels.block_matmul import CODECS, Codec
 from ..batch_axes import mapped
+from ..gradients import trained_if
 from .base import AbstractQuantizedArray, shortest
 from .scales import BlockScales, NestedScales, encode, find_codec
 
@@ -54,7 +55,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into the scales.
         """
-        options: Any = {"logical_dtype": jnp.dtype(dtype), "train_scales": train_scales}
+        options: Any = {"logical_dtype": jnp.dtype(dtype), "gradients": trained_if(train_scales)}
         return cls(codes, scale, block_size, shape, **options).cut((), shape)
 
     @classmethod
@@ -126,7 +127,7 @@ class BlockArray(AbstractQuantizedArray):
         of GPTQ): the logical column of each stored one, `(*lead, columns)`. The first inner axis of the
         array then counts rows, which share the order and stay together. None for columns in order.
     - `codec`: how codes, scales and zeros are stored.
-    - `block_size`, `inner`, `axes`, `logical_dtype`, `train_scales`: as of every quantised array.
+    - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as of every quantised array.
     """
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
@@ -172,7 +173,7 @@ class BlockArray(AbstractQuantizedArray):
             block_size=block_size,
             inner=shortest(inner, codec),
             logical_dtype=jnp.dtype(dtype),
-            train_scales=train_scales,
+            gradients=trained_if(train_scales),
         )
 
     @classmethod

@@ -29,19 +29,28 @@ from jaxtyping import Array, ArrayLike, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
 from ...core.jaxprs.unify import dense_when_incompatible
-from ...core.operators import ArrayOperators
-from ...core.values import ArrayValue, Value, replace_fields
-from ...kernels.block_matmul import NIBBLES, Codec, Decode, Rows, block_matmul, join
+from ...core.values import Value, replace_fields
+from ...kernels.block_matmul import (
+    NIBBLES,
+    Codec,
+    Decode,
+    NestedScales,
+    Rows,
+    block_matmul,
+    dense_scales,
+    join,
+)
 from ...kernels.block_matmul.reference import times_adapters
 from ...kernels.code_matmul import ACTIVATIONS, code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
-from .scales import BlockScales, NestedScales, as_floating, check_block_size, dense_scales, find_codec
+from ..gradients import Gradients, GradientsArray, strongest, switch, trained_if
+from .scales import BlockScales, as_floating, check_block_size, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
 
-class AbstractQuantizedArray(ArrayOperators, ArrayValue):
+class AbstractQuantizedArray(GradientsArray):
     """An array of integer codes, with a scale for each block of them.
 
     Make one with `quantize`. It behaves like the array of dtype `logical_dtype` that it stands for:
@@ -59,9 +68,9 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         axis, whose length is the number of codes.
     - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
     - `logical_dtype`: the dtype of the logical array.
-    - `train_scales`: whether the scales are trained: gradients flow into them.
-    - `open_scales`: whether gradients flow through the scales although they are not trained, to a traced
-        factor that was multiplied into them. Set by arithmetic.
+    - `gradients`: `"none"` if the scales are constants for derivatives; `"pass"` if derivatives with respect
+        to them exist but they are not trained, which multiplication by a traced factor sets; `"train"` if
+        they are trained.
     - `activations`: `"int8"` or `"fp8"`: products round what they multiply, row by row, to codes like those
         of this array, and multiply codes with codes. None: products with the numbers as they are.
     - `input_limit`: with `activations`, the magnitude that the largest code of what they multiply stands
@@ -71,6 +80,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     """
 
     on_materialise = "warn"
+    older_switches = "train_scales", "open_scales"
+    train_scales, open_scales = map(switch, older_switches)
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
     scale: Any
@@ -78,8 +89,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     inner: tuple[int, ...] | None = eqx.field(static=True, default=None)
     axes: tuple[int, ...] = eqx.field(static=True, default=())
     logical_dtype: np.dtype = eqx.field(static=True, default=np.dtype(np.float32))
-    train_scales: bool = eqx.field(static=True, default=False)
-    open_scales: bool = eqx.field(static=True, default=False, kw_only=True)
+    gradients: Gradients = eqx.field(static=True, default="none")
     activations: str | None = eqx.field(static=True, default=None, kw_only=True)
     input_limit: float | None = eqx.field(static=True, default=None, kw_only=True)
     rounds_gradients: bool = eqx.field(static=True, default=False, kw_only=True)
@@ -152,7 +162,8 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         lead, inner = stored.shape[:first], stored.shape[first:]
         rows, dtype = stored.reshape(*lead, math.prod(inner)), stored.dtype
         codes, scale = cls._encode(rows, chosen, block, double_quant, None)
-        out = cls(codes, scale, block, inner, logical_dtype=dtype, train_scales=train_scales, **own)
+        gradients = trained_if(train_scales)
+        out = cls(codes, scale, block, inner, logical_dtype=dtype, gradients=gradients, **own)
         return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
@@ -322,15 +333,15 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
     @property
     def has_gradients(self) -> bool:
         """Whether gradients flow into the scales."""
-        return self.train_scales or self.open_scales
+        return self.gradients != "none"
 
-    def with_gradients(self: _Q, *, train: bool = False) -> _Q:
-        """The same array with gradients through its scales, and with `train_scales` if `train`; they still do
-        not reach scales that were frozen."""
-        if self.train_scales or (self.open_scales and not train):
+    def with_gradients(self: _Q, gradients: Gradients) -> _Q:
+        """The same array with at least these `gradients`; they still do not reach scales that were frozen."""
+        gradients = strongest(self.gradients, gradients)
+        if gradients == self.gradients:
             return self
-        scale = self.scale if self.open_scales else jax.tree.map(lax.stop_gradient, self.scale)
-        return dataclasses.replace(self, scale=scale, train_scales=train, open_scales=not train)
+        scale = self.scale if self.has_gradients else jax.tree.map(lax.stop_gradient, self.scale)
+        return dataclasses.replace(self, scale=scale, gradients=gradients)
 
     def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
         """The same codes with this `permutation` of the stored axes."""
@@ -493,7 +504,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
             # Keeps rows of codes if no block crosses them, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
             flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
-            scale = scale.for_kernels() if isinstance(scale, NestedScales) else flat(scale, block)
+            scale = scale if isinstance(scale, NestedScales) else flat(scale, block)
             return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values)), NIBBLES
         rows = math.prod(codes.shape[:-1]) * self.matrix[0]
         if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
@@ -525,7 +536,7 @@ class AbstractQuantizedArray(ArrayOperators, ArrayValue):
         if self._layout() != like._layout():
             return dense_when_incompatible(self)
         out = dataclasses.replace(self, block_size=like.block_size, inner=like.inner, axes=like.axes)
-        out = out.with_gradients(train=like.train_scales) if like.has_gradients else out
+        out = out.with_gradients(like.gradients)
         if out._form() == like._form():
             return out
         scaled = lambda w: w.times(jnp.float32(1))

@@ -66,7 +66,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
             return NotImplemented
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
-    return (w.with_gradients() if isinstance(factor, jax.core.Tracer) else w).times(factor)
+    return (w.with_gradients("pass") if isinstance(factor, jax.core.Tracer) else w).times(factor)
 
 
 @register("square")
@@ -94,7 +94,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
     table = tuple(math.nan if value != value else value for value in values)  # one NaN, equal to itself
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())
-    same = ("block_size", "inner", "axes", "logical_dtype", "train_scales", "open_scales", "order")
+    same = ("block_size", "inner", "axes", "logical_dtype", "gradients", "order")
     kept: Any = {name: getattr(w, name) for name in same}
     return BlockArray(w.codes.view(np.uint8), BlockScales(of_scale(scale)), codec=codec, **kept)
 

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ..bounds import as_gathered, clamped_start, cuts_of, filled
+from ..gradients import Gradients, strongest
 from .array import CacheArray
 from .base import AbstractQuantizedArray, shortest
 
@@ -161,8 +162,8 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
     scaled."""
     if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
         ws = tuple(w.times(jnp.float32(1)) for w in ws)
-    train = any(w.train_scales for w in ws)
-    return tuple(w.with_gradients(train=train) for w in ws) if any(w.has_gradients for w in ws) else tuple(ws)
+    marks: list[Gradients] = [w.gradients for w in ws]
+    return tuple(w.with_gradients(strongest(*marks)) for w in ws)
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:

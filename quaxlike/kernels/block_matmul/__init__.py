@@ -5,6 +5,8 @@ from .api import lora_matmul as lora_matmul
 from .api import nf4_matmul as nf4_matmul
 from .codecs import CODECS as CODECS
 from .codecs import Codec as Codec
+from .nested_scales import NestedScales as NestedScales
+from .nested_scales import dense_scales as dense_scales
 from .primitive import block_matmul as block_matmul
 from .primitive import block_matmul_p as block_matmul_p
 from .primitive import int8_matmul_p as int8_matmul_p
@@ -14,6 +16,5 @@ from .primitive import to_ranks as to_ranks
 from .product import INTEGERS as INTEGERS
 from .product import NIBBLES as NIBBLES
 from .product import Decode as Decode
-from .product import NestedScales as NestedScales
 from .product import Rows as Rows
 from .product import join as join

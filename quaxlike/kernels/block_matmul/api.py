@@ -8,8 +8,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
 from ..._checked import checked
+from .nested_scales import NestedScales
 from .primitive import block_matmul, check_x, to_ranks
-from .product import INTEGERS, NIBBLES, NestedScales
+from .product import INTEGERS, NIBBLES
 
 
 @checked
@@ -217,8 +218,9 @@ def _check_weight(
     expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}
     if isinstance(absmax, NestedScales):
         shapes = (blocks,), (-(-blocks // 256),), (), (256,)
-        for field, array, want in zip(absmax._fields, absmax, shapes, strict=True):
-            expected[f"absmax.{field}"] = (array, want)
+        names = "codes", "absmax", "offset", "quant_map"
+        for name, array, want in zip(names, absmax.operands(), shapes, strict=True):
+            expected[f"absmax.{name}"] = (array, want)
     else:
         expected["absmax"] = (absmax, scales)
     for name, (array, want) in expected.items():

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from ..backends import PARTITIONED, Choice
 from ..native.library import Library
-from .product import Decode, Leaves, NestedScales, Nibbles, Product
+from .nested_scales import NestedScales
+from .product import Decode, Leaves, Nibbles, Product
 from .reference import contract_columns, contract_rows, with_low_rank
 
 # Up to this many rows of `x`, codes are multiplied as they are unpacked. More rows are worth a dense tile.
@@ -71,7 +72,8 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
         flags |= {"high_first": True, "flat": True}
         if isinstance(scale, NestedScales):
             form |= {"scales": _SCALES["nested"], "group": 256}
-            parts = [codes, table, scale.codes, scale.absmax, scale.offset, empty, scale.quant_map]
+            *nested, quant_map = scale.operands()
+            parts = [codes, table, *nested, empty, quant_map]
     else:
         codec = decode.codec
         codes, *scales = decode.parts(leaves)

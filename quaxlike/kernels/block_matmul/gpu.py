@@ -16,7 +16,8 @@ from jaxtyping import Array
 from ...core import compat
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from ..multilinear import accumulator_dtype
-from .product import Decode, NestedScales, Product, dense_scales
+from .nested_scales import NestedScales, dense_scales
+from .product import Decode, Product
 from .reference import scaled_outside, times, times_scaled, whole
 from .tilings import Problem, blocks, tiling_for
 
@@ -125,7 +126,7 @@ def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str
 def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
     """Arrays of scales and zero points as kernels read them."""
     arrays = [
-        *(scales if isinstance(scales, NestedScales) else (scales,)),
+        *(scales.operands() if isinstance(scales, NestedScales) else (scales,)),
         *(() if zeros is None else (zeros,)),
     ]
     return [_in_words(z.reshape(-1)) for z in arrays]

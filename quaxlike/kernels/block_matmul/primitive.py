@@ -18,7 +18,8 @@ from ..backends import Backend, Choice, bind, first_choice, kernel_primitive
 from ..multilinear import accumulator_dtype, dot_general, map_rows, nonzero, precision_for, sum_tangents
 from ..native.library import library_on
 from . import cpu, gpu, tpu
-from .product import Decode, NestedScales, Nibbles, Product
+from .nested_scales import NestedScales
+from .product import Decode, Nibbles, Product
 from .reference import tiled, times_adapters, whole
 
 # Up to this many rows of activations, XLA may fuse decoding into the product.
@@ -251,6 +252,7 @@ def block_matmul(
     """
     primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
     check_x(primitive.name, x, shape, transpose)
+    leaves = [leaf.with_map() if isinstance(leaf, NestedScales) else leaf for leaf in leaves]
     out_dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     product = Product((shape[0], shape[1]), block_size, transpose, out_dtype)
     return bind(primitive, x, *leaves, *low_rank, decode=decode, product=product)

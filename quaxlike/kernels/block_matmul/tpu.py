@@ -20,7 +20,8 @@ from jax import lax
 from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
-from .product import NestedScales, Product, dense_scales
+from .nested_scales import NestedScales, dense_scales
+from .product import Product
 
 _LANES, _SUBLANES = 128, 8
 _ROWS_OF_X = 256  # in a tile

@@ -82,8 +82,8 @@ def save_adapter(
         ```
 
     The base is not in the file. Save it as well, and pass `base=model`, if it has changed in a way that the
-    file cannot tell: because LoftQ rounded it, or because its weights or scales are trained (`train_base`,
-    [`quaxlike.train_scales`][]).
+    file cannot tell: because LoftQ rounded it, or because its weights or scales are trained
+    (`gradients="train"`, [`quaxlike.train_scales`][]).
     """
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))

@@ -12,6 +12,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike import lm
+from quaxlike.arrays.gradients import GradientsArray
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft
@@ -43,6 +44,15 @@ def test_arrays_of_every_type(folder, name):
     assert set(found) == set(expected)
     for key, x in found.items():
         _equal(x, expected[key])
+
+
+def test_what_is_trained(folder):
+    found = {**lm.read(folder / "weights.safetensors"), **lm.read(folder / "corners.safetensors")}
+    trained = {"LoraArray, trained base", "NF4Array, trained scales", "Int8Array, trained scales"}
+    marked = {key: x.gradients for key, x in found.items() if isinstance(x, GradientsArray)}
+    own = {key for key, x in found.items() if isinstance(x, ql.TrainableArray)}
+    assert {key for key, mark in marked.items() if mark == "train"} == trained | own
+    assert "pass" not in marked.values()
 
 
 def test_pickled_types(folder):

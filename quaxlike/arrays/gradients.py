@@ -1,0 +1,92 @@
+"""`gradients`: whether derivatives see a part of a Value that is frozen by default, and who trains it."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
+
+import equinox as eqx
+
+from .._deprecated import warn
+from ..core.operators import ArrayOperators
+from ..core.values import ArrayValue
+
+Gradients = Literal["none", "pass", "train"]
+_ORDER: tuple[Gradients, ...] = get_args(Gradients)
+
+
+def strongest(*marks: Gradients) -> Gradients:
+    """The mark of arrays that become one: what one of them lets through, all do."""
+    return max(marks, key=_ORDER.index)
+
+
+def trained_if(train: bool) -> Gradients:
+    """The mark of a part that is either trained or frozen."""
+    return "train" if train else "none"
+
+
+class _TakesSwitches(type(ArrayValue)):
+    """Lets constructors, and so `dataclasses.replace`, take the old names until 0.3."""
+
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **cls.with_switches(kwargs))
+
+
+class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
+    """An array one of whose parts (the base of an adapter, the scales of codes) is frozen by default.
+
+    Version 0.1 had two switches in the place of `gradients`. Its files and pickles have them still.
+    """
+
+    gradients: eqx.AbstractVar[Gradients]
+    """`"none"`: the part is a constant for derivatives. `"pass"`: derivatives with respect to it exist, but
+    no optimiser trains it. `"train"`: it is trained."""
+
+    older_switches: ClassVar[tuple[str, str]]
+    """The old names of `gradients="train"` and `gradients="pass"`."""
+
+    def __check_init__(self) -> None:
+        if self.gradients not in _ORDER:
+            raise ValueError(
+                f"{type(self).__name__} takes 'none', 'pass' or 'train' as gradients; found "
+                f"{self.gradients!r}."
+            )
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(self.without_switches(state))
+
+    @classmethod
+    def without_switches(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields as version 0.1 had them, as they are now."""
+        if fields.keys().isdisjoint(cls.older_switches):
+            return dict(fields)
+        train, passes = cls.older_switches
+        mark = fields.get("gradients", "none")
+        trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
+        kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
+        return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}
+
+    @classmethod
+    def with_switches(cls, fields: dict[str, Any], gradients: Gradients = "none") -> dict[str, Any]:
+        """The same for what a caller has written for an array with these `gradients`; who is told of the
+        new name."""
+        old = [name for name in cls.older_switches if name in fields]
+        for name in old:
+            _warn(cls, name)
+        return cls.without_switches({"gradients": gradients, **fields}) if old else fields
+
+
+def switch(name: str) -> Any:
+    """The property that an old name is until 0.3."""
+
+    def is_on(self: GradientsArray) -> bool:
+        _warn(type(self), name)
+        return self.gradients == _mark(type(self), name)
+
+    return property(is_on)
+
+
+def _mark(cls: type[GradientsArray], name: str) -> Gradients:
+    return "train" if name == cls.older_switches[0] else "pass"
+
+
+def _warn(cls: type[GradientsArray], name: str) -> None:
+    warn(f"{cls.__name__}.{name}", f'gradients="{_mark(cls, name)}"')
