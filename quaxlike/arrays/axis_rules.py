@@ -220,8 +220,8 @@ def _stack(*operands: AdaptedArray | ArrayLike, axis: int):
     return NotImplemented if adapted is None else stacked(adapted, axis)
 
 
-def stacked(xs: Sequence[_X], axis: int) -> _X:
-    """Adapters of one form on a new batch axis."""
+def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
+    """Adapters of one form on a new batch axis; `NotImplemented` where the type cannot have one."""
     order = list(range(xs[0].ndim))
     order.insert(axis, xs[0].ndim)
     expanded = [rearranged(x, order) for x in xs]
@@ -301,8 +301,8 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     moved = axes != {"out_axes": x.out_axes, "in_axes": x.in_axes}
     if moved and not x.any_axes:
         return NotImplemented
-    if any(old[0] in batch and (len(old), len(axes)) != (1, 1) for old, axes in groups):
-        x = with_all_axes(x)
+    regrouped = any(old[0] in batch and (len(old), len(axes)) != (1, 1) for old, axes in groups)
+    x = with_all_axes(x) if regrouped else _even(x)
 
     def reshaped(part: Any, own: Labels, _: Labels) -> Any:
         sizes: list[int] = []
