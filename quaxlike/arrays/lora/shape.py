@@ -4,6 +4,7 @@ Adapters of different ranks can be joined, also along outputs or inputs. Slices 
 single rows, and rows that are looked up (embeddings) are dense.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,10 +107,10 @@ def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: 
     """Cuts the inputs of a DoRA, whose norms are those of whole rows."""
     if x.magnitude is None:
         return NotImplemented
-    found = quaxify(primitive.bind)(x.replace(magnitude=None), *starts, **params)
-    pieces = found if primitive.multiple_results else [found]
+    pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))
     if all(piece.shape[axis] == x.shape[axis] for piece in pieces for axis in x.in_axes):
         return NotImplemented
+    found = quaxify(primitive.bind)(x.replace(magnitude=None), *starts, **params)
     scale = jnp.broadcast_to(arrange(*row_scale(x), range(x.ndim)), x.shape)
     scales = primitive.bind(scale, *starts, **params)
     scaled = lambda piece, scale: multiply(piece.materialise(), scale)
