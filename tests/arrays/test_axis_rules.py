@@ -108,3 +108,14 @@ def test_matrices_of_a_stack_whose_inputs_come_first():
     found = ql.quaxify(lambda w: w[AT])(w)
     assert isinstance(found, adapters.HadamardArray)
     np.testing.assert_allclose(found.materialise(), w.materialise()[AT], rtol=1e-6)
+
+
+def test_adapters_with_keys_of_their_own():
+    key = jax.random.key(0)
+    w = ql.LoraArray(normal(4, 4), normal(2, 4, seed=1), normal(4, 2, seed=2), dropout=0.5, key=key)
+    with ql.on_materialise("error"):
+        stack = ql.quaxify(lambda w: jnp.stack([w, w]))(w)
+        first = ql.quaxify(lambda w: w[0])(stack)
+    assert stack.key.shape == (2,)
+    assert jax.tree.structure(first) == jax.tree.structure(w)
+    np.testing.assert_array_equal(first.materialise(), w.materialise())
