@@ -67,6 +67,7 @@ class ALoRAArray(AdaptedArray):
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
+    any_axes: ClassVar[bool] = True
     faster: ClassVar[Sequence[str]] = LoraArray.faster
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank in", "b": "out rank", "key": "", "active": "tokens"

@@ -27,6 +27,7 @@ class Combinator(AdaptedArray):
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
+    any_axes: ClassVar[bool] = True
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
 
     def aval(self) -> jax.core.ShapedArray:
@@ -128,6 +129,7 @@ class ScaledArray(Combinator):
     inputs: Any = None
 
     part_axes: ClassVar[Mapping[str, str]] = {"outputs": "out", "inputs": "in"}
+    cuttable: ClassVar[Sequence[str]] = ("out", "in")
 
     def materialise(self) -> jax.Array:
         w = spread(self, materialise(self.base))
@@ -228,6 +230,7 @@ class HadamardArray(Combinator):
     factor: Any
 
     part_axes: ClassVar[Mapping[str, str]] = {"factor": "out in"}
+    cuttable: ClassVar[Sequence[str]] = ("out", "in")
 
     def materialise(self) -> jax.Array:
         return multiply(spread(self, materialise(self.base)), materialise(self.arranged()))

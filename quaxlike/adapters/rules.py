@@ -1,19 +1,17 @@
-"""Rules of the combinators: products, convolutions, axes, rows that are looked up, dtypes."""
+"""Rules of the combinators: products, convolutions, rows that are looked up."""
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..arrays import precedence
-from ..arrays.adapted import labels_of, matrix_labels
-from ..arrays.adapted_rules import Lookup, gather_matrices
-from ..arrays.bounds import fill_value_of, filled, fills, in_bounds
+from ..arrays.adapted import labels_of
+from ..arrays.axis_rules import Lookup, looked_up
 from ..arrays.dot_axes import (
     Labels,
     arrange,
@@ -29,7 +27,6 @@ from ..core.jaxprs.evaluate import cached_trace
 from ..core.quaxify import quaxify
 from ..core.rules import register, register_on_either_side
 from ..core.values import ArrayValue
-from .alora import ALoRAArray
 from .combinators import Combinator, HadamardArray, RotatedArray, ScaledArray, SumArray, axes_of
 
 
@@ -191,142 +188,45 @@ def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **para
     return quaxify(lambda x: primitive.bind(x, w.materialise(), **params))(x)
 
 
-# Axes, and rows that are looked up ----------------------------------------------------------------
-
-
-@register("transpose")
-def _transpose(x: Combinator | ALoRAArray, *, permutation: Sequence[int]):
-    """Transposes the base. In the parts only batch axes move; `out_axes` and `in_axes` change instead."""
-    n, matrix = x.ndim, matrix_labels(x)
-    moved = [i for i in permutation if i not in matrix]
-    for own in labels_of(x).values():
-        lacked = [i for i in moved if i not in own]
-        if lacked != moved[: len(lacked)]:
-            return NotImplemented  # a batch axis that this part lacks would have to follow one that it has
-
-    def transposed(part: Any, own: Labels) -> Any:
-        batch = [i for i in moved if i in own]
-        order = [i for i in permutation if i in own] if part is x.w else [
-            *batch, *(i for i in own if i not in batch)]  # fmt: skip
-        return quaxify(lambda part: arrange(part, own, order))(part)
-
-    at = lambda axes: tuple(permutation.index(n + axis) - n for axis in axes)
-    parts = {name: transposed(getattr(x, name), own) for name, own in labels_of(x).items()}
-    return x.replace(**parts, out_axes=at(x.out_axes), in_axes=at(x.in_axes))
-
-
 @register("gather")
-def _gather(
-    x: Combinator,
-    indices: ArrayLike,
-    *,
-    dimension_numbers: jax.lax.GatherDimensionNumbers,
-    slice_sizes: Sequence[int],
-    mode: Any,
-    fill_value: Any,
-    **params: Any,
-):
-    """Looks up matrices of a stack, each with its own adapter, or rows of the base, and changes these."""
-    stack = gather_matrices(
-        x,
-        indices,
-        dimension_numbers=dimension_numbers,
-        slice_sizes=slice_sizes,
-        mode=mode,
-        fill_value=fill_value,
-        **params,
-    )
-    if stack is not NotImplemented:
-        return stack
-    where = indices, x.shape, dimension_numbers, slice_sizes
-    fill = fill_value_of(mode, fill_value, x.dtype)
-    # Rows that are filled are so at the end: NaN in them would reach the gradients of all parts.
-    masked = fills(*where, mode)
-    clip = {"mode": jax.lax.GatherScatterMode.CLIP, "fill_value": None}
-    params |= clip if masked else {"mode": mode, "fill_value": fill_value}
-
-    if isinstance(x, SumArray | ScaledArray):
-        mode, fill_value = params.pop("mode"), params.pop("fill_value")
-        lookup = Lookup(x, indices, dimension_numbers, slice_sizes, mode, params)
-        partly = {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
-        known = partly <= {*dimension_numbers.start_index_map, *dimension_numbers.operand_batching_dims}
-        rows = _rows_of_parts(x, lookup, fill_value) if known else NotImplemented
-    else:
-
-        def look_up(part: Any) -> Any:
-            return jax.lax.gather(part, indices, dimension_numbers, tuple(slice_sizes), **params)
-
-        rows = _changed_rows(x, look_up, dimension_numbers, slice_sizes, jnp.ndim(indices) - 1)
-    if rows is NotImplemented or not masked:
-        return rows
-    return quaxify(lambda rows: filled(rows, in_bounds(*where), dimension_numbers, fill))(rows)
+def _gather(x: Combinator, indices: ArrayLike, **params: Any):
+    """Looks up rows of the base, and changes these."""
+    return looked_up(x, indices, _rows, **params)
 
 
-def _rows_of_parts(x: SumArray | ScaledArray, lookup: Lookup, fill_value: Any) -> Any:
-    """The rows of a sum or of scaled weights, from those of the base and of each part."""
+def _rows(x: Combinator, lookup: Lookup) -> Any:
     own, out = dict(labels_of(x)), lookup.out
 
-    def rows_of(part: Any, name: str) -> Any:
-        # Nothing is added to what is filled, nor is it scaled.
-        outside = {"w": fill_value, "delta": 0}.get(name, 1)
-        return quaxify(lambda part: arrange(*lookup(part, own[name], outside), out))(part)
+    def found(name: str) -> Any:
+        return quaxify(lambda part: arrange(*lookup(part, own[name]), out))(getattr(x, name))
 
-    rows = rows_of(x.base, "w")
+    rows = quaxify(lambda w: arrange(*lookup(w, own["w"]), out))(x.base)
+    if isinstance(x, RotatedArray):
+        return _turned_rows(x, rows, lookup)
     if isinstance(x, SumArray):
         ends = [*axes_of(x, x.out_axes), *axes_of(x, x.in_axes)]
         if len(ends) > 2:
             return NotImplemented  # the matrix has several axes in one
         own["delta"] = [*own["delta"][:-2], *ends]
-        return quaxify(add)(rows, rows_of(x.delta, "delta"))
-    for name in (name for name in own if name != "w"):
-        rows = quaxify(multiply)(rows, rows_of(getattr(x, name), name))
+        return quaxify(add)(rows, found("delta"))
+    for name in own:
+        rows = rows if name == "w" else quaxify(multiply)(rows, found(name))
     return rows
 
 
-def _changed_rows(
-    x: Any,
-    look_up: Callable[[Any], Any],
-    dnums: jax.lax.GatherDimensionNumbers,
-    sizes: Sequence[int],
-    n_new: int,
-) -> Any:
-    """What `look_up` finds in an array; the first `n_new` axes of what it finds are those of the indices, up
-    to their order."""
-    n, own = x.ndim, labels_of(x)
-    if len(own["w"]) < n:
+def _turned_rows(x: RotatedArray, rows: Any, lookup: Lookup) -> Any:
+    own, columns, out = labels_of(x), x.rotated(), lookup.out
+    batch = own["rotation"][:-2]
+    if len(own["w"]) < x.ndim or {*columns, *batch} & lookup.cut:
         return NotImplemented
-    if isinstance(x, HadamardArray):
-        if len(own["factor"]) < n:
-            return NotImplemented
-        return quaxify(lambda w, factor: multiply(look_up(w), look_up(factor)))(x.base, x.arranged())
-    gone = dnums.collapsed_slice_dims
-    cut = {*gone, *(i for i, size in enumerate(x.shape) if sizes[i] != size)}
-    changed = {*x.rotated(), *own["rotation"][:-2]}
-    if dnums.operand_batching_dims or changed & cut:
-        return NotImplemented
-    out = list(range(n, n + n_new))
-    for position, label in zip(dnums.offset_dims, [i for i in range(n) if i not in gone], strict=True):
-        out.insert(position, label)
-    rows = quaxify(look_up)(x.base)
 
     def turned(rows: Any, rotation: Any) -> Any:
-        columns, dtype = x.rotated(), common_dtype(rows, rotation)
+        dtype = common_dtype(rows, rotation)
         found, labels = _merged(cast(rows, dtype), out, columns)
-        matrix = [*own["rotation"][:-2], columns[0], -1]
+        matrix = [*batch, columns[0], -1]
         y, labels = contract(found, labels, cast(rotation, dtype), matrix, {*out, -1} - {columns[0]})
         labels = [columns[0] if i == -1 else i for i in labels]
         y, labels = _split(y, labels, columns, [x.shape[i] for i in columns])
         return cast(arrange(y, labels, out), rows.dtype)
 
     return quaxify(turned)(rows, x.rotation)
-
-
-# Dtypes -------------------------------------------------------------------------------------------
-
-
-@register("convert_element_type")
-def _convert_element_type(x: Combinator, *, new_dtype: Any, **params: Any):
-    if not jnp.issubdtype(new_dtype, jnp.floating):
-        return NotImplemented
-    convert = quaxify(lambda part: cast(part, new_dtype))
-    return x.replace(**{name: convert(getattr(x, name)) for name in labels_of(x)})

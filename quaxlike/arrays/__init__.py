@@ -6,6 +6,7 @@ from .._lazy import lazily
 
 # Imported to register rules.
 from . import adapted_rules as _adapted_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from . import axis_rules as _axis_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .adapted import AdaptedArray
 from .annotated import AnnotatedArray

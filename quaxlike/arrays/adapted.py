@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 
 from ..core.jaxprs.slots import leading_axes, part_specs
 from ..core.jaxprs.unify import dense_when_incompatible, widened, widened_part
-from ..core.quaxify import quaxify
 from ..core.values import Value, is_value, replace_fields
 from .dot_axes import Labels
 from .gradients import Gradients, GradientsArray, strongest, switch
@@ -48,6 +47,10 @@ class AdaptedArray(GradientsArray):
         known.
     - `out_axes`, `in_axes`: the axes of the weight that are outputs and inputs, counted from the end.
         Default: `(-2,)` and `(-1,)`.
+    - `any_axes`: whether `out_axes` and `in_axes` are static fields that may name any axes, several of each.
+        Transposes and reshapes then change them, and the result is an adapter too. Default: False.
+    - `cuttable`: whether the array can be cut along the axes `"out"`, `"in"` or both by cutting its parts: an
+        entry of the array depends on the same entry of each part alone. Default: neither.
     - `faster`: the parts that learn at a rate of their own under [`quaxlike.optim.lora_plus`][], since they
         begin at zero. Default: none.
     - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
@@ -82,6 +85,8 @@ class AdaptedArray(GradientsArray):
 
     part_axes: ClassVar[Mapping[str, str]] = {}
     faster: ClassVar[Sequence[str]] = ()
+    any_axes: ClassVar[bool] = False
+    cuttable: ClassVar[Sequence[str]] = ()
     # Without annotations, so that a subclass that makes them fields decides about their order.
     out_axes = (-2,)
     in_axes = (-1,)
@@ -192,29 +197,6 @@ class AdaptedArray(GradientsArray):
         own = lambda labels: jax.P(*[None if i < 0 else sharded[i] for i in labels])
         return part_specs((getattr(self, name), own(labels)) for name, labels in labels_of(self).items())
 
-    # The interface of `batch_axes`.
-
-    @property
-    def num_batch(self) -> int:
-        """How many of its leading axes are batch axes, of all parts; 0 if that is not known."""
-        return self.ndim - len(self.out_axes) - len(self.in_axes) if can_be_stacked(self) else 0
-
-    def each(self: _Self, fn: Callable[[Any, int], Any]) -> _Self:
-        n = self.num_batch
-        own = {name: sum(not 0 <= i < n for i in labels) for name, labels in labels_of(self).items()}
-        return self.replace(**{
-            name: quaxify(fn)(getattr(self, name), core) for name, core in own.items()
-        })  # fmt: skip
-
-    def stacked(self: _Self) -> _Self:
-        batch = self.shape[: self.num_batch]
-
-        def stretched(part: Any, core: int) -> Any:
-            shape = (*batch, *part.shape[part.ndim - core :])
-            return part if part.shape == shape else jnp.broadcast_to(part, shape)
-
-        return self.each(stretched)
-
 
 # The base -----------------------------------------------------------------------------------------
 
@@ -301,12 +283,6 @@ def _words(cls: Any) -> dict[str, list[Any]]:
 def knows_axes(x: AdaptedArray) -> bool:
     """Whether the axes of all its parts are known."""
     return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
-
-
-def can_be_stacked(x: AdaptedArray) -> bool:
-    """Whether the axes of all its parts are known, and those of the weight come last."""
-    matrix = sorted((*x.out_axes, *x.in_axes))
-    return matrix == [*range(-len(matrix), 0)] and knows_axes(x)
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:

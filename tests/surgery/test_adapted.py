@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 import quaxlike as ql
+from quaxlike.arrays.axis_rules import with_all_axes
 from quaxlike.files import safetensors
 from quaxlike.lm import generate, peft, tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
@@ -331,7 +332,7 @@ AT = np.array([[2, 0], [1, 1]])
         (lambda w, at: w.at[:, at].get(mode="clip"), [STACK, AT + 5]),
         (lambda w, at: jnp.take(w, at, 1, mode="fill"), [STACK, AT]),
         (lambda w, at: jax.vmap(lambda w, i: w[i])(w, at), [STACK, AT]),
-        (lambda w, at: jax.vmap(lambda i: w[:, i])(at[0]), [STACK.stacked(), AT]),
+        (lambda w, at: jax.vmap(lambda i: w[:, i])(at[0]), [with_all_axes(STACK), AT]),
         (jax.lax.stop_gradient, [ALONE]),
         (lambda w: jax.jit(lambda w: w[0].astype(jnp.float16))(w), [STACK]),
     ],

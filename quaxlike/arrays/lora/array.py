@@ -97,6 +97,8 @@ class LoraArray(AdaptedArray):
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
     faster: ClassVar[Sequence[str]] = ("b",)
+    any_axes: ClassVar[bool] = True
+    cuttable: ClassVar[Sequence[str]] = ("out", "in")
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank in", "b": "out rank", "magnitude": "out", "key": ""
     }  # fmt: skip

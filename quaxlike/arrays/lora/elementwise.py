@@ -9,8 +9,9 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register_on_either_side
 from ..adapted import alike_in_training, reached_by
+from ..axis_rules import concatenated
 from .array import RANK, LoraArray, labels, plainly_scaled
-from .shape import alike, joined
+from .shape import alike
 
 
 @register_on_either_side(["add", "sub"], LoraArray, other=ArrayLike)
@@ -38,7 +39,7 @@ def _sum(x: LoraArray, y: LoraArray) -> Any:
     _, a_labels, b_labels = labels(x)
     return x.replace(
         w=quaxify(jnp.add)(x.base, y.base),
-        a=joined([x.a, y.a], a_labels.index(RANK)),
-        b=joined([x.b, y.b], b_labels.index(RANK)),
+        a=concatenated([x.a, y.a], a_labels.index(RANK)),
+        b=concatenated([x.b, y.b], b_labels.index(RANK)),
         alpha=float(x.rank + y.rank),
     )
