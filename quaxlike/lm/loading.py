@@ -71,8 +71,8 @@ def load(
     - `directory`: a folder written by transformers' `save_pretrained`; or a GGUF file, a folder with one, or
         the first of several parts.
     - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
-        [`quaxlike.quantize`][], or a dict of its options with the entry `"scheme"`. Each is quantised when it
-        is read, so that at most one of them is dense at a time. Default: as in the file.
+        [`quaxlike.quantize`][], a recipe, or a dict of its options with the entry `"scheme"`. Each is
+        quantised when it is read, so that at most one of them is dense at a time. Default: as in the file.
     - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
         [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
     - `dtype`: that the model computes in, such as `"bfloat16"`: that of its weights, which quantised ones
@@ -101,7 +101,8 @@ def load(
     skeleton, config, weights = open_model(directory)
     if sharding is not None and mesh is None:
         raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
-    options = {"scheme": quantize} if isinstance(quantize, str) else quantize
+    is_recipe = isinstance(quantize, Mapping) and "scheme" not in quantize
+    options = {"scheme": quantize} if isinstance(quantize, str) or is_recipe else quantize
     if head and not options:
         raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
     if dtype is not None and not _computes(dtype):
