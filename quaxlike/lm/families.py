@@ -276,6 +276,11 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
     },
 }  # fmt: skip
+#: The name of the decoder among the modules of such a model in transformers, whatever its files call it.
+BODY_OF_TOWER = "model.language_model"
+#: How the names of the decoder begin in files of transformers 4 and 5, and those of the parts beside it.
+IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
+BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
 
 
 def names_of(role: str) -> list[str]:

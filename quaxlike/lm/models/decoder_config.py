@@ -9,13 +9,22 @@ from ..folders.model_config import Config, UnsupportedConfigError, refused, whol
 from .rope import Rope, rope_for
 
 
+def is_text_tower(config: Mapping[str, Any]) -> bool:
+    """Whether the decoder is a part of a model that reads images as well."""
+    return _whole_of(config) is not None
+
+
+def _whole_of(config: Mapping[str, Any]) -> str | None:
+    names = config.get("architectures")
+    return next((name for name in TEXT_TOWERS if isinstance(names, list) and name in names), None)
+
+
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
     """The `config.json` of the decoder in a model that reads images as well; unchanged for other models.
 
     **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
     """
-    names, text = config.get("architectures"), config.get("text_config")
-    whole = next((x for x in TEXT_TOWERS if isinstance(names, list) and x in names), None)
+    whole, text = _whole_of(config), config.get("text_config")
     if whole is None:
         return dict(config)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
@@ -69,6 +78,8 @@ class DecoderConfig(Config):
     tie_word_embeddings: bool = False
     headless: bool = False
     """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
+    body_name: str = ""
+    """The name of its body in transformers' model of the checkpoint if that has other parts too."""
     pad_token_id: int = -1
 
     architecture: str = ""
@@ -100,7 +111,7 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("headless", "windows", "sparse", "ropes"))  # not in files
+        fields |= dict.fromkeys(("headless", "body_name", "windows", "sparse", "ropes"))  # not in files
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]

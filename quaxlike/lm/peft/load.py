@@ -36,6 +36,7 @@ from .stored import (
     stored_as,
     why_unsupported,
 )
+from .towers import leave_out_other_parts, tower_in
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -58,7 +59,8 @@ def load_adapter(
         trained on, possibly after `rename`. An adapter that it already has is removed.
     - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
         mapping may have names or their beginnings. Default: transformers' names for the model, with its head
-        (`AutoModelForCausalLM`) or without (`AutoModel`).
+        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or within a model that reads images as well.
+        The adapters of the parts of that which this model lacks are left out, with a warning.
     - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
         `directory`.
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
@@ -118,11 +120,15 @@ class _Names(NamedTuple):
 
 def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
     method = config.method
+    if hasattr(model, "tensors_of"):
+        leave_out_other_parts(file)
     model = _with_separate_head(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        if (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
+        if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
+            rename = lambda name: tower.name_in_file(published.get(name, name))
+        elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
             rename = lambda name: published.get(name, name).removeprefix(body)
         else:
             rename = {
