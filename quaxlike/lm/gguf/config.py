@@ -60,8 +60,8 @@ def config_of(
         if isinstance(tokens, list) and len(tokens) != rows:
             raise file_error(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
     config["tie_word_embeddings"] = "output.weight" not in shapes
-    config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
-    config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
+    for entry, tensor in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_up")):
+        config.setdefault(entry, own.biases and f"blk.0.{tensor}.bias" in shapes)
     if own.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(own, config)
     config |= _rope(path, metadata, prefix, config, shapes, read)
@@ -231,7 +231,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
         )
-    values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1 and not own.partial:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share}; llama.cpp rotates whole heads in models of type "
+            f"{own.model_type!r}."
+        )
+    values["rope.dimension_count"] = int(_head_size(config) * share)
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
