@@ -199,7 +199,8 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True, biases=True),
     ),
     "Qwen2MoeForCausalLM": dataclasses.replace(
-        _QWEN, experts="out_in", gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
+        _QWEN, experts="out_in", required={"qkv_bias": True},
+        gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="heads", windows=0, window_switch=True, experts="out_in",

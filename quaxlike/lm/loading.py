@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -390,7 +391,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
-    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
+    unknown = [name for name in files if name not in known and not _BUFFERS.fullmatch(name)]
     if missing or unknown:
         raise CheckpointError(
             f"{directory} does not fit the model of its config.json. "
@@ -480,8 +481,9 @@ def _computes(dtype: Any) -> bool:
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants that some versions of transformers save too.
-_BUFFERS = (
-    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
-    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+# Constants that some versions of transformers save too: positions, frequencies, and GPT-2's mask. The factors
+# of frequencies in GGUF files are in the configuration.
+_BUFFERS = re.compile(
+    r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
+    r"|rope_(freqs|factors_long|factors_short)\.weight"
 )

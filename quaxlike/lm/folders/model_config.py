@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..._checked import is_finite
 from ...files.errors import ErrorAboutFiles, quoted, shortened
+from .entries import warn_of_unknown
 
 _C = TypeVar("_C", bound="Config")
 
@@ -23,14 +24,23 @@ class Config:
     """The entries of `config.json` that shape a model; subclasses name them."""
 
     @classmethod
-    def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
+    def read(
+        cls: type[_C],
+        config: Mapping[str, Any],
+        label: str = "",
+        others: Collection[str] = (),
+        **required: Any,
+    ) -> _C:
         """Reads the fields from `config`, with their defaults where absent. `required` has the values that
-        other entries must have if they are present; a tuple lists several.
+        other entries must have if they are present; a tuple lists several. It warns of entries that are
+        neither these nor `others`, which the caller reads, unless they are known to be without effect.
 
         **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
         missing entry without a default.
         """
         label = label or cls.__name__
+        known = {*(field.name for field in dataclasses.fields(cls)), *required, *others}
+        warn_of_unknown("config.json", config, known)
         for name, allowed in required.items():
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)
             if name in config and config[name] not in allowed:

@@ -389,5 +389,10 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    write=_written, types=(BlockArray, Int8Array),
+    write=_written, types=(BlockArray, Int8Array), used=("config_groups", "format", "sparsity_config"),
+    # About caches, and how far the weights have been compressed.
+    without_effect=(
+        "kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "quantization_status",
+        "run_compressed",
+    ),
 )  # fmt: skip

@@ -57,7 +57,9 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
     """Those under MLX's own name, which it may copy to `quantization_config`."""
     own, other = config.get("quantization"), config.get("quantization_config") or {}
-    return {"quant_method": "mlx", **own} if isinstance(own, dict) and "quant_method" not in other else None
+    if not isinstance(own, dict) or "quant_method" in other:
+        return None
+    return {**other, "quant_method": "mlx", **own}
 
 
-FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings)
+FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings, used=("bits", "group_size", "mode"))

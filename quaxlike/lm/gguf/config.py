@@ -10,6 +10,7 @@ import numpy as np
 from ..._checked import is_finite
 from ...files.errors import file_error, quoted
 from ..families import FAMILIES, Gguf
+from ..folders.entries import warn_of_unknown
 from .names import family_of
 
 # Entries of `config.json`, by metadata keys without the architecture's prefix.
@@ -45,6 +46,7 @@ def config_of(
     if family is None or family.gguf is None:
         return {}
     own = family.gguf
+    _warn_of_unknown(path, prefix, own, metadata)
     config: dict[str, Any] = {
         "architectures": [name for name in FAMILIES if FAMILIES[name] is family],
         "model_type": own.model_type, "dtype": "float32", **own.config,
@@ -77,6 +79,32 @@ def config_of(
     if tokens["eos_token_id"] is not None and len(ends) > 1:
         tokens["eos_token_id"] = ends
     return config | {entry: token for entry, token in tokens.items() if token is not None}
+
+
+# Keys that are read beside the numbers.
+_OTHERS = (
+    *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
+    *(
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+    ),
+    *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    "rope.scaling.yarn_log_multiplier",
+)
+# Keys that a decoder does not depend on; the shapes of tensors say the first as well.
+_WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type", "rope.scaling.finetuned")
+# Keys that are not read, and the only values that they may have: what the decoders of the table do.
+_ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
+
+
+def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
+    """Warns of keys about the model that are not known. Those about tokens and the file begin otherwise."""
+    keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
+    known = {*_KEYS, *own.keys, *own.rope_keys, own.marker, *_OTHERS, *_WITHOUT_EFFECT}
+    unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
+    warn_of_unknown(str(path), unknown, ())
 
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:

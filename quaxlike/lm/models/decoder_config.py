@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..families import FAMILIES, TEXT_TOWERS, Family
+from ..folders.entries import warn_of_unknown
 from ..folders.model_config import Config, UnsupportedConfigError, refused, whole, windows_of
 from .rope import Rope, rope_for
 
@@ -31,6 +32,7 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
     known = TEXT_TOWERS[whole]
     if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
         raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
+    warn_of_unknown("config.json", config, (*_OF_WHOLE, *_OF_OTHER_PARTS))
     shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
     return {**text, **shared, "architectures": [known[kind]]}
 
@@ -38,6 +40,11 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
 _OF_WHOLE = (
     *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# Entries about images, and where the decoder takes them in.
+_OF_OTHER_PARTS = (
+    *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
+    *("projector_hidden_act", "multimodal_projector_bias"),
 )
 
 
@@ -117,7 +124,8 @@ class DecoderConfig(Config):
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
         required = {activation: family.activation, "hidden_activation": (family.activation, None)}
-        out = cls.read(fields, label, **required, **family.required)
+        others = (*_DERIVED, *family.renamed, *family.renamed.values())
+        out = cls.read(fields, label, others, **required, **family.required)
         out = dataclasses.replace(
             out,
             num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
@@ -135,6 +143,14 @@ class DecoderConfig(Config):
             sparse=_sparse(out, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
+
+
+# Entries that no field holds as they are.
+_DERIVED = (
+    *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
+)
 
 
 def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
@@ -186,6 +202,8 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     nested = [given.get(f"{kind}_attention") for kind in ("full", "sliding")]
     if not all(isinstance(part, Mapping | None) for part in nested):
         raise refused("rope_parameters", given, label, "an object for each kind of attention")
+    if any(nested):
+        warn_of_unknown("rope_parameters of config.json", given, ("full_attention", "sliding_attention"))
     names = [x for x in ("rope_theta", "partial_rotary_factor") if fields.get(x) is not None]
     shared = {"rope_theta": 10000.0} | {name: fields[name] for name in names}
     full = sliding = {**shared, **(nested[0] or given)}

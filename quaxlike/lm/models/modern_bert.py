@@ -13,6 +13,12 @@ from .attention import Context, Sight, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate
 
+# Entries that no field holds as they are; positions are rotated, whatever `position_embedding_type` says.
+_DERIVED = (
+    *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
+    *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModernBertConfig(Config):
@@ -42,7 +48,7 @@ class ModernBertConfig(Config):
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
         """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
         fields = {**config, "windows": None, "ropes": None}
-        out = cls.read(fields, hidden_activation=("gelu", None))
+        out = cls.read(fields, others=_DERIVED, hidden_activation=("gelu", None))
         types, label = config.get("layer_types"), "ModernBertConfig"
         if types is None:
             every = whole(config, "global_attn_every_n_layers", 3, label) or 1

@@ -1,6 +1,7 @@
 """`load_adapter`: an adapter's directory, put on a model."""
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -199,6 +200,10 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
     return separated() if apart else model
 
 
+# With bias="all", PEFT writes the biases of modules that are saved whole again under these names.
+_REPEATED = re.compile(r"\.(original_module|modules_to_save)\.(?=(.+\.)?bias$)")
+
+
 class _File:
     """The tensors of an adapter, sorted by what they apply to."""
 
@@ -215,6 +220,7 @@ class _File:
             for each, found in [(method, self.adapters), *self.beside]
             for part, end in each.parts.items()
         ]
+        repeated: dict[str, str] = {}
         of_all = {f"{ROOT}{end}": name for name, end in method.shared.items()}
         for key in tensors:
             if key in of_all:
@@ -228,9 +234,15 @@ class _File:
                 found[name.removesuffix(ending)][part] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
-            elif ".original_module." not in name and ".modules_to_save." not in name:
-                # (With bias="all", PEFT writes the biases of such modules again under these names.)
+            elif _REPEATED.search(name):
+                repeated[_REPEATED.sub(".", name)] = key
+            else:
                 self.trained[name.replace(".base_layer.", ".")] = key
+        for name, key in repeated.items():
+            if name not in self.trained:
+                raise self.error(
+                    key, f"is not expected: the file has no {PREFIX + name}, which it would repeat"
+                )
         for layer, key in self.bases.items():
             if layer not in self.adapters:
                 raise self.error(key, "is not expected: the layer has no adapter")
