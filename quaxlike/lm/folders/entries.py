@@ -50,6 +50,9 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
         *("is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size"),
         *("tie_encoder_decoder", "pruned_heads", "tie_word_embeddings"),
     ),
+    "of other programs' models of the same name, and not read by transformers": (
+        *("interpolate_factor", "full_attn_mod", "layer_norm_epsilon", "layer_norm_eps"),
+    ),
     "read with the weights": ("quantization", "quantization_config", "compression_config"),
     "said by other entries as well": ("n_ctx", "initial_context_length", "experts_per_token"),
 }

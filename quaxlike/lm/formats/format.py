@@ -42,7 +42,7 @@ OF_ALL = (
         "exclude_modules",
         "skip_modules",
     ),
-    *("dequantize", "version"),
+    *("modules_to_convert", "dequantize", "version"),
 )
 
 

@@ -16,8 +16,10 @@ from ...files.errors import quoted
 from ...files.json_text import read_json_file
 from ...files.tensors import Tensors
 from ...kernels.bits import unpack
+from ..folders.entries import warn_of_unknown
 from .format import (
     INT32,
+    OF_ALL,
     Format,
     StoredLayer,
     StoredWeight,
@@ -61,6 +63,8 @@ def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, A
                 "qweight", f"is there, though `dynamic` leaves it out by {quoted(f'-:{pattern}')}"
             )
         if found:
+            known = (*OF_ALL, *FORMAT.used, *FORMAT.without_effect)
+            warn_of_unknown(f"The quantisation config of {layer.tensors.path}, `dynamic`,", own, known)
             return {**config, **own}
     return config
 

@@ -13,6 +13,7 @@ from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import file_error
 from ...files.tensors import Tensors
 from ...kernels.block_matmul.codecs import E2M1
+from ..folders.entries import warn_of_unknown
 from .format import UINT8, Format, StoredLayer, StoredWeight, integer, layers, stream, weights_of
 
 _MODES: dict[str, Codec] = {
@@ -31,7 +32,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
     path, own = layer.tensors.path, config.get(layer.name)
-    config = {**config, **own} if isinstance(own, dict) else config
+    if isinstance(own, dict):
+        warn_of_unknown(f"The quantisation config of {path}, {layer.name},", own, FORMAT.used)
+        config = {**config, **own}
     bits = integer(config, "bits", path, among=(2, 3, 4, 5, 6, 8))
     group = integer(config, "group_size", path)
     mode = config.get("mode") or "affine"

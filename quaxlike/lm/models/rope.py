@@ -58,7 +58,10 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
-_OTHERS = ("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor")
+_OTHERS = (
+    *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
+    "max_position_embeddings",  # as in the configuration itself
+)
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:

@@ -136,6 +136,23 @@ def test_a_setting_of_a_format(name, file, at, tmp_path):
         lm.open_checkpoint(edited)
 
 
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("compressed_tensors/w4a16_group_sym", "config_groups__group_0__made_up"),
+        ("compressed_tensors/w4a16_group_sym", "config_groups__group_0__weights__made_up"),
+        ("gptq/dynamic_mixed", "dynamic"),
+    ],
+)
+def test_a_setting_within_settings(name, entry, tmp_path):
+    value = {".*": {"made_up": 3}} if entry == "dynamic" else 3
+    edited = _edited(fixture(f"formats/{name}"), tmp_path / "m", **{f"quantization_config__{entry}": value})
+    with pytest.warns(
+        UserWarning, match=r"quantisation config of .* has made_up=3, which nothing here reads"
+    ):
+        lm.open_checkpoint(edited)
+
+
 def test_settings_are_known_once():
     for format in FORMATS:
         assert not {*format.used} & {*format.without_effect}
@@ -163,6 +180,19 @@ def test_a_key_and_a_tensor_of_gguf(tmp_path):
         writer.write(tmp_path / "tensor.gguf", {**arrays, name: _EXTRA}, metadata)
         with pytest.raises(CheckpointError, match=rf"Unknown: {name}"):
             load(tmp_path / "tensor.gguf")
+
+
+def test_a_setting_of_a_pooling(tmp_path):
+    modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    settings = {"word_embedding_dimension": 4, "pooling_mode_cls_token": True, "pooling_mode_made_up": False}
+    path = tmp_path / "1_Pooling" / "config.json"
+    path.write_text(json.dumps(settings))
+    assert lm.models.Pooling.of(tmp_path).modes == ("cls",)
+    path.write_text(json.dumps(settings | {"pooling_mode_made_up": True}))
+    with pytest.warns(UserWarning, match="pooling_mode_made_up=True"):
+        lm.models.Pooling.of(tmp_path)
 
 
 _ADAPTERS = _folders("models/*/adapters/*", "peft_*/adapters/*", "methods/*/*")
