@@ -21,6 +21,7 @@ from quaxlike.lm.gguf.container import open_gguf
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
+from tests.lm.models.fixtures import MODELS
 from tests.lm.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
 
 
@@ -249,10 +250,8 @@ _PLACES = {
 @pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "name",
-    [
-        *("llama_llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen3_moe"),
-        *("qwen2_moe", "gpt_oss", "olmo2", *LIKE),
-    ],
+    [x for x in MODELS if x in ("llama_llama3", "phi3") or not x.startswith(("llama", "phi3", "gpt"))]
+    + ["gpt_oss", *LIKE],
 )
 def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
     own = {
