@@ -38,7 +38,7 @@ from .formats.mxfp4 import in_published_layout
 from .gguf.container import holds_gguf
 from .models.bert import Bert, BertConfig, BertForSequenceClassification
 from .models.decoder import Decoder
-from .models.decoder_config import DecoderConfig, is_text_tower, text_tower
+from .models.decoder_config import DecoderConfig, is_text_tower, text_tower, warn_of_unread
 from .models.modern_bert import ModernBert, ModernBertConfig
 from .models.vocabulary import EMBEDDINGS
 from .sharding import usual_rule
@@ -281,6 +281,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
     parsed = read.from_json(config)
+    warn_of_unread(path, weights.config, config, parsed)
     if (
         isinstance(parsed, DecoderConfig)
         and not parsed.tie_word_embeddings

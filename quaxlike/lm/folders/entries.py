@@ -53,7 +53,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "of other programs' models of the same name, and not read by transformers": (
         *("interpolate_factor", "full_attn_mod", "layer_norm_epsilon", "layer_norm_eps"),
     ),
-    "read with the weights": ("quantization", "quantization_config", "compression_config"),
+    "read with the weights": ("quantization", "quantization_config"),
     "said by other entries as well": ("n_ctx", "initial_context_length", "experts_per_token"),
 }
 _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.values() for x in names))
@@ -64,12 +64,16 @@ def is_off(value: Any) -> bool:
     return value is None or value is False or value in ({}, [])
 
 
+def _is_without_effect(name: str) -> bool:
+    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # longer ones may take forever
+
+
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
     """Warns of the entries that are not among those `known`, unless they are off or without effect."""
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()
-        if name not in known and not is_off(value) and not _IS_WITHOUT_EFFECT.fullmatch(name)
+        if name not in known and not is_off(value) and not _is_without_effect(name)
     ]
     if unknown:
         warnings.warn(

@@ -3,14 +3,13 @@
 import contextlib
 import dataclasses
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..._checked import is_finite
 from ...files.errors import ErrorAboutFiles, quoted, shortened
-from .entries import warn_of_unknown
 
 _C = TypeVar("_C", bound="Config")
 
@@ -24,23 +23,14 @@ class Config:
     """The entries of `config.json` that shape a model; subclasses name them."""
 
     @classmethod
-    def read(
-        cls: type[_C],
-        config: Mapping[str, Any],
-        label: str = "",
-        others: Collection[str] = (),
-        **required: Any,
-    ) -> _C:
+    def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
         """Reads the fields from `config`, with their defaults where absent. `required` has the values that
-        other entries must have if they are present; a tuple lists several. It warns of entries that are
-        neither these nor `others`, which the caller reads, unless they are known to be without effect.
+        other entries must have if they are present; a tuple lists several.
 
         **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
         missing entry without a default.
         """
         label = label or cls.__name__
-        known = {*(field.name for field in dataclasses.fields(cls)), *required, *others}
-        warn_of_unknown("config.json", config, known)
         for name, allowed in required.items():
             allowed = allowed if isinstance(allowed, tuple) else (allowed,)
             if name in config and config[name] not in allowed:
@@ -58,6 +48,10 @@ class Config:
                 raise UnsupportedConfigError(f"config.json has no {field.name}, which {label} needs.")
         return cls(**values)
 
+    def known_entries(self) -> set[str]:
+        """The entries of the file that are read, or must have certain values."""
+        return {field.name for field in dataclasses.fields(self)}
+
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
     return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
@@ -71,13 +65,16 @@ def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> An
     return default if value is None else value
 
 
+#: The kinds of attention, and whether they see only a window.
+ATTENTION = {"full_attention": False, "sliding_attention": True}
+
+
 def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
     """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
-    known = {"full_attention": False, "sliding_attention": True}
-    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in ATTENTION for x in types)
     if not are_known or len(types) != layers:
-        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
-    return tuple(known[kind] for kind in types)
+        raise refused("layer_types", types, label, f"{' or '.join(ATTENTION)} for each of {layers} layers")
+    return tuple(ATTENTION[kind] for kind in types)
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..families import FAMILIES, TEXT_TOWERS, Family
 from ..folders.entries import warn_of_unknown
-from ..folders.model_config import Config, UnsupportedConfigError, refused, whole, windows_of
+from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
+from .rope import ENTRIES as ROPE_ENTRIES
 from .rope import Rope, rope_for
 
 
@@ -32,7 +34,6 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
     known = TEXT_TOWERS[whole]
     if not isinstance(text, Mapping) or not isinstance(kind, str) or kind not in known:
         raise refused("text_config", text, whole, f"one with model_type {' or '.join(known)}")
-    warn_of_unknown("config.json", config, (*_OF_WHOLE, *_OF_OTHER_PARTS))
     shared = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
     return {**text, **shared, "architectures": [known[kind]]}
 
@@ -41,6 +42,24 @@ _OF_WHOLE = (
     *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+
+
+def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
+    """Warns of entries of a `config.json` that nothing reads: of the `whole` file, and of the `config` of the
+    decoder in it, which is `parsed`."""
+    if is_text_tower(whole):
+        warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
+    warn_of_unknown(str(path), config, parsed.known_entries())
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, Mapping):
+            continue
+        kinds = {kind: part for kind in ATTENTION if isinstance(part := given.get(kind), Mapping)}
+        for part in kinds.values():
+            warn_of_unknown(f"{path}, {name},", part, ROPE_ENTRIES)
+        warn_of_unknown(f"{path}, {name},", given, ATTENTION if kinds else ROPE_ENTRIES)
+
+
 # Entries about images, and where the decoder takes them in.
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
@@ -102,6 +121,10 @@ class DecoderConfig(Config):
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    def known_entries(self) -> set[str]:
+        renamed, required = self.family.renamed, self.family.required
+        return super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Reads a `config.json` of transformers 4 or 5.
@@ -124,8 +147,7 @@ class DecoderConfig(Config):
             fields["num_local_experts"] = fields["num_experts"]
         activation = family.renamed.get("hidden_act", "hidden_act")
         required = {activation: family.activation, "hidden_activation": (family.activation, None)}
-        others = (*_DERIVED, *family.renamed, *family.renamed.values())
-        out = cls.read(fields, label, others, **required, **family.required)
+        out = cls.read(fields, label, **required, **family.required)
         out = dataclasses.replace(
             out,
             num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
@@ -150,6 +172,7 @@ _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
+    *("hidden_act", "hidden_activation"),
 )
 
 
@@ -202,8 +225,6 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     nested = [given.get(f"{kind}_attention") for kind in ("full", "sliding")]
     if not all(isinstance(part, Mapping | None) for part in nested):
         raise refused("rope_parameters", given, label, "an object for each kind of attention")
-    if any(nested):
-        warn_of_unknown("rope_parameters of config.json", given, ("full_attention", "sliding_attention"))
     names = [x for x in ("rope_theta", "partial_rotary_factor") if fields.get(x) is not None]
     shared = {"rope_theta": 10000.0} | {name: fields[name] for name in names}
     full = sliding = {**shared, **(nested[0] or given)}

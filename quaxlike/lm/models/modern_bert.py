@@ -16,7 +16,7 @@ from .rope import Rope, rope_for, rotate
 # Entries that no field holds as they are; positions are rotated, whatever `position_embedding_type` says.
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
-    *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type"),
+    *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
 )
 
 
@@ -44,11 +44,14 @@ class ModernBertConfig(Config):
     def head_dim(self) -> int:
         return self.hidden_size // max(self.num_attention_heads, 1)
 
+    def known_entries(self) -> set[str]:
+        return super().known_entries() | {*_DERIVED}
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
         """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
         fields = {**config, "windows": None, "ropes": None}
-        out = cls.read(fields, others=_DERIVED, hidden_activation=("gelu", None))
+        out = cls.read(fields, hidden_activation=("gelu", None))
         types, label = config.get("layer_types"), "ModernBertConfig"
         if types is None:
             every = whole(config, "global_attn_every_n_layers", 3, label) or 1

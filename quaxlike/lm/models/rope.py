@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..folders.entries import warn_of_unknown
 from ..folders.model_config import check_numbers, computing, refused
 
 _LARGEST_HEAD = 1 << 16  # far beyond any model, so that a damaged number takes no memory
@@ -58,24 +57,20 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
-_OTHERS = (
+#: The entries that are read, and those without effect.
+ENTRIES = (
+    *_NUMBERS,
     *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
     "max_position_embeddings",  # as in the configuration itself
 )
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
-    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`, and warns of what is not
-    known in it. The `config` of the model has the size of heads and the lengths of texts.
+    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`. The `config` of the
+    model has the size of heads and the lengths of texts.
 
     **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
     """
-    out = _rope_for(rope, config, label)
-    warn_of_unknown("rope_parameters of config.json", rope, (*_NUMBERS, *_OTHERS))
-    return out
-
-
-def _rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
     with computing(rope, "rope settings", label):
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in _TYPES:

@@ -201,7 +201,7 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
 
 
 # With bias="all", PEFT writes the biases of modules that are saved whole again under these names.
-_REPEATED = re.compile(r"\.(original_module|modules_to_save)\.(?=(.+\.)?bias$)")
+_REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
 class _File:
@@ -234,7 +234,7 @@ class _File:
                 found[name.removesuffix(ending)][part] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
-            elif _REPEATED.search(name):
+            elif name.endswith(".bias") and _REPEATED.search(name):
                 repeated[_REPEATED.sub(".", name)] = key
             else:
                 self.trained[name.replace(".base_layer.", ".")] = key

@@ -15,7 +15,6 @@ from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft
 from quaxlike.lm.formats import FORMATS
 from quaxlike.lm.gguf import writer
-from quaxlike.lm.models import DecoderConfig
 from quaxlike.lm.peft.config import read_config
 from tests.fixtures import DATA, FIXTURES, fixture
 from tests.lm.models.fixtures import MODELS, folder
@@ -92,13 +91,14 @@ def test_an_entry_of_a_model_that_reads_images(where, tmp_path):
         load(_edited(base, tmp_path / "m", **{f"{where}made_up": 3}))
 
 
-def test_entries_that_are_off_or_known_to_be_without_effect():
-    config = json.loads((folder("qwen3") / "config.json").read_text())
+def test_entries_that_are_off_or_known_to_be_without_effect(tmp_path):
     off = {"made_up": None, "made_up_too": False, "made_up_list": [], "made_up_object": {}}
     known = {"unsloth_fixed": True, "_attn_implementation_autoset": True, "temperature": 0.5, "n_ctx": 3}
-    assert DecoderConfig.from_json(config | off | known) == DecoderConfig.from_json(config)
-    with pytest.warns(UserWarning, match=r"has made_up=0, which"):
-        DecoderConfig.from_json(config | {"made_up": 0})
+    lm.loading.open_model(_edited(folder("qwen3"), tmp_path / "known", **off, **known))
+    for i, entry in enumerate(("made_up", "x_loss_" * 10**5 + "-")):  # the latter in no time
+        edited = _edited(folder("qwen3"), tmp_path / str(i), **{entry: 0})
+        with pytest.warns(UserWarning, match=rf"config\.json has {entry[:50]}.*, which nothing here reads"):
+            lm.loading.open_model(edited)
 
 
 # Where the settings of a format are: the file, and the entry in it.
