@@ -84,7 +84,9 @@ def load(
         default of `sharding` also uses the classes of layers, like [`quaxlike.lm.tensor_parallel`][].
 
     **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
-    read images as well (Gemma 3, Mistral 3), these are of the decoder alone.
+    read images as well (Gemma 3, Mistral 3), these are of the decoder alone. Warnings tell of entries in
+    `config.json` that nothing reads, and of an `lm_head.weight` beside an embedding that the configuration
+    ties it to: if the numbers differ, it is the output layer, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a

@@ -52,7 +52,7 @@ def _with_tensor(source, out, name, file="model.safetensors"):
     return out
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_entry_of_a_model(name, tmp_path):
     made_up = {"made_up": 3}
@@ -66,7 +66,7 @@ def test_an_entry_of_a_model(name, tmp_path):
     assert all(entry.rpartition("__")[2] in found for entry in made_up)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tensor", ["made_up.weight", "model.layers.0.self_attn.bias"])
 def test_a_tensor_of_a_model(name, tensor, tmp_path):

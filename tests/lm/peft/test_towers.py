@@ -19,7 +19,10 @@ _PREFIX = "base_model.model."
 _VISION = f"{_PREFIX}model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_"
 
 
-@pytest.fixture(scope="module", params=[x for x in ("gemma3", "mistral") if x in MODELS])
+_WHOLE = ["gemma3", *(pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x == "mistral")]
+
+
+@pytest.fixture(scope="module", params=_WHOLE)
 def whole(request, tmp_path_factory):
     """A checkpoint of a whole model, with names of transformers 4."""
     base = tmp_path_factory.mktemp("towers") / request.param
