@@ -1,6 +1,7 @@
 """`load_adapter`: an adapter's directory, put on a model."""
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from .stored import (
     stored_as,
     why_unsupported,
 )
+from .towers import leave_out_other_parts, tower_in
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -58,7 +60,8 @@ def load_adapter(
         trained on, possibly after `rename`. An adapter that it already has is removed.
     - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
         mapping may have names or their beginnings. Default: transformers' names for the model, with its head
-        (`AutoModelForCausalLM`) or without (`AutoModel`).
+        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or within a model that reads images as well.
+        The adapters of the parts of that which this model lacks are left out, with a warning.
     - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
         `directory`.
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
@@ -118,11 +121,15 @@ class _Names(NamedTuple):
 
 def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
     method = config.method
+    if hasattr(model, "tensors_of"):
+        leave_out_other_parts(file)
     model = _with_separate_head(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        if (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
+        if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
+            rename = lambda name: tower.name_in_file(published.get(name, name))
+        elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
             rename = lambda name: published.get(name, name).removeprefix(body)
         else:
             rename = {
@@ -193,6 +200,10 @@ def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> 
     return separated() if apart else model
 
 
+# With bias="all", PEFT writes the biases of modules that are saved whole again under these names.
+_REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
+
+
 class _File:
     """The tensors of an adapter, sorted by what they apply to."""
 
@@ -209,6 +220,7 @@ class _File:
             for each, found in [(method, self.adapters), *self.beside]
             for part, end in each.parts.items()
         ]
+        repeated: dict[str, str] = {}
         of_all = {f"{ROOT}{end}": name for name, end in method.shared.items()}
         for key in tensors:
             if key in of_all:
@@ -222,9 +234,15 @@ class _File:
                 found[name.removesuffix(ending)][part] = key
             elif name.endswith(".base_layer.weight"):
                 self.bases[name.removesuffix(".base_layer.weight")] = key
-            elif ".original_module." not in name and ".modules_to_save." not in name:
-                # (With bias="all", PEFT writes the biases of such modules again under these names.)
+            elif name.endswith(".bias") and _REPEATED.search(name):
+                repeated[_REPEATED.sub(".", name)] = key
+            else:
                 self.trained[name.replace(".base_layer.", ".")] = key
+        for name, key in repeated.items():
+            if name not in self.trained:
+                raise self.error(
+                    key, f"is not expected: the file has no {PREFIX + name}, which it would repeat"
+                )
         for layer, key in self.bases.items():
             if layer not in self.adapters:
                 raise self.error(key, "is not expected: the layer has no adapter")
