@@ -184,9 +184,8 @@ def _of_tensors(
     format, settings = _format_of(tensors, settings)
     found = format.weights(tensors, settings) if format is not None else {}
     if format is not None:
-        entries = {
-            name: x for name, x in settings.items() if f"{name}.weight" not in tensors
-        }  # MLX's, by layer
+        layers = {name.rpartition(".")[0] for name in tensors}  # which MLX's settings name
+        entries = {name: x for name, x in settings.items() if name not in layers}
         warn_of_unknown(
             f"The quantisation config of {tensors.path}", entries,
             (*OF_ALL, *format.used, *format.without_effect),
