@@ -146,9 +146,10 @@ def weights_to_adapt(
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    for chosen in (targets, taken):
-        if embedding in chosen:  # one array, and one adapter
-            chosen.pop(head, None)
+    if embedding in targets:  # one array, and one adapter
+        targets.pop(head, None)
+    if _are_trained_alike(taken.get(embedding), taken.get(head)):
+        taken.pop(head)
     if head not in targets and head not in taken:
         model = tied
     if not targets:
@@ -166,6 +167,12 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     head = next((name for name in arrays if name not in before), "")
     embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
     return own, head, embedding
+
+
+def _are_trained_alike(x: Any, y: Any) -> bool:
+    """Whether these are trained in full, or both in the same rows."""
+    rows = [other.indices for other in (x, y) if isinstance(other, TrainableRows)]
+    return type(x) is type(y) is not type(None) and rows[:1] == rows[1:]
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:

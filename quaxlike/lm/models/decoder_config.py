@@ -70,6 +70,8 @@ class DecoderConfig(Config):
     headless: bool = False
     """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
     pad_token_id: int = -1
+    new_embeddings: bool = False
+    """Whether embeddings are not those of the checkpoint, so that an adapter's file has to hold them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
@@ -100,7 +102,7 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("headless", "windows", "sparse", "ropes"))  # not in files
+        fields |= dict.fromkeys(("headless", "new_embeddings", "windows", "sparse", "ropes"))  # not in files
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
