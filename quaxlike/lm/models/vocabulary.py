@@ -72,6 +72,8 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
     chosen = {name: x for name, x in arrays.items() if OF_TOKENS.fullmatch(name)}
     if not chosen:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
+    if all(x.shape[max(x.ndim - 2, 0)] == n for x in chosen.values()):
+        return model
     resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # tied weights stay tied
     return with_new_embeddings(replace(model, resized), n)
 

@@ -196,13 +196,15 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
     of_embedding = [own for layer, own in tokens.items() if not _is_head(layer)]
     others = [x for x in (*file.adapters, *map(layer_of, file.trained)) if _is_head(x) or _is_embedding(x)]
     if others and of_embedding and of_head in ([], of_embedding):
-        key = next(key for _, found in file.beside for keys in found.values() for key in keys.values())
+        rows = (key for _, found in file.beside for keys in found.values() for key in keys.values())
         raise file.error(
-            key, f"is for tokens of the embedding and of the output layer that is tied to it, of which "
-            f"{others[0]} has a change of its own: that is not supported"
-        )  # fmt: skip
+            next(rows, f"{PREFIX}{others[0]}"),
+            "is for tokens of the embedding and of the output layer that is tied to it, of which "
+            f"{others[0]} has a change of its own: that is not supported",
+        )
     changed_apart = bool(others) or not file.has_one_embedding()
-    if changed_apart and not config.option("ensure_weight_tying") or (of_head and of_head != of_embedding):
+    apart = changed_apart and not config.option("ensure_weight_tying")
+    if apart or (of_head and of_head != of_embedding):
         return config, separated()
     file.drop_head()
     if of_head:
@@ -304,8 +306,9 @@ class _File:
     def sort_embeddings(self, config: AdapterConfig) -> None:
         """Takes embeddings and output layers that are not trained, but saved along (PEFT does so by itself
         after `resize_token_embeddings`), from what is trained to what is beneath the adapters."""
+        trains_biases = config.option("bias") in ("all", "lora_only")
         for name in [name for name in self.trained if OF_TOKENS.fullmatch(name)]:
-            if not config.saves(name) and not (name.endswith(".bias") and config.option("bias") != "none"):
+            if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:
