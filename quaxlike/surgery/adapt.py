@@ -148,7 +148,8 @@ def weights_to_adapt(
     targets = {name: record for name, record in targets.items() if name not in taken}
     if embedding in targets:  # one array, and one adapter
         targets.pop(head, None)
-    if _are_trained_alike(taken.get(embedding), taken.get(head)):
+    both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
+    if len(both) == 2 and both[0] == both[1]:  # in full, or in the same rows
         taken.pop(head)
     if head not in targets and head not in taken:
         model = tied
@@ -167,12 +168,6 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     head = next((name for name in arrays if name not in before), "")
     embedding = next((name for name, leaf in before.items() if head and leaf is arrays[head]), "")
     return own, head, embedding
-
-
-def _are_trained_alike(x: Any, y: Any) -> bool:
-    """Whether these are trained in full, or both in the same rows."""
-    rows = [other.indices for other in (x, y) if isinstance(other, TrainableRows)]
-    return type(x) is type(y) is not type(None) and rows[:1] == rows[1:]
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
