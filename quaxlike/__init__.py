@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ._deprecated import find_moved_modules
-from ._lazy import lazily
+from ._lazy import OlderPaths, lazily
 from ._version import __version__
 from .core import higher_order as _higher_order  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers rules)
 from .core import without_operators as _without_operators  # noqa: F401  # pyright: ignore[reportUnusedImport] (sets operators)
@@ -205,7 +204,10 @@ _MODULES = (
 
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
 
-find_moved_modules()
+OlderPaths(
+    *(f"{__name__}.{x}" for x in ("arrays.adapters", "finetune", "generate", "interop", "models")),
+    f"{__name__}.surgery.methods",
+).install()
 
 
 def _follow_plain_arrays(cls: type) -> None:

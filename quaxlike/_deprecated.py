@@ -55,22 +55,16 @@ _PACKAGES = {
 }
 
 
-def find_moved_modules() -> None:
-    """Lets `import` find modules under their old paths."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # Before Python's own, which would load a second copy of a module below a package that moved.
-        sys.meta_path.insert(0, _Finder())
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        package, _, name = fullname.partition(".")
-        if package != _PACKAGE or (new := _moved(name)) is None:
-            return None
-        if name in _PACKAGES:
-            return importlib.machinery.ModuleSpec(fullname, _OldPackage(name), is_package=True)
-        is_package = not name.endswith("__main__")
-        return importlib.machinery.ModuleSpec(fullname, _Moved(f"{package}.{new}"), is_package=is_package)
+def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    """The spec of a module under its old path; None if no such module has moved."""
+    package, _, name = fullname.partition(".")
+    new = _moved(name)
+    if new is None:
+        return None
+    if name in _PACKAGES:
+        return importlib.machinery.ModuleSpec(fullname, _OldPackage(name), is_package=True)
+    is_package = not name.endswith("__main__")
+    return importlib.machinery.ModuleSpec(fullname, _Moved(f"{package}.{new}"), is_package=is_package)
 
 
 def _moved(name: str) -> str | None:
@@ -139,8 +133,8 @@ def moved_name(old: str, new: str) -> Any:
 
 
 def warn(old: str, new: str) -> None:
-    """Warns at the line that asks for the old name: the innermost outside this package and the import
-    system."""
+    """Warns at the line that asks for the old name: the innermost that is not of this package, of the import
+    system, or of what checks annotations."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):
         frame = frame.f_back
@@ -156,4 +150,4 @@ def warn(old: str, new: str) -> None:
 
 def _is_ours(frame: types.FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.partition(".")[0] in (_PACKAGE, "importlib", "dataclasses")
+    return name.partition(".")[0] in (_PACKAGE, "importlib", "dataclasses", "jaxtyping", "beartype")

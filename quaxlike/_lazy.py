@@ -1,6 +1,8 @@
-"""Names of a package that are imported on first use."""
+"""Names of a package that are imported on first use, and modules that have moved."""
 
 import importlib
+import importlib.abc
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,3 +38,22 @@ def lazily(
         return sorted({*namespace, *known, *sources})
 
     return __getattr__, __dir__
+
+
+class OlderPaths(importlib.abc.MetaPathFinder):
+    """Lets `import` find modules under paths below which some have moved; `_deprecated` knows which."""
+
+    def __init__(self, *paths: str) -> None:
+        self._paths = paths
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if not fullname.startswith(self._paths):
+            return None
+        from ._deprecated import find_spec
+
+        return find_spec(fullname)
+
+    def install(self) -> None:
+        # Before Python's own, which would load a second copy of a module below a package that moved.
+        if not any(isinstance(finder, OlderPaths) for finder in sys.meta_path):
+            sys.meta_path.insert(0, self)

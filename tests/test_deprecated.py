@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from quaxlike import _deprecated
+from quaxlike._lazy import OlderPaths
+
 
 def _run(code: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which has imported nothing under the new names."""
@@ -43,3 +46,11 @@ def test_commands_under_their_old_names(old, new):
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"`python -m quaxlike.{old}` is `quaxlike {old}` now, or `python -m quaxlike.{new}`." in run.stderr
     assert "usage: " in run.stdout
+
+
+def test_every_module_that_moved_is_looked_for():
+    """The face names the paths, so that the table is loaded only for one of them."""
+    (finder,) = (x for x in sys.meta_path if isinstance(x, OlderPaths))
+    for old in (*_deprecated._MODULES, *_deprecated._PACKAGES):  # pyright: ignore[reportPrivateUsage]
+        assert finder.find_spec(f"quaxlike.{old}") is not None
+    assert finder.find_spec("quaxlike.arrays") is None

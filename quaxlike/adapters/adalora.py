@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 
 from ..arrays.lora.array import LoraArray, padded_to
+from .lora import INFORMATIVE
 from .method import MethodArray
 from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number, starts
 
@@ -90,6 +91,6 @@ ADALORA = Method(
     read=_read_adalora, rewritten=_as_lora, kinds=("linear", "matrix", "conv"),
     informative=(
         "r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
-        "init_lora_weights", "use_rslora",
+        "init_lora_weights", "use_rslora", *INFORMATIVE,
     ),
 )  # fmt: skip

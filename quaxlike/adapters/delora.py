@@ -96,5 +96,5 @@ DELORA = Method(
     },
     options={**RANK, "module_dropout": DROPOUT},
     read=_read_delora, write=_write_delora, conv1d=False, patterns={"r": "rank_pattern"},
-    informative=("delora_lambda", "lambda_pattern"),
+    informative=("delora_lambda", "lambda_pattern", "init_weights"),
 )  # fmt: skip

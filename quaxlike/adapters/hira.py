@@ -77,5 +77,5 @@ HIRA = Method(
     },
     options={"r": count(32), "hira_dropout": DROPOUT, "fan_in_fan_out": flag()},
     read=_read_hira, write=_write_hira, kinds=("linear", "matrix", "conv", "embedding"),
-    informative=("rank_pattern",),
+    informative=("rank_pattern", "init_weights"),
 )  # fmt: skip

@@ -179,4 +179,5 @@ IA3 = Method(
     parts={"factor": ".ia3_l"},
     options={"feedforward_modules": _NAMES, "fan_in_fan_out": flag()},
     read=_read, write=_write, settle=_settle, kinds=("linear", "matrix", "conv", "grouped conv"),
+    informative=("init_ia3_weights",),
 )  # fmt: skip

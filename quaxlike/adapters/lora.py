@@ -72,6 +72,13 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
+#: Entries about how LoRA starts and how it is trained; the switches among its options say if it matters.
+INFORMATIVE = (
+    *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
+    "runtime_config",
+)
+
+
 def _is_tokens(x: Any) -> bool:
     return isinstance(x, list) and all(type(token) is int and token >= 0 for token in x)
 
@@ -417,5 +424,5 @@ LORA = Method(
     read=_read, write=_write, settle=_settle, refused=_refused, read_stack=_read_stack,
     kinds=("linear", "matrix", "conv", "embedding", "parameter"),
     others={"grouped conv": GROUPED, "other conv": GROUPED},
-    tied={"embedding_a": "b", "embedding_b": "a"}, beside=(TOKENS,),
+    tied={"embedding_a": "b", "embedding_b": "a"}, beside=(TOKENS,), informative=INFORMATIVE,
 )  # fmt: skip

@@ -272,8 +272,9 @@ class Method(NamedTuple):
     """Options that may differ between layers, and those with their values by pattern."""
     settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
     """Entries of the configuration that depend on all layers; takes these options out of the layers'."""
-    informative: Collection[str] = ()
-    """Entries of its configuration that do not affect what a trained adapter computes."""
+    informative: Collection[str] = ("init_weights",)
+    """Entries of its configuration that do not affect what a trained adapter computes: how it starts, and how
+    it is trained."""
     shared: Mapping[str, str] = {}
     """The names of tensors that belong to the whole model, without its prefix."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None

@@ -86,5 +86,6 @@ SHIRA = Method(
     "SHIRA", SHiRAArray, shira,
     parts={"values": ".shira_weight", "places": ".shira_indices"},
     options={"r": count(32), "fan_in_fan_out": flag()},
-    read=_read_shira, write=_write_shira, conv1d=False, informative=("mask_type", "random_seed"),
+    read=_read_shira, write=_write_shira, conv1d=False,
+    informative=("mask_type", "random_seed", "init_weights"),
 )  # fmt: skip

@@ -114,7 +114,7 @@ VERA = Method(
         "r": count(256), "projection_prng_key": SEED, "save_projection": flag(True), "vera_dropout": DROPOUT,
         "fan_in_fan_out": flag(),
     },
-    read=_read_vera, write=_write_vera, informative=("d_initial",),
+    read=_read_vera, write=_write_vera, informative=("d_initial", "init_weights"),
     shared={"a": "vera_A", "b": "vera_B"}, prepare=_prepare_vera,
     write_shared=lambda layers: write_shared(layers, _fits_vera),
 )  # fmt: skip

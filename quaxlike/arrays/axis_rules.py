@@ -20,7 +20,7 @@ cut only if the type says so (`cuttable`), and moved or reshaped only if it can 
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ from .adapted import AdaptedArray, alike_in_training, array_fields, knows_axes, 
 from .bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds, slice_in_dim
 from .dot_axes import Labels, arrange, cast, common_dtype
 
-_X = TypeVar("_X", bound=AdaptedArray)
-
 # Parts, one by one ---------------------------------------------------------------------------------
 
 
-def each(x: _X, fn: Callable[[Any, Labels, Labels], Any], order: Sequence[int] | None = None) -> _X:
+def each(
+    x: AdaptedArray, fn: Callable[[Any, Labels, Labels], Any], order: Sequence[int] | None = None
+) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
     `order` lists the labels of the axes of the result. Default: those of `x`. `NotImplemented` if outputs or
@@ -79,7 +79,7 @@ def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
     return found
 
 
-def with_all_axes(x: _X) -> _X:
+def with_all_axes(x: AdaptedArray) -> Any:
     """The same array with all batch axes on every part."""
     sizes = dict(enumerate(x.shape))
 
@@ -91,7 +91,7 @@ def with_all_axes(x: _X) -> _X:
     return each(x, stretched)
 
 
-def _even(x: _X) -> _X:
+def _even(x: AdaptedArray) -> Any:
     """The same array without parts that have one entry for all along a batch axis."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
@@ -100,7 +100,7 @@ def _even(x: _X) -> _X:
     return x
 
 
-def rearranged(x: _X, order: Sequence[int]) -> _X:
+def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
     """`x` with its axes in this order of labels; those from `x.ndim` on are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
@@ -228,7 +228,7 @@ def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
     return joined(expanded, axis) if expanded[0] is not NotImplemented else NotImplemented
 
 
-def joined(xs: Sequence[_X], axis: int) -> _X:
+def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
     """Adapters of one form joined along a batch axis."""
     xs = [with_all_axes(x) for x in xs]
     parts = {
@@ -264,7 +264,7 @@ def _form(x: AdaptedArray) -> Any:
         if name != "w":
             sizes = zip(own, part.shape, strict=True)
             core[name] = [size for i, size in sizes if i < 0 or i in matrix], part.dtype
-    statics = x.replace(**dict.fromkeys(array_fields(x)), train_base=False, open_base=False)
+    statics = x.replace(**dict.fromkeys(array_fields(x)), gradients="none")
     return type(x), jtu.tree_structure(statics), core, x.ndim
 
 

@@ -38,6 +38,11 @@ class Gguf:
     """Whether files must have an output layer of their own, or must not; either by default."""
     large: int = 0
     """The number of layers of the Gemma whose scores are scaled by another head size."""
+    biases: bool = False
+    """Whether layers may have biases, as `attention_bias` and `mlp_bias` say. Otherwise llama.cpp takes what
+    `config` says, or none."""
+    partial: bool = False
+    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
@@ -141,7 +146,6 @@ _EXPERT_KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-_UNBIASED = {"attention_bias": False, "mlp_bias": False}
 
 _GEMMA = Family(
     activation="gelu_pytorch_tanh", norm_offset=1.0, scaled_embedding=True, windows=2, tied=True,
@@ -158,10 +162,12 @@ _QWEN = Family(
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
-        required={"pretraining_tp": 1, "sliding_window": None}, gguf=Gguf("llama", "llama", permuted=True)
+        required={"pretraining_tp": 1, "sliding_window": None},
+        gguf=Gguf("llama", "llama", permuted=True, biases=True),
     ),
     "MistralForCausalLM": Family(
-        windows=0, defaults={"sliding_window": 4096}, gguf=Gguf("llama", "mistral", permuted=True)
+        windows=0, defaults={"sliding_window": 4096},
+        gguf=Gguf("llama", "mistral", permuted=True, biases=True),
     ),
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": dataclasses.replace(
@@ -183,17 +189,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False,
-        gguf=Gguf("phi3", "phi3", keys={
+        gguf=Gguf("phi3", "phi3", partial=True, keys={
             "rope.scaling.original_context_length": "original_max_position_embeddings"
         }),
     ),
     "MixtralForCausalLM": Family(
         windows=0, experts="out_in", expert_files=("w1", "w3", "w2"), files={"mlp": "block_sparse_moe"},
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
-        gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True),
+        gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True, biases=True),
     ),
     "Qwen2MoeForCausalLM": dataclasses.replace(
-        _QWEN, experts="out_in", gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
+        _QWEN, experts="out_in", required={"qkv_bias": True},
+        gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="heads", windows=0, window_switch=True, experts="out_in",
@@ -214,7 +221,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        gguf=Gguf("olmo2", "olmo2", config=_UNBIASED, output="own"),
+        gguf=Gguf("olmo2", "olmo2", output="own"),
     ),
     "Olmo3ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
@@ -222,13 +229,13 @@ FAMILIES: dict[str, Family] = {
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         gguf=Gguf(
             "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"},
-            config=_UNBIASED, output="own",
+            output="own",
         ),
     ),
     "GraniteForCausalLM": Family(
         defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0},
         gguf=Gguf(
-            "granite", "granite", permuted=True, config={"attention_multiplier": 0},
+            "granite", "granite", permuted=True, biases=True, config={"attention_multiplier": 0},
             keys={
                 "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
                 "attention.scale": "attention_multiplier", "logit_scale": "logits_scaling",
@@ -237,7 +244,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "SmolLM3ForCausalLM": Family(
         window_switch=True, unrotated=4, tied=True, defaults={"rope_theta": 2000000.0},
-        gguf=Gguf("smollm3", "smollm3", config=_UNBIASED, permuted=True),
+        gguf=Gguf("smollm3", "smollm3", permuted=True),
     ),
     "Ministral3ForCausalLM": Family(
         windows=0, defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
@@ -245,7 +252,7 @@ FAMILIES: dict[str, Family] = {
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         }},
         gguf=Gguf(
-            "mistral3", "ministral3", permuted=True, yarn=True,
+            "mistral3", "ministral3", permuted=True, biases=True, yarn=True,
             rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"},
         ),
     ),
@@ -276,6 +283,11 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
     },
 }  # fmt: skip
+#: The name of the decoder among the modules of such a model in transformers, whatever its files call it.
+BODY_OF_TOWER = "model.language_model"
+#: How the names of the decoder begin in files of transformers 4 and 5, and those of the parts beside it.
+IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
+BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
 
 
 def names_of(role: str) -> list[str]:

@@ -1,8 +1,10 @@
 """`load` and `save`: models in transformers' checkpoint directories."""
 
 import dataclasses
+import math
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -12,12 +14,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from .._checked import checked
 from ..core.quaxify import quaxify
-from ..core.values import is_value
+from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, hub_hint, listed, quoted
 from ..files.json_text import read_json_file
 from ..sharding.placing import Rule as SpecRule
@@ -27,7 +30,7 @@ from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import FAMILIES, TEXT_TOWERS
+from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, TEXT_TOWERS
 from .folders.companions import modules_of
 from .folders.file_pair import Pair
 from .folders.model_config import UnsupportedConfigError
@@ -35,7 +38,7 @@ from .formats.mxfp4 import in_published_layout
 from .gguf.container import holds_gguf
 from .models.bert import Bert, BertConfig, BertForSequenceClassification
 from .models.decoder import Decoder
-from .models.decoder_config import DecoderConfig, text_tower
+from .models.decoder_config import DecoderConfig, is_text_tower, text_tower, warn_of_unread
 from .models.modern_bert import ModernBert, ModernBertConfig
 from .models.vocabulary import EMBEDDINGS
 from .sharding import usual_rule
@@ -71,8 +74,8 @@ def load(
     - `directory`: a folder written by transformers' `save_pretrained`; or a GGUF file, a folder with one, or
         the first of several parts.
     - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
-        [`quaxlike.quantize`][], or a dict of its options with the entry `"scheme"`. Each is quantised when it
-        is read, so that at most one of them is dense at a time. Default: as in the file.
+        [`quaxlike.quantize`][], a recipe, or a dict of its options with the entry `"scheme"`. Each is
+        quantised when it is read, so that at most one of them is dense at a time. Default: as in the file.
     - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
         [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
     - `dtype`: that the model computes in, such as `"bfloat16"`: that of its weights, which quantised ones
@@ -81,7 +84,9 @@ def load(
         default of `sharding` also uses the classes of layers, like [`quaxlike.lm.tensor_parallel`][].
 
     **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
-    read images as well (Gemma 3, Mistral 3), these are of the decoder alone.
+    read images as well (Gemma 3, Mistral 3), these are of the decoder alone. Warnings tell of entries in
+    `config.json` that nothing reads, and of an `lm_head.weight` beside an embedding that the configuration
+    ties it to: if the numbers differ, it is the output layer, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
     architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
@@ -101,7 +106,8 @@ def load(
     skeleton, config, weights = open_model(directory)
     if sharding is not None and mesh is None:
         raise ValueError("`sharding` says how weights are spread over a mesh: pass `mesh` too.")
-    options = {"scheme": quantize} if isinstance(quantize, str) else quantize
+    is_recipe = isinstance(quantize, Mapping) and "scheme" not in quantize
+    options = {"scheme": quantize} if isinstance(quantize, str) or is_recipe else quantize
     if head and not options:
         raise ValueError("`head` says that the output layer is quantised as well: pass `quantize` too.")
     if dtype is not None and not _computes(dtype):
@@ -278,13 +284,54 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     read, make = _architecture(path, config)
     _check_sizes(path, config, weights)
     parsed = read.from_json(config)
+    warn_of_unread(path, weights.config, config, parsed)
     if (
         isinstance(parsed, DecoderConfig)
         and not parsed.tie_word_embeddings
-        and "lm_head.weight" not in weights
+        and "lm_head.weight" not in text_tensors(weights)
     ):
         parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
-    return eqx.filter_eval_shape(make, parsed, key=jax.random.key(0)), config, weights
+    if isinstance(parsed, DecoderConfig) and is_text_tower(weights.config):
+        parsed = dataclasses.replace(parsed, body_name=BODY_OF_TOWER)
+    model = eqx.filter_eval_shape(make, parsed, key=jax.random.key(0))
+    if (
+        isinstance(parsed, DecoderConfig)
+        and parsed.tie_word_embeddings
+        and _has_own_head(model, weights, path)
+    ):
+        warnings.warn(
+            f"{path} ties the output layer to the embedding, and the checkpoint has both with different "
+            "numbers. Its lm_head.weight is the output layer, untied, as in transformers. "
+            "`tie_word_embeddings` false in that file says the same without this warning.",
+            stacklevel=3,
+        )
+        config["tie_word_embeddings"] = False
+        parsed = dataclasses.replace(parsed, tie_word_embeddings=False)
+        model = eqx.filter_eval_shape(make, parsed, key=jax.random.key(0))
+    return model, config, weights
+
+
+def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
+    """Whether a checkpoint has another output layer than the embedding that its decoder is tied to."""
+    if (head := text_tensors(weights).get("lm_head.weight")) is None:
+        return False
+    name = f"{model.config.family.name('model.embed_tokens')}.weight"
+    (embedding,) = sources(model, weights, source)[name]
+    ours, theirs = weights.rows(embedding), weights.rows(head)
+    if ours.count is None or ours.count != theirs.count:
+        return not _are_equal(weights[embedding], weights[head])
+    step = math.lcm(ours.step, theirs.step, _ROWS_AT_ONCE)
+    starts = range(0, ours.count, step)
+    spans = ((start, min(start + step, ours.count)) for start in starts)
+    return not all(_are_equal(ours.read(*span), theirs.read(*span)) for span in spans)
+
+
+_ROWS_AT_ONCE = 4096
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    a, b = (np.asarray(materialise(x) if is_value(x) else x) for x in (a, b))
+    return a.shape == b.shape and np.array_equal(a, b, equal_nan=True)
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
@@ -326,12 +373,8 @@ def text_tensors(names: Collection[str]) -> dict[str, str]:
     """The tensors of a decoder by their names in a file of it alone, in one that may hold more parts."""
     if not any("language_model." in name for name in names):
         return {name: name for name in names}
-    found = {_TOWER.sub("", name): name for name in names if not _BESIDE_TEXT.match(name)}
+    found = {IN_TOWER.sub("", name): name for name in names if not BESIDE_TEXT.match(name)}
     return {new if new.startswith("lm_head.") else f"model.{new}": name for new, name in found.items()}
-
-
-_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
-_BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
@@ -352,7 +395,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
-    unknown = [name for name in files if name not in known and not name.endswith(_BUFFERS)]
+    unknown = [name for name in files if name not in known and not _BUFFERS.fullmatch(name)]
     if missing or unknown:
         raise CheckpointError(
             f"{directory} does not fit the model of its config.json. "
@@ -442,8 +485,9 @@ def _computes(dtype: Any) -> bool:
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants that some versions of transformers save too.
-_BUFFERS = (
-    *("position_ids", "rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"),
-    *("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),  # GGUF's; in the config
+# Constants that some versions of transformers save too: positions, frequencies, and GPT-2's mask. The factors
+# of frequencies in GGUF files are in the configuration.
+_BUFFERS = re.compile(
+    r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
+    r"|rope_(freqs|factors_long|factors_short)\.weight"
 )

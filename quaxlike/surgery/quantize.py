@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
@@ -25,6 +26,7 @@ from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
+from .recipes import RECIPES, Recipe, SchemeOfWeight, choices, from_file
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
@@ -42,7 +44,7 @@ _SCHEMES = {name: functools.partial(BlockArray.quantize, codec=name) for name in
 @checked
 def quantize(
     model: PyTree,
-    scheme: str = "nf4",
+    scheme: str | Recipe = "nf4",
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
@@ -65,9 +67,14 @@ def quantize(
 
     - `model`: any pytree.
     - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`.
-    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
-        of all linear layers.
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. Or a recipe: a mapping from what
+        `where` takes to a scheme, a pair of a scheme and its options, or None for weights that stay as they
+        are. A weight follows the first rule that selects it. Or the name of a recipe: `"q4_k_m"`, `"q5_k_m"`
+        and `"mxfp4_moe"` are llama.cpp's mixtures, embeddings that are no output layer left out;
+        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` says what a recipe takes, without computing;
+        `quantize.from_file` reads one.
+    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Recipes say it
+        themselves. Default: the weights of all linear layers.
     - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
         their last components.
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
@@ -95,7 +102,8 @@ def quantize(
 
     **Raises:**
 
-    `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a weight is neither
+    `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a rule of a recipe
+    has no effect after those before it, if a weight is neither
     a dense array nor an adapter over one, if `maxima` lacks a layer or says that all its inputs are 0, if it
     cannot be told which of its axes are inputs, or with `head` for a model without an output layer.
 
@@ -124,20 +132,122 @@ def quantize(
 
 
 def quantizers(
+    model: PyTree, scheme: str | Recipe = "nf4", **options: Any
+) -> dict[str, Callable[[Any], Any]]:
+    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
+
+    def quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
+        layout = require_layout(name, choice.record)
+        return lambda w: quantize_array(name, w, choice.scheme, layout, **choice.options)
+
+    return {name: quantizer(name, choice) for name, choice in _choices(model, scheme, **options).items()}
+
+
+def _choices(
     model: PyTree,
-    scheme: str = "nf4",
+    scheme: str | Recipe,
     *,
     where: Where = "all-linear",
     exclude: str | Sequence[str] = (),
     layout: Layouts = None,
     head: bool = False,
     **scheme_options: Any,
-) -> dict[str, Callable[[Any], Any]]:
-    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
-    chosen = select_matrices(model, records_of(model, layout), where, exclude, head)
-    layouts = {name: require_layout(name, record) for name, record in chosen.items()}
-    quantized = lambda name, w: quantize_array(name, w, scheme, layouts[name], **scheme_options)
-    return {name: functools.partial(quantized, name) for name in chosen}
+) -> dict[str, SchemeOfWeight]:
+    records = records_of(model, layout)
+    if isinstance(scheme, str) and scheme not in RECIPES:
+        chosen = select_matrices(model, records, where, exclude, head)
+        rule = where if isinstance(where, str) else "where"
+        return {name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()}
+    given = {"where": where != "all-linear", "head": head, **dict.fromkeys(scheme_options, True)}
+    if others := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(
+            f"A recipe says itself which weights take which scheme, with which options; found {others[0]!r} "
+            "beside it. Write a rule for it."
+        )
+    recipe = RECIPES[scheme](records) if isinstance(scheme, str) else scheme
+    return choices(model, records, recipe, exclude)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRow:
+    """One weight that `quantize` would take."""
+
+    path: str
+    rule: str
+    """The rule of the recipe that selects it."""
+    scheme: str
+    options: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dense_bytes: int
+    stored_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """What `quantize` would do. Prints as text."""
+
+    rows: Sequence[PlannedRow]
+
+    def __str__(self) -> str:
+        lines, by_rule = list[str](), dict[tuple[str, str], list[PlannedRow]]()
+        for row in self.rows:
+            by_rule.setdefault((row.rule, row.scheme), []).append(row)
+        for (rule, scheme), rows in by_rule.items():
+            options = "".join(f", {name}={value}" for name, value in rows[0].options.items())
+            lines += [f"{rule}: {scheme}{options}: {_bytes(rows)}", *(f"  {row.path}" for row in rows)]
+        return "\n".join([*lines, f"total: {_bytes(self.rows)}"])
+
+    __repr__ = __str__
+
+
+def _bytes(rows: Sequence[PlannedRow]) -> str:
+    dense, stored = (sum(getattr(row, name) for row in rows) for name in ("dense_bytes", "stored_bytes"))
+    return f"{len(rows)} arrays, {dense:,} bytes to {stored:,}"
+
+
+def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
+    r"""What [`quaxlike.quantize`][] would do: which weights each rule takes, and the bytes before and after.
+    Nothing is computed.
+
+    **Arguments:** as for [`quaxlike.quantize`][], but for `calibrate`, `activations`, `maxima` and
+    `rounds_gradients`, which do not change what is stored. `model` may hold shapes.
+
+    **Returns:**
+
+    A table with `rows`, each with `path`, `rule`, `scheme`, `options`, `shape`, `dense_bytes` and
+    `stored_bytes`. Print it.
+
+    **Raises:**
+
+    As for [`quaxlike.quantize`][].
+
+    !!! example
+
+        ```python
+        import equinox as eqx, jax, quaxlike as ql
+
+        mlp = eqx.nn.MLP(256, 2, 256, depth=2, key=jax.random.key(0))
+        options = {"double_quant": True}
+        recipe = {r"layers\.0\..*": "q6_k", "all-linear": ("nf4", options)}
+        print(ql.quantize.plan(mlp, recipe))
+        ```
+    """
+    arrays, made = named_arrays(model), quantizers(model, scheme, **options)
+
+    def row(name: str, choice: SchemeOfWeight) -> PlannedRow:
+        w = eqx.filter_eval_shape(lambda w: w, arrays[name])
+        sizes = [
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jtu.tree_leaves(x))
+            for x in (w, eqx.filter_eval_shape(made[name], w))
+        ]
+        return PlannedRow(name, choice.rule, choice.scheme, choice.options, tuple(w.shape), *sizes)
+
+    return Plan([row(name, choice) for name, choice in _choices(model, scheme, **options).items()])
+
+
+# They belong to `quantize`, and are found with it.
+quantize.plan = plan  # pyright: ignore[reportFunctionMemberAccess]
+quantize.from_file = from_file  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _with_activations(
@@ -239,9 +349,12 @@ def is_quantised(model: PyTree) -> bool:
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
     """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
     if scheme not in _SCHEMES:
-        hint = did_you_mean(scheme.lower().replace("-", ""), _SCHEMES, cutoff=0.5)
+        hint = did_you_mean(scheme.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
         schemes = ", ".join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])
-        raise ValueError(f"quantize has no scheme {scheme!r}.{hint} The schemes are {schemes}.")
+        raise ValueError(
+            f"quantize has no scheme {scheme!r}.{hint} The schemes are {schemes}; the recipes are "
+            f"{', '.join(RECIPES)}."
+        )
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):

@@ -1,5 +1,6 @@
 """Values of many kinds, each of which stands for an array that is given."""
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -126,9 +127,10 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# Where each asks for an array; both name what needs it in a variable `what`.
-_BY_PYTHON = ValueTracer._concrete.__code__  # pyright: ignore[reportPrivateUsage]
-_BY_POLICY = policy._densify.__code__  # pyright: ignore[reportPrivateUsage]
+# Where each asks for an array; both name what needs it in a variable `what`. Annotations may be checked
+# around them.
+_BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
+_BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 
 
 # Each makes a Value from an array, or returns None if there is none for it.

@@ -15,7 +15,7 @@ from quaxlike import adapters
 from quaxlike.arrays.gradients import strongest
 from quaxlike.files import safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
-from tests.samples import normal
+from tests.samples import normal, wrong_types
 
 
 class Scaled(ql.AdaptedArray):
@@ -57,6 +57,7 @@ def test_the_order_of_marks():
     assert strongest("pass", "train", "none") == "train"
 
 
+@wrong_types
 @each_array
 def test_an_unknown_mark(kind):
     for mark in ("trained", True):

@@ -68,7 +68,7 @@ WHOLE = {
 
 def reports(program, x, indices):
     """The errors that `checkify` finds for each index, or the type of what it raises; None for a program that
-    the type itself refuses, such as a sum of metres and a number."""
+    JAX or the type itself refuses, such as a sum of metres and a number."""
     run = ql.quaxify(lambda *args: jax.tree.leaves(ql.materialise(program(*args))))
     checked = jax.jit(checkify.checkify(run, errors=checkify.all_checks))
     try:
@@ -89,7 +89,7 @@ def differences(programs, x, indices=((),)):
     array, out = ql.materialise(x), {}
     for name, program in programs.items():
         found, wanted = (reports(program, v, indices) for v in (x, array))
-        if found != wanted and found is not None:
+        if found != wanted and None not in (found, wanted):
             out[name] = found, wanted
     return out
 

@@ -315,6 +315,14 @@ def _gather(
         rest = leaf.shape[free.num_lead :]
         offsets = [lead_places.index(place) for place in other_places]
         offsets += range(len(lead_places), len(lead_places) + len(rest))
+        if not indices.shape[-1]:  # `checkify` fails for a gather without indices
+            leaf = lax.slice(leaf, (0,) * leaf.ndim, (*slice_sizes[: free.num_lead], *rest))
+            places = dict(zip(offsets, leaf.shape, strict=True))
+            batch = iter(indices.shape[:-1])
+            shape = [
+                places[i] if i in places else next(batch) for i in range(len(offsets) + indices.ndim - 1)
+            ]
+            return lax.broadcast_in_dim(leaf, shape, offsets)
         return lax.gather(
             leaf,
             indices,

@@ -196,13 +196,19 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # also inside an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
-        return _constant(number.item(), shape, number.dtype)
+        # A NaN is computed where the program is, so that `checkify` sees the operation that makes it.
+        if number == number:
+            return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
-    value = fn(*vary_alike(scalars))
-    # Of no elements the gradient is zero, even if that of the number is infinite.
-    return Full(jax.lax.stop_gradient(value) if 0 in shape else value, shape[value.ndim :])
+    scalars = vary_alike(scalars)
+    if 0 in shape:  # nothing is computed of no elements: no gradient is infinite, and `checkify` finds no NaN
+        out = jax.eval_shape(fn, *scalars)
+        value = vary_alike([jnp.zeros(out.shape, out.dtype), *scalars])[0]
+    else:
+        value = fn(*scalars)
+    return Full(value, shape[value.ndim :])
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:

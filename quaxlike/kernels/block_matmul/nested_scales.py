@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float32, UInt8
+from jaxtyping import Array, Float32
 
 from .. import blockwise
 
@@ -31,10 +31,11 @@ class NestedScales:
         the signed dynamic map.
     """
 
-    codes: UInt8[Array, "*lead blocks"]
-    absmax: Float32[Array, "*lead nested"]
-    offset: Float32[Array, "*lead"]
-    quant_map: tuple[float, ...] | Float32[Array, "256"] | None = None
+    # Arrays, or what stands for them: `jax.ShapeDtypeStruct`, references of a kernel.
+    codes: Any
+    absmax: Any
+    offset: Any
+    quant_map: Any = None
 
     def __post_init__(self) -> None:
         *lead, blocks = self.codes.shape

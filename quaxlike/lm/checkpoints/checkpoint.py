@@ -24,9 +24,10 @@ from ...files.tensors import Tensors, as_jax, open_tensors
 from ...sharding.placing import Rule as SpecRule
 from ...sharding.placing import by_name
 from ...sharding.reading import RowReader, read_onto
+from ..folders.entries import warn_of_unknown
 from ..folders.file_pair import Pair, consistent
 from ..formats import FORMATS
-from ..formats.format import Format, dense_rows, rows_of_weight
+from ..formats.format import OF_ALL, Format, dense_rows, rows_of_weight
 from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
@@ -182,6 +183,14 @@ def _of_tensors(
 ) -> Checkpoint:
     format, settings = _format_of(tensors, settings)
     found = format.weights(tensors, settings) if format is not None else {}
+    if format is not None:
+        entries = {
+            name: x for name, x in settings.items() if f"{name}.weight" not in tensors
+        }  # MLX's, by layer
+        warn_of_unknown(
+            f"The quantisation config of {tensors.path}", entries,
+            (*OF_ALL, *format.used, *format.without_effect),
+        )  # fmt: skip
     values, used = open_values(tensors)
     weights: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Callable[[], RowReader]] = {}

@@ -48,6 +48,10 @@ class Config:
                 raise UnsupportedConfigError(f"config.json has no {field.name}, which {label} needs.")
         return cls(**values)
 
+    def known_entries(self) -> set[str]:
+        """The entries of the file that are read, or must have certain values."""
+        return {field.name for field in dataclasses.fields(self)}
+
 
 def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedConfigError:
     return UnsupportedConfigError(f"config.json has {name}={quoted(found)}; {label} supports {supported}.")
@@ -61,13 +65,16 @@ def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> An
     return default if value is None else value
 
 
+#: The kinds of attention, and whether they see only a window.
+ATTENTION = {"full_attention": False, "sliding_attention": True}
+
+
 def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
     """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
-    known = {"full_attention": False, "sliding_attention": True}
-    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in ATTENTION for x in types)
     if not are_known or len(types) != layers:
-        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
-    return tuple(known[kind] for kind in types)
+        raise refused("layer_types", types, label, f"{' or '.join(ATTENTION)} for each of {layers} layers")
+    return tuple(ATTENTION[kind] for kind in types)
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:

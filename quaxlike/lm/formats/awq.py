@@ -70,4 +70,11 @@ def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
     return integers(stream(packed), scale[:, :groups], zero, bits=4, block=block, count=k)
 
 
-FORMAT = Format(("awq",), weights, codes=(".qweight", ".qzeros"))
+FORMAT = Format(
+    ("awq",), weights, codes=(".qweight", ".qzeros"), used=("bits", "group_size", "version"),
+    # The tensors have zero points in any case; the others are about kernels.
+    without_effect=(
+        "zero_point", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
+        "lm_head",
+    ),
+)  # fmt: skip

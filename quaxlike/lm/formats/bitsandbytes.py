@@ -363,4 +363,10 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
+    # The states of weights, and the tensors beside them, say all that is needed.
+    without_effect=(
+        "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
+        "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",
+        "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+    ),
 )  # fmt: skip

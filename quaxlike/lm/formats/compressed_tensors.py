@@ -20,6 +20,7 @@ from ...core.values import is_value
 from ...files.errors import file_error, quoted
 from ...files.tensors import Tensors, are_sizes
 from ...kernels.bits import pack, unpack
+from ..folders.entries import warn_of_unknown
 from .float8 import read_float8, read_nvfp4
 from .format import (
     E4M3,
@@ -47,6 +48,14 @@ _PARTS = (
 )
 _INT64 = np.dtype(np.int64)
 
+# The entries of a group; those about activations concern these alone.
+_OF_GROUPS = ("format", "weights", "targets", "input_activations", "output_activations")
+# Those about its weights: how scales were found, and their dtypes, which tensors say as well.
+_OF_SCHEMES = (
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
+    *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+)
+
 _Scheme = Mapping[str, Any]
 
 
@@ -56,6 +65,11 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
     groups = settings(config, "config_groups", tensors.path)
     if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
         raise tensors.error("config_groups", "must map names to settings, `targets` a list of texts")
+    place = f"The quantisation config of {tensors.path}"
+    for name, group in groups.items():
+        warn_of_unknown(f"{place}, config_groups, {name},", group, _OF_GROUPS)
+        if isinstance(scheme := group.get("weights"), dict):
+            warn_of_unknown(f"{place}, config_groups, {name}, weights,", scheme, _OF_SCHEMES)
     for layer in layers(tensors, *_PARTS[1:], dtypes=[INT8, E4M3]):
         if f"{layer.name}.weight" in out:
             continue
@@ -389,5 +403,10 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
-    write=_written, types=(BlockArray, Int8Array),
+    write=_written, types=(BlockArray, Int8Array), used=("config_groups", "format", "sparsity_config"),
+    # About caches, and how far the weights have been compressed.
+    without_effect=(
+        "kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "quantization_status",
+        "run_compressed", "use_optimized_inference",
+    ),
 )  # fmt: skip

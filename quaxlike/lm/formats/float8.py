@@ -114,5 +114,11 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | No
 
 
 FORMAT = Format(
-    ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True, settings=_settings
+    ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True, settings=_settings,
+    used=("weight_block_size",),
+    # About activations and caches, which stay as they are; and what the dtypes of tensors say as well.
+    without_effect=(
+        "activation_scheme", "activation_scale_ub", "kv_cache_quant_algo", "kv_cache_scheme", "fmt",
+        "scale_fmt", "quant_algo", "group_size", "producer", "config_groups",
+    ),
 )  # fmt: skip

@@ -32,6 +32,20 @@ class StoredWeight(NamedTuple):
     """Reads it by rows, in a way of its own."""
 
 
+#: Settings of all formats: which format it is, and which layers it leaves out, as their tensors say as well.
+OF_ALL = (
+    *(
+        "quant_method",
+        "modules_to_not_convert",
+        "ignore",
+        "ignored_layers",
+        "exclude_modules",
+        "skip_modules",
+    ),
+    *("modules_to_convert", "dequantize", "version"),
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
     """A format, and how its checkpoints are recognised, read and written.
@@ -43,6 +57,8 @@ class Format:
         settings. A weight that lacks a part is among them, and an error when it is read.
     - `codes`: endings of tensors that are of no use on their own: a checkpoint with one that belongs to no
         weight is damaged.
+    - `used`: the settings that `weights` reads.
+    - `without_effect`: others that files have, which say nothing about the weights that these do not say.
     - `by_rows`: whether the first axis of its tensors has the rows of the weight, tiles of rows, or neither,
         and `weights` reads a window of rows as if it were a file.
     - `detect`: whether a checkpoint without settings has weights of the format.
@@ -57,6 +73,8 @@ class Format:
     methods: tuple[str, ...]
     weights: Callable[[Tensors, Settings], Mapping[str, StoredWeight]]
     codes: tuple[str, ...] = ()
+    used: tuple[str, ...] = ()
+    without_effect: tuple[str, ...] = ()
     by_rows: bool = False
     detect: Callable[[Tensors], bool] = lambda tensors: False
     settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None

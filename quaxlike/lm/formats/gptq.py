@@ -16,8 +16,10 @@ from ...files.errors import quoted
 from ...files.json_text import read_json_file
 from ...files.tensors import Tensors
 from ...kernels.bits import unpack
+from ..folders.entries import warn_of_unknown
 from .format import (
     INT32,
+    OF_ALL,
     Format,
     StoredLayer,
     StoredWeight,
@@ -35,7 +37,7 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    kind = config.get("checkpoint_format") or "gptq"
+    kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         kind = "marlin" if config.get("is_marlin_format") else kind
         raise tensors.error("checkpoint_format", f"gptq and gptq_v2 can be read; found {quoted(kind)}")
@@ -61,6 +63,8 @@ def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, A
                 "qweight", f"is there, though `dynamic` leaves it out by {quoted(f'-:{pattern}')}"
             )
         if found:
+            known = (*OF_ALL, *FORMAT.used, *FORMAT.without_effect)
+            warn_of_unknown(f"The quantisation config of {layer.tensors.path}, `dynamic`,", own, known)
             return {**config, **own}
     return config
 
@@ -124,4 +128,15 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | No
     return {"quant_method": "gptq", **read_json_file(file, "the configuration")}
 
 
-FORMAT = Format(("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"), settings=_settings)
+FORMAT = Format(
+    ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"), settings=_settings,
+    used=("bits", "group_size", "desc_act", "checkpoint_format", "format", "is_marlin_format", "dynamic"),
+    # How the codes were found and by what, how they are computed with, and what the tensors say as well.
+    without_effect=(
+        "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware",
+        "sym", "lm_head", "pack_dtype", "meta", "method", "model_file_base_name", "model_name_or_path",
+        "quantizer", "tokenizer", "dataset", "batch_size", "pad_token_id", "model_seqlen", "max_input_length",
+        "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
+        "use_cuda_fp16", "use_exllama", "disable_exllama", "exllama_config", "cache_block_outputs", "backend",
+    ),
+)  # fmt: skip

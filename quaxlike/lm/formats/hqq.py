@@ -118,4 +118,5 @@ def _in_columns(
     return out.with_axes((1, 0))
 
 
-FORMAT = Format(("hqq",), weights, codes=(".W_q",))
+# The tensors of each layer say how it is stored.
+FORMAT = Format(("hqq",), weights, codes=(".W_q",), without_effect=("quant_config", "weights", "layers"))

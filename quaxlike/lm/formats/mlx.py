@@ -13,6 +13,7 @@ from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import file_error
 from ...files.tensors import Tensors
 from ...kernels.block_matmul.codecs import E2M1
+from ..folders.entries import warn_of_unknown
 from .format import UINT8, Format, StoredLayer, StoredWeight, integer, layers, stream, weights_of
 
 _MODES: dict[str, Codec] = {
@@ -31,7 +32,9 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
     path, own = layer.tensors.path, config.get(layer.name)
-    config = {**config, **own} if isinstance(own, dict) else config
+    if isinstance(own, dict):
+        warn_of_unknown(f"The quantisation config of {path}, {layer.name},", own, FORMAT.used)
+        config = {**config, **own}
     bits = integer(config, "bits", path, among=(2, 3, 4, 5, 6, 8))
     group = integer(config, "group_size", path)
     mode = config.get("mode") or "affine"
@@ -57,7 +60,9 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
     """Those under MLX's own name, which it may copy to `quantization_config`."""
     own, other = config.get("quantization"), config.get("quantization_config") or {}
-    return {"quant_method": "mlx", **own} if isinstance(own, dict) and "quant_method" not in other else None
+    if not isinstance(own, dict) or "quant_method" in other:
+        return None
+    return {**other, "quant_method": "mlx", **own}
 
 
-FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings)
+FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings, used=("bits", "group_size", "mode"))

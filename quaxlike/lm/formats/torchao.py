@@ -55,4 +55,10 @@ def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> 
     return integers(codes.astype(np.uint8), scale, zero, bits=bits, block=block)
 
 
-FORMAT = Format(("torchao",), weights, codes=("._weight_qdata", "._weight_scale"))
+FORMAT = Format(
+    ("torchao",), weights, codes=("._weight_qdata", "._weight_scale"),
+    # The header says for each weight how it is stored.
+    without_effect=(
+        "quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights",
+    ),
+)  # fmt: skip

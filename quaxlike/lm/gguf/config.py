@@ -10,6 +10,7 @@ import numpy as np
 from ..._checked import is_finite
 from ...files.errors import file_error, quoted
 from ..families import FAMILIES, Gguf
+from ..folders.entries import warn_of_unknown
 from .names import family_of
 
 # Entries of `config.json`, by metadata keys without the architecture's prefix.
@@ -45,6 +46,7 @@ def config_of(
     if family is None or family.gguf is None:
         return {}
     own = family.gguf
+    _warn_of_unknown(path, prefix, own, metadata)
     config: dict[str, Any] = {
         "architectures": [name for name in FAMILIES if FAMILIES[name] is family],
         "model_type": own.model_type, "dtype": "float32", **own.config,
@@ -60,8 +62,8 @@ def config_of(
         if isinstance(tokens, list) and len(tokens) != rows:
             raise file_error(path, "token_embd.weight", f"has {rows} rows, for {len(tokens)} tokens")
     config["tie_word_embeddings"] = "output.weight" not in shapes
-    config.setdefault("attention_bias", "blk.0.attn_output.bias" in shapes)
-    config.setdefault("mlp_bias", "blk.0.ffn_up.bias" in shapes)
+    for entry, tensor in (("attention_bias", "attn_output"), ("mlp_bias", "ffn_up")):
+        config.setdefault(entry, own.biases and f"blk.0.{tensor}.bias" in shapes)
     if own.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(own, config)
     config |= _rope(path, metadata, prefix, config, shapes, read)
@@ -77,6 +79,32 @@ def config_of(
     if tokens["eos_token_id"] is not None and len(ends) > 1:
         tokens["eos_token_id"] = ends
     return config | {entry: token for entry, token in tokens.items() if token is not None}
+
+
+# Keys that are read beside the numbers.
+_OTHERS = (
+    *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
+    *(
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+    ),
+    *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    "rope.scaling.yarn_log_multiplier",
+)
+# Keys that a decoder does not depend on; the shapes of tensors say the first as well.
+_WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type", "rope.scaling.finetuned")
+# Keys that are not read, and the only values that they may have: what the decoders of the table do.
+_ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
+
+
+def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
+    """Warns of keys about the model that are not known. Those about tokens and the file begin otherwise."""
+    keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
+    known = {*_KEYS, *own.keys, *own.rope_keys, own.marker, *_OTHERS, *_WITHOUT_EFFECT}
+    unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
+    warn_of_unknown(str(path), unknown, ())
 
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
@@ -231,7 +259,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
         )
-    values["rope.dimension_count"] = int(_head_size(config) * rope.get("partial_rotary_factor", 1.0))
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1 and not own.partial:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share}; llama.cpp rotates whole heads in models of type "
+            f"{own.model_type!r}."
+        )
+    values["rope.dimension_count"] = int(_head_size(config) * share)
     kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}

@@ -28,6 +28,16 @@ class BertConfig(Config):
     layer_norm_eps: float | int = 1e-12
     num_labels: int = 2
 
+    def known_entries(self) -> set[str]:  # transformers does not read the size of heads
+        required = (
+            "hidden_act",
+            "position_embedding_type",
+            "is_decoder",
+            "add_cross_attention",
+            "problem_type",
+        )
+        return super().known_entries() | {*required, "id2label", "head_dim"}
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "BertConfig":
         labels = {"num_labels": len(config["id2label"])} if config.get("id2label") else {}

@@ -2,11 +2,24 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..families import FAMILIES, TEXT_TOWERS, Family
-from ..folders.model_config import Config, UnsupportedConfigError, refused, whole, windows_of
+from ..folders.entries import warn_of_unknown
+from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
+from .rope import ENTRIES as ROPE_ENTRIES
 from .rope import Rope, rope_for
+
+
+def is_text_tower(config: Mapping[str, Any]) -> bool:
+    """Whether the decoder is a part of a model that reads images as well."""
+    return _whole_of(config) is not None
+
+
+def _whole_of(config: Mapping[str, Any]) -> str | None:
+    names = config.get("architectures")
+    return next((name for name in TEXT_TOWERS if isinstance(names, list) and name in names), None)
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -14,8 +27,7 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
 
     **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
     """
-    names, text = config.get("architectures"), config.get("text_config")
-    whole = next((x for x in TEXT_TOWERS if isinstance(names, list) and x in names), None)
+    whole, text = _whole_of(config), config.get("text_config")
     if whole is None:
         return dict(config)
     kind = text.get("model_type") if isinstance(text, Mapping) else None
@@ -29,6 +41,29 @@ def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
 _OF_WHOLE = (
     *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
+def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
+    """Warns of entries of a `config.json` that nothing reads: of the `whole` file, and of the `config` of the
+    decoder in it, which is `parsed`."""
+    if is_text_tower(whole):
+        warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
+    warn_of_unknown(str(path), config, parsed.known_entries())
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, Mapping):
+            continue
+        kinds = {kind: part for kind in ATTENTION if isinstance(part := given.get(kind), Mapping)}
+        for part in kinds.values():
+            warn_of_unknown(f"{path}, {name},", part, ROPE_ENTRIES)
+        warn_of_unknown(f"{path}, {name},", given, ATTENTION if kinds else ROPE_ENTRIES)
+
+
+# Entries about images, and where the decoder takes them in.
+_OF_OTHER_PARTS = (
+    *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
+    *("projector_hidden_act", "multimodal_projector_bias"),
 )
 
 
@@ -69,6 +104,8 @@ class DecoderConfig(Config):
     tie_word_embeddings: bool = False
     headless: bool = False
     """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
+    body_name: str = ""
+    """The name of its body in transformers' model of the checkpoint if that has other parts too."""
     pad_token_id: int = -1
     new_embeddings: bool = False
     """Whether embeddings are not those of the checkpoint, so that an adapter's file has to hold them."""
@@ -86,6 +123,10 @@ class DecoderConfig(Config):
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    def known_entries(self) -> set[str]:
+        renamed, required = self.family.renamed, self.family.required
+        return super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Reads a `config.json` of transformers 4 or 5.
@@ -102,7 +143,8 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("headless", "new_embeddings", "windows", "sparse", "ropes"))  # not in files
+        own = ("headless", "body_name", "new_embeddings", "windows", "sparse", "ropes")  # not in files
+        fields |= dict.fromkeys(own)
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
@@ -126,6 +168,15 @@ class DecoderConfig(Config):
             sparse=_sparse(out, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
+
+
+# Entries that no field holds as they are.
+_DERIVED = (
+    *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
+    *("hidden_act", "hidden_activation"),
+)
 
 
 def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:

@@ -13,6 +13,12 @@ from .attention import Context, Sight, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate
 
+# Entries that no field holds as they are; positions are rotated, whatever `position_embedding_type` says.
+_DERIVED = (
+    *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
+    *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModernBertConfig(Config):
@@ -39,6 +45,9 @@ class ModernBertConfig(Config):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // max(self.num_attention_heads, 1)
+
+    def known_entries(self) -> set[str]:
+        return super().known_entries() | {*_DERIVED}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":

@@ -12,6 +12,7 @@ from ..._checked import checked
 from ...files.errors import file_error, quoted
 from ...files.json_text import read_json_file
 from ..folders.companions import modules_of
+from ..folders.entries import warn_of_unknown
 
 _Tokens = Float[Array, "tokens hidden"]
 _Seen = Bool[Array, " tokens"]
@@ -57,6 +58,8 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# The first is read, too; the others say what the model or its texts say as well.
+_OTHERS = ("pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 class Pooling(eqx.Module):
@@ -108,6 +111,7 @@ class Pooling(eqx.Module):
 
 def _modes(path: Path) -> tuple[str, ...]:
     settings = read_json_file(path, "the settings of the pooling")
+    warn_of_unknown(str(path), settings, (*_OLDER, *_OTHERS))
     older = [mode for key, mode in _OLDER.items() if settings.get(key)]
     given = settings.get("pooling_mode", older or "mean")
     modes = tuple(given) if isinstance(given, list) else (given,)

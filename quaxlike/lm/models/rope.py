@@ -57,6 +57,12 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
+#: The entries that are read, and those without effect.
+ENTRIES = (
+    *_NUMBERS,
+    *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
+    "max_position_embeddings",  # as in the configuration itself
+)
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:

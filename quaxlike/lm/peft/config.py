@@ -11,17 +11,17 @@ from ...adapters import METHODS
 from ...adapters.record import DROPOUT, PREFIX, Method, Option
 from ...files.errors import file_error, quoted
 from ...files.json_text import read_json_file
+from ..folders.entries import is_off
 from ..folders.file_pair import Pair
 
 #: The methods by the entry `peft_type` of a configuration.
 BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
-# Entries that do not affect what a trained adapter computes.
-_INFORMATIVE = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "init_ia3_weights",
-    "init_weights", "lora_ga_config", "loftq_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type", "corda_config",
-}  # fmt: skip
+# Entries of all methods that do not affect what a trained adapter computes: where it comes from, its purpose.
+_INFORMATIVE = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    "task_type",
+)
 
 
 def files_of(folder: Path) -> Pair:
@@ -136,7 +136,7 @@ def read_config(path: Path) -> AdapterConfig:
     known = {**_OF_ALL, **method.options}
     for name, value in fields.items():
         is_known = name in known or name in _INFORMATIVE or name in method.informative or name == "bias"
-        if not is_known and value not in (None, False, {}, []):
+        if not is_known and not is_off(value):
             raise file_error(
                 path, name, f"{quoted(value)} is not supported, and what the adapter computes depends on it"
             )

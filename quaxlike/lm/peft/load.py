@@ -39,6 +39,7 @@ from .stored import (
     stored_as,
     why_unsupported,
 )
+from .towers import leave_out_other_parts, tower_in
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -61,7 +62,8 @@ def load_adapter(
         trained on, possibly after `rename`. An adapter that it already has is removed.
     - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
         mapping may have names or their beginnings. Default: transformers' names for the model, with its head
-        (`AutoModelForCausalLM`) or without (`AutoModel`).
+        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or within a model that reads images as well.
+        The adapters of the parts of that which this model lacks are left out, with a warning.
     - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
         `directory`.
     - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
@@ -121,12 +123,16 @@ class _Names(NamedTuple):
 
 def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename, layout: Layouts) -> PyTree:
     method = config.method
+    if hasattr(model, "tensors_of"):
+        leave_out_other_parts(file)
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
-        if (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
+        if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
+            rename = lambda name: tower.name_in_file(published.get(name, name))
+        elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
             rename = lambda name: published.get(name, name).removeprefix(body)
         else:
             rename = {
@@ -265,6 +271,10 @@ def _read_whole(
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
+# Under these names PEFT writes modules that are saved whole again: biases with bias="all", and embeddings.
+_REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
+
+
 class _File:
     """The tensors of an adapter, sorted by what they apply to."""
 
@@ -281,6 +291,7 @@ class _File:
             for each, found in [(method, self.adapters), *self.beside]
             for part, end in each.parts.items()
         ]
+        repeated: dict[str, str] = {}
         of_all = {f"{ROOT}{end}": name for name, end in method.shared.items()}
         for key in tensors:
             if key in of_all:
@@ -296,9 +307,17 @@ class _File:
                 name.endswith(".base_layer.weight") or OF_TOKENS.fullmatch(plain)
             ):
                 self.bases[plain] = key
-            elif ".original_module." not in name and ".modules_to_save." not in name:
-                # (PEFT writes modules of this kind, or their biases, again under these names.)
+            elif (plain := _REPEATED.sub(".", name)) != name and (
+                name.endswith(".bias") or OF_TOKENS.fullmatch(plain)
+            ):
+                repeated[plain] = key
+            else:
                 self.trained[name.replace(".base_layer.", ".")] = key
+        for name, key in repeated.items():
+            if name not in self.trained:
+                raise self.error(
+                    key, f"is not expected: the file has no {PREFIX + name}, which it would repeat"
+                )
         for name, key in self.bases.items():
             if layer_of(name) not in self.adapters and not OF_TOKENS.fullmatch(name):
                 raise self.error(key, "is not expected: the layer has no adapter")

@@ -22,7 +22,7 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
-from ..families import FAMILIES, names_of
+from ..families import FAMILIES, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
@@ -53,8 +53,9 @@ def save_adapter(
         one by one.
     - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
-        Default: those of the model; of a decoder with `"FEATURE_EXTRACTION"`, those that it has without its
-        head, since PEFT puts such an adapter on `AutoModel`.
+        Default: those in transformers' model of the checkpoint that it was read from, so that layers of a
+        decoder within Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`,
+        those that a decoder has without its head, since PEFT puts such an adapter on `AutoModel`.
     - `adapter_name`: the name of the adapter. One other than `"default"` goes to a folder of this name in
         `directory`.
     - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
@@ -89,8 +90,11 @@ def save_adapter(
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))
     model = _rewritten(_unstacked(model))
-    if rename is None and task_type == "FEATURE_EXTRACTION":
-        rename = _without_head(model)
+    body = getattr(getattr(model, "config", None), "body_name", "")
+    if rename is None:
+        rename = {"model": body} if body else None
+        if task_type == "FEATURE_EXTRACTION":
+            rename = _without_head(model, body)
     arrays = names_in_file(model, rename)
     layouts = {name: record.layout for name, record in records_of(model, layout).items()}
     in_file = {new: layouts[name] for new, name, _ in arrays}
@@ -292,13 +296,15 @@ def _check_kind(method: Method, layer: Written) -> None:
         raise ValueError(f"{method.refusal(name, kind, description)}.")
 
 
-def _without_head(model: PyTree) -> Rename:
-    """The names that the arrays of a decoder have in its body alone; None for any other model."""
-    arrays = named_arrays(model)
+def _without_head(model: PyTree, published: str) -> Rename:
+    """The names that the arrays of a decoder have without its head; None for any other model. `published` is
+    that of its body if it is a part of another model."""
+    arrays, inside = named_arrays(model), published.partition(".")[2]
     for family in FAMILIES.values():
         body = f"{family.name('model')}."
         if any(name.startswith(f"{body}{family.name('embed_tokens')}.") for name in arrays):
-            return lambda name: name.removeprefix(body)
+            begins = f"{inside}." if inside else ""
+            return lambda name: begins + name.removeprefix(body)
     return None
 
 
@@ -410,6 +416,8 @@ def _targets(
     """The last components of the adapted layers' names if they identify them, or else whole names."""
     if not adapters:
         return None
+    if any(IN_TOWER.match(new) for new in names):  # layers of other parts may end with the same
+        return sorted(adapters)
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
         layer_of(new)

@@ -143,22 +143,19 @@ def test_modern_bert(name, compare, tmp_path):
     compare("vectors of merged models", vectors(again), run(merged)[seen], 5e-4)
 
 
-_TOWERS = {
+TOWERS = {
     "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
     "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
     "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **_CASES["ministral3"][1]}),
 }
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("name", _TOWERS)
-def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
-    """In the names of transformers 5, and in those of published files; written as decoders alone."""
+def tower_of(name):
+    """A random model that reads images as well, and the tokens of texts."""
     import torch
     import transformers
 
-    compare = partial(compare, "transformers", "safetensors", name, "logits")
-    kind, vision, options = _TOWERS[name]
+    kind, vision, options = TOWERS[name]
     torch.manual_seed(0)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     seen = getattr(transformers, f"{vision}Config")(**small, image_size=28, patch_size=14)
@@ -170,6 +167,19 @@ def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
         text_config=getattr(transformers, f"{text}Config")(**{**sizes, **tied}), vision_config=seen, **tied
     )
     theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    ids = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32)
+    return theirs, ids, np.ones((2, 11), bool)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("name", TOWERS)
+def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
+    """In the names of transformers 5, and in those of published files; written as decoders alone."""
+    import torch
+    import transformers
+
+    compare = partial(compare, "transformers", "safetensors", name, "logits")
+    theirs, ids, seen = tower_of(name)
     theirs.save_pretrained(tmp_path / "base")
     tensors = dict(open_tensors(tmp_path / "base"))
     own, others = "model.language_model.", "language_model.model."
@@ -181,7 +191,6 @@ def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
     tensors = {n.replace(others, own): x for n, x in tensors.items()}
     assert any(n.startswith(own) for n in tensors)
     write_tensors(tmp_path / "base" / "model.safetensors", tensors, {"format": "pt"})
-    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32), np.ones((2, 11), bool)
     with torch.no_grad():
         wanted = theirs(input_ids=torch.tensor(ids)).logits.numpy()
     model, config = load(tmp_path / "base")
@@ -191,6 +200,33 @@ def test_decoders_of_models_that_read_images(name, legacy, compare, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32).eval()
     assert type(again).__name__ == config["architectures"][0]
     compare(logits_of_transformers(again, ids, seen), wanted, 2e-4)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma3"])
+def test_an_output_layer_beside_a_tied_embedding(kind, compare, tmp_path):
+    """transformers does not tie them if their numbers differ, whatever the configuration says."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    text = "Gemma3Text" if kind == "Gemma3" else kind
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{text}Config")(**{**_SIZES, "tie_word_embeddings": True})
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(base)
+    tensors = {key: np.asarray(x) for key, x in open_tensors(base).items()}
+    tensors["lm_head.weight"] = np.ascontiguousarray(tensors["model.embed_tokens.weight"][::-1])
+    write_tensors(base / "model.safetensors", tensors, {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32), np.ones((2, 11), bool)
+    wanted = logits_of_transformers(theirs, ids, seen)
+    model, _ = load(base)
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    check = partial(compare, "transformers", "safetensors", kind.lower(), "logits")
+    check(run(model), wanted, 2e-4)
+    save(tmp_path / "out", model, base)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    check(logits_of_transformers(again, ids, seen), wanted, 2e-4)
 
 
 def _read(folder, **options):

@@ -5,6 +5,7 @@
 
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +15,13 @@ from tokenizers import Tokenizer
 import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files import CheckpointError
-from quaxlike.lm import load, save
+from quaxlike.lm import load, save, to_gguf
 from quaxlike.lm.chat import ChatTemplate
 from quaxlike.lm.gguf.container import open_gguf
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
+from tests.lm.models.fixtures import MODELS
 from tests.lm.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
 
 
@@ -221,6 +223,12 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
         ("llama_yarn", {"rope_parameters": _YARN | {"beta_fast": 4.0}}, "has beta_fast=4.0 .* takes 32"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, "GGUF cannot say windows="),
         ("smollm3", {"attention_bias": True}, "GGUF cannot say attention_bias=True"),
+        *(
+            (name, {entry: True}, f"GGUF cannot say {entry}=True of a model of the architecture")
+            for name in ("qwen3", "gemma3")
+            for entry in ("attention_bias", "mlp_bias")
+        ),
+        ("llama_llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; .* whole .* 'llama'"),
         ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
     ],
 )
@@ -229,6 +237,43 @@ def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message,
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path / "new" / "m.gguf", model, source, format="gguf")
     assert not (tmp_path / "new").exists()
+
+
+# What llama.cpp has a place for, by the name of the fixture: src/llama-model.cpp.
+_PLACES = {
+    "attention_bias": ["llama_llama3", "mistral", "mixtral", "granite", "ministral3"],
+    "mlp_bias": ["llama_llama3", "mistral", "granite", "ministral3"],
+    "partial_rotary_factor": ["phi3"],
+}
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize(
+    "name",
+    [x for x in MODELS if x in ("llama_llama3", "phi3") or not x.startswith(("llama", "phi3", "gpt"))]
+    + ["gpt_oss", *LIKE],
+)
+def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
+    own = {
+        "gemma2": {"query_pre_attn_scalar": 16},
+        "mistral": {"sliding_window": None},
+        "phi3": {"sliding_window": None},
+    }
+    source, _ = checkpoint(name, **own.get(name, {}))
+    plain = json.loads((source / "config.json").read_text())
+    rope = plain["rope_parameters"]
+    nested = "full_attention" if "full_attention" in rope else None
+    turned = {**rope.get(nested, rope), "partial_rotary_factor": 0.5}
+    others = {"partial_rotary_factor": {"rope_parameters": {**rope, nested: turned} if nested else turned}}
+    for entry, takers in _PLACES.items():
+        config = plain | others.get(entry, {entry: not plain.get(entry)})
+        parsed = DecoderConfig.from_json(config)
+        arrays = named_arrays(eqx.filter_eval_shape(lm.models.Decoder, parsed, key=jax.random.key(0)))
+        if name in takers:
+            to_gguf.described(arrays, config, source)
+        else:
+            with pytest.raises(CheckpointError, match=entry):
+                to_gguf.described(arrays, config, source)
 
 
 def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):

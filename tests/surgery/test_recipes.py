@@ -1,0 +1,137 @@
+"""Recipes of `quantize`: a scheme for each kind of weight."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from tests.samples import normal
+
+MIXED = {r"layers\.0\..*": "q6_k", ("layers.2",): None, "all-linear": ("nf4", {"double_quant": True})}
+
+
+@pytest.fixture
+def mlp():
+    return eqx.nn.MLP(64, 32, 64, depth=3, key=jax.random.key(0))
+
+
+def test_each_weight_follows_the_first_rule_that_selects_it(mlp):
+    model = ql.quantize(mlp, MIXED)
+    assert eqx.tree_equal(model.layers[0].weight, ql.BlockArray.quantize(mlp.layers[0].weight, codec="q6_k"))
+    assert model.layers[2].weight is mlp.layers[2].weight
+    for i in (1, 3):
+        expected = ql.NF4Array.quantize(mlp.layers[i].weight, double_quant=True)
+        assert eqx.tree_equal(model.layers[i].weight, expected)
+    x = normal(64)
+    expected = ql.materialise(model)(x)
+    np.testing.assert_allclose(ql.quaxify(model)(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_callables_select_as_well(mlp):
+    model = ql.quantize(mlp, {lambda name, leaf: leaf.shape == (32, 64): "int8"})
+    kinds = [type(layer.weight) is ql.Int8Array for layer in model.layers]
+    assert kinds == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (
+            {"all-linear": "nf4", r"layers\.0\..*": "q4_k"},
+            "has no effect: all that it selects follows 'all",
+        ),
+        ({"layerz.*": "nf4"}, r"'layerz.\*' matches none of the arrays of the model. Did you mean 'layers"),
+        ({"all-linear": "q4_kk"}, "quantize has no scheme 'q4_kk'. Did you mean 'q4_k'"),
+        ({"all-linear": 4}, "takes a scheme, such as 'q4_k', a pair .* found 4"),
+        ({"all-linear": ("nf4", 64)}, r"takes a scheme, .* found \('nf4', 64\)"),
+        ({}, "at least one rule; found none"),
+    ],
+)
+def test_rules_that_say_nothing(mlp, recipe, message):
+    with pytest.raises(ValueError, match=message):
+        ql.quantize(mlp, recipe)
+
+
+@pytest.mark.parametrize("options", [{"where": ["layers.0"]}, {"head": True}, {"block_size": 32}])
+def test_a_recipe_says_itself_what_options_say(mlp, options):
+    with pytest.raises(ValueError, match=f"found '{next(iter(options))}' beside it. Write a rule for it"):
+        ql.quantize(mlp, MIXED, **options)
+
+
+def _decoder(layers, **more):
+    """The weights of a decoder, by their names."""
+    names = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
+    weights = {f"model.layers.{i}.{name}.weight": normal(8, 64) for i in range(layers) for name in names}
+    return {"model.embed_tokens.weight": normal(16, 64), **weights, **more}
+
+
+def _schemes(model, recipe):
+    return {row.path: row.scheme for row in ql.quantize.plan(model, recipe).rows}
+
+
+def test_llama_cpps_mixtures():
+    """Of 16 layers those in 6 bits are the first and the last two, and each third between."""
+    model = _decoder(16, **{"lm_head.weight": normal(16, 64)})
+    found = _schemes(model, "q4_k_m")
+    more = [i for i in range(16) if found[f"model.layers.{i}.self_attn.v_proj.weight"] == "q6_k"]
+    assert more == [0, 1, 4, 7, 10, 13, 14, 15]
+    assert [i for i in range(16) if found[f"model.layers.{i}.mlp.down_proj.weight"] == "q6_k"] == more
+    assert {found[f"model.layers.{i}.self_attn.q_proj.weight"] for i in range(16)} == {"q4_k"}
+    assert found["lm_head.weight"] == "q6_k"
+    assert "model.embed_tokens.weight" not in found
+    assert {*_schemes(model, "q5_k_m").values()} == {"q5_k", "q6_k"}
+    assert _schemes(_decoder(1), "q4_k_m")["model.embed_tokens.weight"] == "q6_k"  # which the head is tied to
+
+
+def test_experts_in_four_bits():
+    model = _decoder(1, **{"model.layers.0.mlp.experts.0.up_proj.weight": normal(8, 64)})
+    found = _schemes(model, "mxfp4_moe")
+    assert found.pop("model.layers.0.mlp.experts.0.up_proj.weight") == "mxfp4"
+    assert {*found.values()} == {"q8_0"}
+    assert {row.options["double_quant"] for row in ql.quantize.plan(model, "nf4_qlora").rows} == {True}
+
+
+def test_a_plan_computes_nothing_and_tells_the_bytes(mlp):
+    shapes = eqx.filter_eval_shape(lambda: mlp)
+    plan = ql.quantize.plan(shapes, MIXED)
+    weights = {row.path: row for row in ql.summary(ql.quantize(mlp, MIXED)).rows}
+    assert [row.path for row in plan.rows] == [f"layers.{i}.weight" for i in (0, 1, 3)]
+    for row in plan.rows:
+        of_model = weights[row.path]
+        assert (row.dense_bytes, row.stored_bytes) == (of_model.logical_bytes, of_model.stored_bytes)
+    text = str(plan)
+    assert "all-linear: nf4, double_quant=True: 2 arrays, " in text
+    assert "\n  layers.3.weight" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "r.json",
+            '{"layers.0.*": "q6_k", "layers.2.*": null, "all-linear": ["nf4", {"double_quant": true}]}',
+        ),
+        ("r.toml", '"layers.0.*" = "q6_k"\nall-linear = ["nf4", {double_quant = true}]'),
+    ],
+)
+def test_files(tmp_path, mlp, name, text):
+    (tmp_path / name).write_text(text)
+    recipe = ql.quantize.from_file(tmp_path / name)
+    assert recipe["all-linear"] == ("nf4", {"double_quant": True})
+    assert len(ql.quantize.plan(mlp, recipe).rows) == (3 if name == "r.json" else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("r.yaml", "", "ends in .json or .toml"),
+        ("r.json", "[1]", "a recipe is a table of patterns and schemes; found list"),
+        ("r.json", "{", "r.json: Expecting"),
+        ("r.toml", "all-linear = 3", "r.toml: The rule 'all-linear' takes a scheme"),
+    ],
+)
+def test_files_that_hold_no_recipe(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        ql.quantize.from_file(tmp_path / name)
