@@ -80,6 +80,11 @@ class Layout:
         """The sizes of the outputs of a weight of this shape, after those of a stack."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
+    def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of the inputs of a weight of this shape, after those of a stack; of a convolution, its
+        channels and its window."""
+        return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
+
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes of the axes that are neither outputs nor inputs."""
         matrix = {len(shape) + axis for axis in (*self.out_axes, *self.in_axes)}

@@ -24,7 +24,7 @@ from .tokenizer import read_templates
 #: The name of the file in a folder.
 NAME = "model.gguf"
 # Fields of a configuration that no computation depends on, or that others are derived from.
-_APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes")
+_APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes", "new_embeddings")
 
 
 def save_gguf(

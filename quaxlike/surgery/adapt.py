@@ -146,9 +146,11 @@ def weights_to_adapt(
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    for chosen in (targets, taken):
-        if embedding in chosen:  # one array, and one adapter
-            chosen.pop(head, None)
+    if embedding in targets:  # one array, and one adapter
+        targets.pop(head, None)
+    both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
+    if len(both) == 2 and both[0] == both[1]:  # in full, or in the same rows
+        taken.pop(head)
     if head not in targets and head not in taken:
         model = tied
     if not targets:

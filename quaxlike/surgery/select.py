@@ -30,9 +30,9 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         A Value in it counts as one array.
     - `where`: one of
 
-        - `"all-linear"`: the weights of all linear layers and experts, except embeddings, the output head
-            (`lm_head`) and routers (`gate` or `router` beside `experts`). [`quaxlike.layouts`][] decides
-            which these are.
+        - `"all-linear"`: the weights of all linear layers and experts, except the output head (`lm_head`)
+            and routers (`gate` or `router` beside `experts`). Embeddings and convolutions are no linear
+            layers: name them. [`quaxlike.layouts`][] decides which these are.
         - any other string: a regular expression that must match the whole name;
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
         - a callable of a name and an array that returns whether to select the array.

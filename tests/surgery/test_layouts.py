@@ -357,3 +357,11 @@ def test_of_a_layer_of_ones_own_weights_are_adapted():
     assert not ql.is_value(adapted.table)
     with pytest.raises(ValueError, match=r"It cannot be told which axes of layer\.table"):
         ql.loraify(model, rank=2, key=jax.random.key(0), where="layer.table")
+
+
+def test_sizes_of_outputs_and_inputs():
+    sizes = {"oi": ((3, 5), (3,), (5,)), "io": ((3, 5), (5,), (3,)), "hwio": ((2, 4, 3, 5), (5,), (3, 2, 4))}
+    for text, (shape, out, into) in sizes.items():
+        layout = ql.Layout.parse(text)
+        assert (layout.out_shape(shape), layout.in_shape(shape)) == (out, into)
+        assert layout.in_shape((7, *shape)) == (7, *into)  # a stack

@@ -107,6 +107,8 @@ class DecoderConfig(Config):
     body_name: str = ""
     """The name of its body in transformers' model of the checkpoint if that has other parts too."""
     pad_token_id: int = -1
+    new_embeddings: bool = False
+    """Whether embeddings are not those of the checkpoint, so that an adapter's file has to hold them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
@@ -141,7 +143,8 @@ class DecoderConfig(Config):
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        fields |= dict.fromkeys(("headless", "body_name", "windows", "sparse", "ropes"))  # not in files
+        own = ("headless", "body_name", "new_embeddings", "windows", "sparse", "ropes")  # not in files
+        fields |= dict.fromkeys(own)
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]

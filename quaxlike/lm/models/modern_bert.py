@@ -34,6 +34,8 @@ class ModernBertConfig(Config):
     attention_bias: bool = False
     mlp_bias: bool = False
     local_attention: int = 128
+    new_embeddings: bool = False
+    """As for `DecoderConfig`."""
 
     windows: tuple[bool, ...] = ()
     """For each layer, whether its tokens see only those up to half of `local_attention` away."""
@@ -50,7 +52,7 @@ class ModernBertConfig(Config):
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
         """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
-        fields = {**config, "windows": None, "ropes": None}
+        fields = {**config, **dict.fromkeys(("new_embeddings", "windows", "ropes"))}
         out = cls.read(fields, hidden_activation=("gelu", None))
         types, label = config.get("layer_types"), "ModernBertConfig"
         if types is None:

@@ -23,8 +23,8 @@ from .modern_bert import ModernBertConfig
 
 #: The names of embeddings of tokens.
 EMBEDDINGS = (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
-# Embeddings and output layers, whose arrays have a row for each token.
-_OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
+#: Embeddings and output layers, whose arrays have a row for each token.
+OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
 
 
 @checked
@@ -69,11 +69,13 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
     """
     check_option("resize_vocabulary", "n", n, int)
     arrays = named_arrays(model)
-    chosen = {name: x for name, x in arrays.items() if _OF_TOKENS.fullmatch(name)}
+    chosen = {name: x for name, x in arrays.items() if OF_TOKENS.fullmatch(name)}
     if not chosen:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
+    if all(x.shape[max(x.ndim - 2, 0)] == n for x in chosen.values()):
+        return model
     resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # tied weights stay tied
-    return _described(replace(model, resized), n)
+    return with_new_embeddings(replace(model, resized), n)
 
 
 def _resized(name: str, x: Any, n: int) -> Any:
@@ -136,12 +138,13 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
     return jnp.mean(dense.astype(jnp.float32), axis=axis).astype(dense.dtype)
 
 
-def _described(node: Any, n: int) -> Any:
-    """The same arrays in a model whose parts say that there are `n` tokens."""
+def with_new_embeddings(node: Any, n: int) -> Any:
+    """The same arrays in a model whose parts say that there are `n` tokens, and that its embeddings are not
+    those of the checkpoint."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
     is_inner = lambda x: x is not node and isinstance(x, eqx.Module)
-    out = jtu.tree_map(lambda x: _described(x, n), node, is_leaf=is_inner)
+    out = jtu.tree_map(lambda x: with_new_embeddings(x, n), node, is_leaf=is_inner)
     match out:
         case eqx.nn.Embedding():
             return replace_fields(out, num_embeddings=out.weight.shape[-2])
@@ -149,5 +152,5 @@ def _described(node: Any, n: int) -> Any:
             return replace_fields(out, out_features=out.weight.shape[-2])
     config = getattr(out, "config", None)
     if isinstance(config, DecoderConfig | ModernBertConfig):
-        return replace_fields(out, config=dataclasses.replace(config, vocab_size=n))
+        return replace_fields(out, config=dataclasses.replace(config, vocab_size=n, new_embeddings=True))
     return out

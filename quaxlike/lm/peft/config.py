@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..._patterns import fullmatch, is_pattern
 from ...adapters import METHODS
-from ...adapters.record import DROPOUT, Method, Option
+from ...adapters.record import DROPOUT, PREFIX, Method, Option
 from ...files.errors import file_error, quoted
 from ...files.json_text import read_json_file
 from ..folders.entries import is_off
@@ -46,7 +46,7 @@ class AdapterConfig(NamedTuple):
 
     def targets(self, layer: str) -> bool:
         """Whether the adapter was put on this layer. Not defined for `"all-linear"`."""
-        if _named(self.exclude_modules or (), layer) or self.saves(layer):
+        if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
             return False
@@ -58,7 +58,14 @@ class AdapterConfig(NamedTuple):
 
     def saves(self, name: str) -> bool:
         """Whether an array is part of `modules_to_save`."""
-        return any(fullmatch(rf"(.*\.)?{module}(\..*)?", name) for module in self.modules_to_save or ())
+        return self._saves(name.rpartition(".")[0] or name)
+
+    def _saves(self, layer: str) -> bool:
+        """Whether the layer, or a module that it is in, is saved: as in PEFT, each whose name ends like that,
+        as `input_layernorm` does like `norm`."""
+        parts = layer.split(".")
+        modules = [f"{PREFIX}{'.'.join(parts[:n])}" for n in range(1, len(parts) + 1)]
+        return any(module.endswith(end) for end in self.modules_to_save or () for module in modules)
 
 
 _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
@@ -101,7 +108,7 @@ _MODULES = Option(None, "a regular expression or a list of names", lambda x: is_
 _OF_ALL = {
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,
-    "modules_to_save": Option(None, "a list of names", _are_patterns),
+    "modules_to_save": Option(None, "a list of names", _is_names),
     "layers_to_transform": Option(
         None, "layer numbers", lambda x: _is_int(x) or (isinstance(x, list) and all(map(_is_int, x)))
     ),

@@ -18,6 +18,7 @@ from ...adapters.record import PREFIX, ROOT, Layer, Method
 from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
 from ...arrays.lora import LoraBias, TrainableArray
+from ...core.values import is_value
 from ...files.errors import CheckpointError, file_error, hub_hint
 from ...files.tensors import Tensors, open_tensors
 from ...surgery.records import Layouts, records_of
@@ -26,6 +27,7 @@ from ...surgery.trees import layer_of, named_arrays, replace, suggestion
 from ...surgery.weight_axes import MATRIX
 from ..families import names_of
 from ..folders.file_pair import consistent
+from ..models.vocabulary import EMBEDDINGS, OF_TOKENS, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
     Stored,
@@ -123,7 +125,8 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     method = config.method
     if hasattr(model, "tensors_of"):
         leave_out_other_parts(file)
-    model = _with_separate_head(config, file, model)
+    file.sort_embeddings(config)
+    config, model = _parted(config, file, model)
     tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
@@ -138,6 +141,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     arrays = {new: (name, innermost(leaf)) for new, name, leaf in names_in_file(model, rename)}
     records = records_of(model, layout, fan_in_fan_out=bool(config.option("fan_in_fan_out")))
     layouts = {name: record.layout for name, record in records.items()}
+    model, arrays = _with_embeddings(file, model, arrays, layouts)
     parameters = [
         new
         for new, (name, leaf) in arrays.items()
@@ -166,7 +170,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
             loaded[name] = _read_stack(config, file, new, leaf, layouts[name], experts)
     for new, key in _trained_in_full(config, file, arrays).items():
         name, leaf = arrays[new]
-        array = TrainableArray(file.read_as(key, stored_as(name, leaf.shape, layouts), leaf.shape))
+        array = TrainableArray(_read_whole(file, key, name, leaf, layouts))
         held = loaded.get(name)
         loaded[name] = LoraBias(array, held.b, held.scaling) if isinstance(held, LoraBias) else array
     return replace(model, loaded)
@@ -181,26 +185,93 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
     return next((x for x in bodies if named <= {layer.removeprefix(x) for layer in layers}), None)
 
 
-def _with_separate_head(config: AdapterConfig, file: "_File", model: PyTree) -> PyTree:
-    """The model with a separate output layer if the adapter is for the embedding or the output layer alone.
+def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[AdapterConfig, PyTree]:
+    """The model with a separate output layer if it is tied to the embedding and the file changes the two
+    differently; else, file and configuration without what they repeat for the output layer.
 
-    A model supports this with a method `with_separate_head`. With `ensure_weight_tying`, the file holds the
-    change of the shared array twice.
+    A model supports this with a method `with_separate_head`. PEFT changes the layers that are named, and
+    leaves a tied one as it is; but with `ensure_weight_tying`, and by tokens that are trained, it changes
+    both alike. Files may hold that change once or twice.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
-        return model
-    if config.option("ensure_weight_tying"):
-        for held in (file.adapters, file.bases, file.trained):
-            for name in [name for name in held if name.partition(".")[0] == "lm_head"]:
-                del held[name]
-        return model
-    changed = [*file.adapters, *map(layer_of, file.trained)]
-    apart = any(name.rpartition(".")[2] in (*names_of("embed_tokens"), "lm_head") for name in changed)
-    return separated() if apart else model
+        return config, model
+    tokens = config.option(_TOKENS) or {}
+    tokens = tokens if isinstance(tokens, Mapping) else {"embed_tokens": tokens}
+    of_head = [own for layer, own in tokens.items() if _is_head(layer)]
+    of_embedding = [own for layer, own in tokens.items() if not _is_head(layer)]
+    others = [x for x in (*file.adapters, *map(layer_of, file.trained)) if _is_head(x) or _is_embedding(x)]
+    if others and of_embedding and of_head in ([], of_embedding):
+        rows = (key for _, found in file.beside for keys in found.values() for key in keys.values())
+        raise file.error(
+            next(rows, f"{PREFIX}{others[0]}"),
+            "is for tokens of the embedding and of the output layer that is tied to it, of which "
+            f"{others[0]} has a change of its own: that is not supported",
+        )
+    changed_apart = bool(others) or not file.has_one_embedding()
+    apart = changed_apart and not config.option("ensure_weight_tying")
+    if apart or (of_head and of_head != of_embedding):
+        return config, separated()
+    file.drop_head()
+    if of_head:
+        kept = {layer: own for layer, own in tokens.items() if not _is_head(layer)}
+        config = config._replace(options={**config.options, _TOKENS: kept})
+    return config, model
 
 
-# With bias="all", PEFT writes the biases of modules that are saved whole again under these names.
+_TOKENS = "trainable_token_indices"
+
+
+def _is_head(layer: str) -> bool:
+    return layer.rpartition(".")[2] == "lm_head"
+
+
+def _is_embedding(layer: str) -> bool:
+    return layer.rpartition(".")[2] in EMBEDDINGS
+
+
+def _with_embeddings(
+    file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
+    layouts: Mapping[str, Layout | None],
+) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
+    """The model on the embeddings that the file holds, and its arrays by their names in the file. Names that
+    share one array still do, but for those with an embedding of their own in the file."""
+    out, is_new, n = dict(arrays), False, 0
+    for new, key in file.bases.items():
+        if new not in arrays or arrays[new][1] is None:
+            found = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
+            raise file.error(key, f"the model has no array {new!r}. {suggestion(new, found)}")
+        name, leaf = arrays[new]
+        read = _read_whole(file, key, name, leaf, layouts).astype(leaf.dtype)
+        if OF_TOKENS.fullmatch(new) and (is_value(leaf) or not np.array_equal(leaf, read)):
+            is_new, n = True, read.shape[0]
+        out |= {
+            other: (own, read)
+            for other, (own, held) in arrays.items()
+            if other == new or (held is leaf and other not in file.bases)
+        }
+    return with_new_embeddings(model, n) if is_new else model, out
+
+
+def _read_whole(
+    file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
+) -> jax.Array:
+    """Reads what takes the place of an array of the model."""
+    stored = stored_as(name, leaf.shape, layouts)
+    found, expected = file.shape(key), stored.shape
+    if OF_TOKENS.fullmatch(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
+        raise file.error(
+            key, f"expected shape {expected}; found {found}. The adapter was trained with {found[0]} tokens: "
+            f"load it on `quaxlike.lm.resize_vocabulary(model, {found[0]})`"
+        )  # fmt: skip
+    return file.read_as(key, stored, leaf.shape)
+
+
+# What PEFT puts between the name of a layer and those of the arrays that it had before.
+_BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
+
+
+# Under these names PEFT writes modules that are saved whole again: biases with bias="all", and embeddings.
 _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
@@ -214,7 +285,7 @@ class _File:
         #: The same for what files hold beside them.
         self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
-        self.bases: dict[str, str] = {}  # layer -> key: embeddings that are saved along
+        self.bases: dict[str, str] = {}  # name in the model -> key: embeddings that are saved along
         endings = [
             (end, part, found)
             for each, found in [(method, self.adapters), *self.beside]
@@ -232,10 +303,14 @@ class _File:
             ending, part, found = next((x for x in endings if name.endswith(x[0])), ("", "", None))
             if found is not None:
                 found[name.removesuffix(ending)][part] = key
-            elif name.endswith(".base_layer.weight"):
-                self.bases[name.removesuffix(".base_layer.weight")] = key
-            elif name.endswith(".bias") and _REPEATED.search(name):
-                repeated[_REPEATED.sub(".", name)] = key
+            elif (plain := _BENEATH.sub(".", name)) != name and (
+                name.endswith(".base_layer.weight") or OF_TOKENS.fullmatch(plain)
+            ):
+                self.bases[plain] = key
+            elif (plain := _REPEATED.sub(".", name)) != name and (
+                name.endswith(".bias") or OF_TOKENS.fullmatch(plain)
+            ):
+                repeated[plain] = key
             else:
                 self.trained[name.replace(".base_layer.", ".")] = key
         for name, key in repeated.items():
@@ -243,9 +318,34 @@ class _File:
                 raise self.error(
                     key, f"is not expected: the file has no {PREFIX + name}, which it would repeat"
                 )
-        for layer, key in self.bases.items():
-            if layer not in self.adapters:
+        for name, key in self.bases.items():
+            if layer_of(name) not in self.adapters and not OF_TOKENS.fullmatch(name):
                 raise self.error(key, "is not expected: the layer has no adapter")
+
+    def sort_embeddings(self, config: AdapterConfig) -> None:
+        """Takes embeddings and output layers that are not trained, but saved along (PEFT does so by itself
+        after `resize_token_embeddings`), from what is trained to what is beneath the adapters."""
+        trains_biases = config.option("bias") in ("all", "lora_only")
+        for name in [name for name in self.trained if OF_TOKENS.fullmatch(name)]:
+            if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
+                self.bases.setdefault(name, self.trained.pop(name))
+
+    def has_one_embedding(self) -> bool:
+        """Whether the embedding and the output layer that the file has beneath its adapters, if it has both,
+        are the same."""
+        whole = lambda key: np.asarray(self.tensors[key])
+        weights = {name: key for name, key in self.bases.items() if name.endswith(".weight")}
+        of_head = [key for name, key in weights.items() if _is_head(layer_of(name))]
+        of_embedding = [key for name, key in weights.items() if _is_embedding(layer_of(name))]
+        return all(np.array_equal(whole(x), whole(y)) for x in of_head for y in of_embedding)
+
+    def drop_head(self) -> None:
+        """Forgets what is repeated for an output layer that is tied to the embedding."""
+        is_repeated = any(_is_embedding(layer_of(name)) for name in (*self.bases, *self.trained))
+        bases = [self.bases] if is_repeated else []
+        for held in (self.adapters, self.trained, *bases, *(found for _, found in self.beside)):
+            for name in [name for name in held if name.partition(".")[0] == "lm_head"]:
+                del held[name]
 
     def error(self, key: str, problem: str) -> CheckpointError:
         return self.tensors.error(key, problem)
@@ -339,7 +439,6 @@ def _read_layers(
     for layer, keys in found.items():
         name, leaf = names.layers[layer]
         biases[layer], bias = names.arrays.get(f"{layer}.bias", (f"{layer_of(name)}.bias", None))
-        leaf = file.read(file.bases[layer], leaf.shape) if layer in file.bases else leaf
         layout = names.layouts[name]
         if any(part.startswith("embedding") for part in keys):
             layout = Layout.parse("vo")

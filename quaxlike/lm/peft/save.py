@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ from ..._checked import checked
 from ...adapters.ia3 import ScaledBias
 from ...adapters.lora import relative_to
 from ...adapters.record import PREFIX, ROOT, Method, Written
-from ...arrays.adapted import AdaptedArray
+from ...arrays.adapted import AdaptedArray, innermost
 from ...arrays.layout import Layout
 from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
-from ...core.values import is_value
+from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
 from ..families import FAMILIES, IN_TOWER, names_of
+from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
 from .stored import is_parameter, stored_as, why_unsupported, wrapped_names
@@ -119,6 +120,8 @@ def save_adapter(
         array = stored_as(old[new], array.shape, layouts).put(array)
         layer, _, field = new.rpartition(".")
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
+    if _has_new_embeddings(model):
+        tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
     config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
 
     folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
@@ -213,8 +216,27 @@ def _check_held(
     elif not method.tied and hasattr(model, "with_separate_head") and getattr(model, "lm_head", None) is None:
         embedding = next((x for x in adapters if x.endswith(tuple(names_of("embed_tokens")))), None)
         found = embedding and f"one adapter of {embedding} and the output layer that is tied to it"
+    elif alone := _rows_alone(model, names):
+        found = (
+            f"tokens of {alone} that are trained for the embedding alone, whose output layer has a change of "
+            "its own: PEFT trains them in both, since the checkpoint ties these"
+        )
     if found:
         raise ValueError(f"PEFT's files of {method.peft_type} do not hold {found}. Merge the model instead.")
+
+
+def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
+    """The embedding whose rows are trained, if PEFT would train them in the output layer as well, and this
+    model does not: its output layer was tied to the embedding in the checkpoint, and was separated."""
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    head, rows = names.get("lm_head.weight"), None
+    for name, leaf in names.items():
+        if isinstance(leaf, TrainableRows) and name.endswith(tuple(f"{x}.weight" for x in EMBEDDINGS)):
+            rows = name, leaf.indices
+    if not is_tied or head is None or rows is None:
+        return None
+    name, indices = rows
+    return None if isinstance(head, TrainableRows) and head.indices != indices else name
 
 
 def _entries(
@@ -323,6 +345,28 @@ def _tied_head_entries(
     return out
 
 
+def _has_new_embeddings(model: PyTree) -> bool:
+    """Whether a model says that its embeddings are not those of its checkpoint."""
+    return getattr(getattr(model, "config", None), "new_embeddings", False)
+
+
+def _embeddings(
+    arrays: Sequence[tuple[str, str, Any]], layouts: Mapping[str, Layout | None], method: Method
+) -> dict[str, Any]:
+    """The embeddings and output layers beneath the adapters, as PEFT saves those that were resized."""
+    out: dict[str, Any] = {}
+    for new, name, leaf in arrays:
+        base = innermost(leaf)
+        if not OF_TOKENS.fullmatch(name) or base is None or isinstance(leaf, TrainableArray):
+            continue
+        layer, _, field = new.rpartition(".")
+        wrapped = {TrainableRows: ".token_adapter.base_layer.", LoraBias: ".base_layer."}.get(type(leaf), ".")
+        wrapped = ".base_layer." if isinstance(leaf, method.type) else wrapped
+        base = materialise(base)
+        out[f"{layer}{wrapped}{field}"] = stored_as(name, base.shape, layouts).put(base)
+    return out
+
+
 def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that are trained in full, by name."""
     own_biases: set[str] = set()
@@ -409,7 +453,15 @@ def _trained_config(
             "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "
             f"{', '.join(sorted(biases))}."
         )
-    return {"bias": bias, "modules_to_save": sorted(modules - {""}) or None}
+    return {"bias": bias, "modules_to_save": _unambiguous(modules - {""}, names) or None}
+
+
+def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
+    """The names of modules, with PEFT's prefix where others end alike: PEFT takes all of these."""
+    parts = [name.split(".")[:-1] for name in names]
+    every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
+    others = lambda module: any(x != module and x.endswith(module) for x in every)
+    return sorted(f"{PREFIX}{module}" if others(module) else module for module in modules)
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:

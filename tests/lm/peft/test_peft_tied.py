@@ -1,0 +1,215 @@
+"""Embeddings and output layers in adapters of PEFT, in files of the layout that it writes.
+
+`tests/lm/clients` compares the same with PEFT itself.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.files import CheckpointError
+from quaxlike.files.tensors import open_tensors, write_tensors
+from quaxlike.lm import peft, resize_vocabulary
+from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.surgery.trees import named_arrays
+
+_N, _SIZE, _RANK = 22, 8, 2
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 20, "hidden_size": _SIZE, "intermediate_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+_DRAW = np.random.default_rng(0).standard_normal
+E, H, TRAINED, OTHER = (_DRAW((_N, _SIZE)).astype(np.float32) for _ in range(4))
+A, B = _DRAW((_RANK, _N)).astype(np.float32), _DRAW((_SIZE, _RANK)).astype(np.float32)
+ROWS = _DRAW((2, _SIZE)).astype(np.float32)
+TOKENS = [3, 21]
+_LORA = {f"{_EMBEDDING}.lora_embedding_A": A, f"{_EMBEDDING}.lora_embedding_B": B}
+_LORA_OF_HEAD = {f"{_HEAD}.lora_A.weight": B.T, f"{_HEAD}.lora_B.weight": A.T}
+_DELTA = "token_adapter.trainable_tokens_delta"
+
+
+def _with_rows(w):
+    out = w.copy()
+    out[TOKENS] = ROWS
+    return out
+
+
+def _beneath(between, w=E, head=H):
+    return {f"{_EMBEDDING}{between}.weight": w, f"{_HEAD}{between}.weight": head}
+
+
+def _copies(layer, w, base):
+    """What PEFT writes of a resized module that is trained in full."""
+    names = ("weight", "modules_to_save.weight", "original_module.weight")
+    return {f"{layer}.{name}": x for name, x in zip(names, (w, w, base), strict=True)}
+
+
+_CHANGE = 2 * (B @ A).T
+#: Tensors and options of a resized model, tied or not; its embedding and output layer.
+UNTIED = {
+    "resized": (_beneath(""), {}, E, H),
+    "lora on embedding": ({**_LORA, **_beneath(".base_layer")}, {"target_modules": ["embed_tokens"]},
+                          E + _CHANGE, H),
+    "embedding saved": ({**_copies(_EMBEDDING, TRAINED, E), "lm_head.weight": H},
+                        {"modules_to_save": ["embed_tokens"]}, TRAINED, H),
+    "tokens of head": ({f"{_HEAD}.{_DELTA}": ROWS, f"{_HEAD}.token_adapter.base_layer.weight": H,
+                        f"{_EMBEDDING}.weight": E}, {"trainable_token_indices": {"lm_head": TOKENS}},
+                       E, _with_rows(H)),
+}  # fmt: skip
+TIED = {
+    "resized": (_beneath("", E, E), {}, E, None),
+    "lora on embedding": ({**_LORA, f"{_EMBEDDING}.base_layer.weight": E},
+                          {"target_modules": ["embed_tokens"]}, E + _CHANGE, E),
+    "lora on head": ({**_LORA_OF_HEAD, f"{_HEAD}.base_layer.weight": E}, {"target_modules": ["lm_head"]},
+                     E, E + _CHANGE),
+    "lora on both": ({**_LORA, **_LORA_OF_HEAD, **_beneath(".base_layer", E, E)},
+                     {"target_modules": ["embed_tokens", "lm_head"]}, E + _CHANGE, E + _CHANGE),
+    "lora on both alike": ({**_LORA, **_LORA_OF_HEAD, **_beneath(".base_layer", E, E)},
+                           {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+                           E + _CHANGE, None),
+    "embedding saved": ({**_copies(_EMBEDDING, TRAINED, E), "lm_head.weight": E},
+                        {"modules_to_save": ["embed_tokens"]}, TRAINED, E),
+    "head saved": ({**_copies(_HEAD, TRAINED, E), f"{_EMBEDDING}.weight": E},
+                   {"modules_to_save": ["lm_head"]}, E, TRAINED),
+    "both saved": ({**_copies(_EMBEDDING, TRAINED, E), **_copies(_HEAD, OTHER, E)},
+                   {"modules_to_save": ["embed_tokens", "lm_head"]}, TRAINED, OTHER),
+    "both saved alike": ({**_copies(_EMBEDDING, TRAINED, E), **_copies(_HEAD, TRAINED, E)},
+                         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TRAINED, None),
+    "tokens": ({f"{_EMBEDDING}.{_DELTA}": ROWS, f"{_HEAD}.{_DELTA}": ROWS,
+                **_beneath(".token_adapter.base_layer", E, E)},
+               {"trainable_token_indices": TOKENS}, _with_rows(E), None),
+    "tokens, by name": ({f"{_EMBEDDING}.{_DELTA}": ROWS, f"{_EMBEDDING}.weight": E},
+                        {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS}},
+                        _with_rows(E), None),
+    "tokens of head": ({f"{_HEAD}.{_DELTA}": ROWS, f"{_EMBEDDING}.weight": E},
+                       {"trainable_token_indices": {"lm_head": TOKENS}}, E, _with_rows(E)),
+    "other tokens of head": ({f"{_EMBEDDING}.{_DELTA}": ROWS, f"{_HEAD}.{_DELTA}": ROWS[:1],
+                              **_beneath(".token_adapter.base_layer", E, E)},
+                             {"trainable_token_indices": {"embed_tokens": TOKENS, "lm_head": TOKENS[:1]}},
+                             _with_rows(E), np.where(np.arange(_N)[:, None] == TOKENS[0], ROWS[:1], E)),
+    "another output layer": (_beneath(""), {}, E, H),
+}  # fmt: skip
+
+
+def _write(folder, tensors, options):
+    """An adapter with a LoRA on one layer besides."""
+    layer, zeros = "model.layers.0.self_attn.q_proj", np.zeros((_RANK, _SIZE), np.float32)
+    tensors = {**tensors, f"{layer}.lora_A.weight": zeros, f"{layer}.lora_B.weight": zeros.T}
+    folder.mkdir(exist_ok=True)
+    write_tensors(
+        folder / "adapter_model.safetensors", {f"base_model.model.{k}": x for k, x in tensors.items()}, {}
+    )
+    options = {"target_modules": [], **options}
+    options["target_modules"] = ["q_proj", *options["target_modules"]]
+    config = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, **options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _base(n=_N, **options):
+    model = Decoder(DecoderConfig.from_json({**_CONFIG, **options}), key=jax.random.key(0))
+    return resize_vocabulary(model, n) if n != 20 else model
+
+
+def _weights(model):
+    """The embedding and the output layer; None where it is tied to the embedding."""
+    arrays = named_arrays(ql.merge(model))
+    return arrays[f"{_EMBEDDING}.weight"], arrays.get(f"{_HEAD}.weight")
+
+
+@pytest.mark.parametrize(
+    ("tied", "case"), [*((True, case) for case in TIED), *((False, case) for case in UNTIED)]
+)
+def test_embeddings_of_a_resized_model(tied, case, tmp_path):
+    """On a base whose new rows differ, and in the file that we write for another such base."""
+    tensors, options, *wanted = (TIED if tied else UNTIED)[case]
+    base = _base(tie_word_embeddings=tied)
+    model = peft.load_adapter(_write(tmp_path / "in", tensors, options), base)
+    peft.save_adapter(tmp_path / "out", model)
+    again = peft.load_adapter(tmp_path / "out", jax.tree.map(lambda x: x + 1, base))
+    for found in (_weights(model), _weights(again)):
+        for x, y in zip(found, wanted, strict=True):
+            assert (x is None) == (y is None)
+            if y is not None:
+                np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_a_file_is_written_as_it_was_read(tmp_path):
+    """With the resized embeddings, and without them for a base that has the same."""
+    tensors, options, *_ = UNTIED["lora on embedding"]
+    file = "adapter_model.safetensors"
+    model = peft.load_adapter(_write(tmp_path / "in", tensors, options), _base())
+    peft.save_adapter(tmp_path / "out", model)
+    found, before = ({*open_tensors(tmp_path / x / file)} for x in ("out", "in"))
+    assert found == {x.replace("lm_head.base_layer.", "lm_head.") for x in before}
+    plain = _base(20)
+    peft.save_adapter(tmp_path / "out", ql.loraify(plain, rank=2, where=["q_proj"], key=jax.random.key(0)))
+    assert not any("weight" in x and "lora" not in x for x in open_tensors(tmp_path / "out" / file))
+
+
+def test_a_model_that_was_not_resized(tmp_path):
+    message = r"lm_head\.weight': expected shape \(20, 8\); found \(22, 8\).*resize_vocabulary\(model, 22\)"
+    with pytest.raises(CheckpointError, match=message):
+        peft.load_adapter(_write(tmp_path, _beneath(""), {}), _base(20))
+    with pytest.raises(CheckpointError, match=r"resize_vocabulary\(model, 22\)"):
+        peft.load_adapter(
+            _write(tmp_path, {f"{_EMBEDDING}.weight": E}, {"modules_to_save": ["embed_tokens"]}), _base(20)
+        )
+
+
+def test_tokens_beside_another_change_of_the_output_layer(tmp_path):
+    """PEFT computes such an adapter on the rows that the two share."""
+    tensors = {**_LORA_OF_HEAD, f"{_EMBEDDING}.{_DELTA}": ROWS}
+    options = {"target_modules": ["lm_head"], "trainable_token_indices": TOKENS}
+    _write(tmp_path, tensors, options)
+    peft.load_adapter(tmp_path, _base(tie_word_embeddings=False))
+    base = _base(tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="tokens of the embedding and of the output layer that is tied"):
+        peft.load_adapter(tmp_path, base)
+    model = ql.loraify(base, rank=2, where=["lm_head"], trainable_token_indices=TOKENS, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"tokens of model\.embed_tokens\.weight that are trained for"):
+        peft.save_adapter(tmp_path, model)
+
+
+def test_tokens_of_a_tied_output_layer_of_its_own():
+    """They were left out without a word."""
+    tokens = {"embed_tokens": TOKENS, "lm_head": [4]}
+    options = {"rank": 2, "where": ["q_proj"], "key": jax.random.key(0)}
+    base = _base(tie_word_embeddings=True)
+    model = named_arrays(ql.loraify(base, trainable_token_indices=tokens, **options))
+    assert model["lm_head.weight"].indices == (4,)
+    tokens["lm_head"] = TOKENS
+    assert "lm_head.weight" not in named_arrays(ql.loraify(base, trainable_token_indices=tokens, **options))
+
+
+def test_modules_whose_names_end_alike(tmp_path):
+    """`norm` names all norms, as in PEFT; ours names one."""
+    base = _base(20)
+    norms = {name: x for name, x in named_arrays(base).items() if "norm" in name}
+    trained = {name: np.full(x.shape, i, np.float32) for i, (name, x) in enumerate(norms.items())}
+    assert len(norms) == 3
+    model = named_arrays(peft.load_adapter(_write(tmp_path, trained, {"modules_to_save": ["norm"]}), base))
+    for name, x in trained.items():
+        np.testing.assert_array_equal(ql.materialise(model[name]), x)
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.weight': is missing: modules_to_save"):
+        peft.load_adapter(_write(tmp_path, {"model.norm.weight": E[0]}, {"modules_to_save": ["norm"]}), base)
+    one = ql.loraify(base, rank=2, where=["q_proj"], modules_to_save=["norm"], key=jax.random.key(0))
+    for task, written in (("CAUSAL_LM", "model.norm"), ("FEATURE_EXTRACTION", "base_model.model.norm")):
+        peft.save_adapter(tmp_path, one, task_type=task)
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == [written]
+        again = peft.load_adapter(tmp_path, base)
+        assert jax.tree.structure(again) == jax.tree.structure(one)
+
+
+def test_dtype_and_trees_stay(tmp_path):
+    """Embeddings from a file have the dtype of the model, as in PEFT."""
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _base())
+    model = peft.load_adapter(_write(tmp_path, _beneath(""), {}), base)
+    assert {x.dtype for x in _weights(model)} == {jnp.dtype(jnp.bfloat16)}
+    assert model.config.new_embeddings
+    assert not resize_vocabulary(_base(20), 20).config.new_embeddings
