@@ -81,7 +81,12 @@ def reports(program, x, indices):
         except type(raised):
             return None
         return [type(raised)]
-    return [None if text is None else text.split("\n")[0].split(". (")[0] for text in found]
+    return [None if text is None else _normal(text) for text in found]
+
+
+def _normal(text):
+    """Without the place, and without the primitive that makes a NaN: a rule may compute it by another one."""
+    return text.split("\n")[0].split(". (")[0].split(" by primitive")[0]
 
 
 def differences(programs, x, indices=((),)):
@@ -107,6 +112,7 @@ def test_rows(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 @pytest.mark.parametrize("name", TYPES)
 def test_indices(name, default_promotion):
     x = TYPES[name]()

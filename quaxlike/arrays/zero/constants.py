@@ -202,7 +202,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     batches = {np.shape(v) for v in scalars} - {()}
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
-    scalars = vary_alike(scalars)
+    scalars = vary_alike([*map(jnp.asarray, scalars)])
     if 0 in shape:  # nothing is computed of no elements: no gradient is infinite, and `checkify` finds no NaN
         out = jax.eval_shape(fn, *scalars)
         value = vary_alike([jnp.zeros(out.shape, out.dtype), *scalars])[0]
