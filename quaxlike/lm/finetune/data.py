@@ -23,7 +23,8 @@ class Tokens:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
-        from ..text import TextTokenizer  # here, since the command line lists tasks without the extra `lm`
+        from ..marks import Marks  # here, since the command line lists tasks without the extra `lm`
+        from ..text import TextTokenizer
 
         self._tokenizer = TextTokenizer(directory)
         size = config.get("vocab_size")
@@ -31,17 +32,18 @@ class Tokens:
             raise FinetuneError(f"config.json has vocab_size={size!r}; it must be a whole number.")
         self.max_length, self._directory, self._size = max_length, directory, size
         eos = config.get("eos_token_id")
-        self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(token) is int and 0 <= token < size for token in self.eos):
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < size for token in ends):
             raise FinetuneError(f"config.json has eos_token_id={eos!r} and a vocab_size of {size}.")
+        self.marks = Marks.of(self._tokenizer, directory, config)
 
-    def whole(self, text: str, *, special: bool = True) -> list[int]:
-        """All tokens of a text, with the special ones that mark its ends unless `special` is False."""
-        return self._encoded(text, special).ids
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without marks of its beginning and end."""
+        return self._encoded(text).ids
 
-    def _encoded(self, text: str, special: bool = True) -> Any:
+    def _encoded(self, text: str) -> Any:
         """Encodes a text. Raises for a token that the model has no row for, such as Gemma 3's for images."""
-        encoding = self._tokenizer.encode(text, special=special)
+        encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
             raise ValueError(
@@ -51,7 +53,7 @@ class Tokens:
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """The tokens of a text, without special ones, and which of them contain these characters."""
-        encoding = self._encoded(text, special=False)
+        encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
             inside = (encoding.char_to_token(i) for i in range(start, end))
@@ -72,14 +74,7 @@ class Tokens:
 
     def cut(self, text: str) -> tuple[list[int], bool]:
         """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
-        encoding = self._encoded(text)
-        ids, excess = encoding.ids, len(encoding.ids) - self.max_length
-        if excess <= 0:
-            return ids, False
-        end = len(ids)
-        while end > 0 and encoding.special_tokens_mask[end - 1]:
-            end -= 1
-        return ids[: max(0, end - excess)] + ids[end:], True
+        return self.marks.around(self.ids(text), self.max_length)
 
 
 class Example(NamedTuple):

@@ -63,13 +63,14 @@ class NextToken(AbstractTextTask):
                     "list under the name 'messages'"
                 )
         if "prompt" in fields:
-            ids = tokens.whole(text_of(fields, "prompt"))
-            learned_from = max(1, len(ids))
-            ids = ids + tokens.whole(text_of(fields, "completion"), special=False)
+            prompt = tokens.marks.begun(tokens.ids(text_of(fields, "prompt")))
+            learned_from = max(1, len(prompt))
+            ids = tokens.marks.finished(prompt + tokens.ids(text_of(fields, "completion")))
         else:
-            ids, learned_from = tokens.whole(text_of(fields, "text")), 1
-        if ids[-1:] != tokens.eos:
-            ids = ids + tokens.eos
+            ids, learned_from = (
+                tokens.marks.finished(tokens.marks.begun(tokens.ids(text_of(fields, "text")))),
+                1,
+            )
         return learned_part(ids, [i >= learned_from for i in range(len(ids))], tokens.max_length)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, ""]:

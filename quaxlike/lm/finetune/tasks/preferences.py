@@ -51,11 +51,11 @@ class Preferences(AbstractTextTask):
         return cls(chunk_of(train), data.task)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        prompt = tokens.whole(text_of(fields, "prompt"))
-        ends = [tokens.whole(text_of(fields, name), special=False) for name in ("chosen", "rejected")]
+        prompt = tokens.marks.begun(tokens.ids(text_of(fields, "prompt")))
+        ends = [tokens.ids(text_of(fields, name)) for name in ("chosen", "rejected")]
         if ends[0] == ends[1]:
             raise ValueError("'chosen' and 'rejected' are the same text")
-        whole = [prompt + end + ([] if end[-1:] == tokens.eos else tokens.eos) for end in ends]
+        whole = [tokens.marks.finished(prompt + end) for end in ends]
         first, longest = max(1, len(prompt)), max(map(len, whole))
         if first >= tokens.max_length:
             return None
