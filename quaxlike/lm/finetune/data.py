@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from ..tokenizer import read_templates
 from .settings import FinetuneError
 
 #: Tokens of the shortest rows.
@@ -71,6 +72,10 @@ class Tokens:
         except ModuleNotFoundError as error:
             raise FinetuneError(f"Rows of messages need {error.name}: pip install 'quaxlike[lm]'") from None
         return ChatTemplate(self._directory)
+
+    @functools.cached_property
+    def has_template(self) -> bool:
+        return "default" in read_templates(self._directory)[0]
 
     def cut(self, text: str) -> tuple[list[int], bool]:
         """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
@@ -151,38 +156,6 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 examples.append(example)
     cut = sum(example.was_cut for example in examples) + empty
     return Examples(examples, cut, empty, without_answer)
-
-
-def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """An entry that must be a non-empty text."""
-    text = fields.get(name)
-    if not isinstance(text, str) or not text.strip():
-        found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
-        raise ValueError(f"{name!r} must be a text; {found}")
-    return text
-
-
-def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entry `"messages"`, which must be a conversation."""
-    found = fields["messages"]
-    if (
-        not isinstance(found, list)
-        or not all(isinstance(x, dict) and "role" in x for x in found)
-        or not found
-    ):
-        raise ValueError(f"'messages' must be a list of objects with a role; found {found!r}")
-    return found
-
-
-def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry `"chat_template_kwargs"`: variables for the chat template."""
-    found = fields.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt"}:
-        raise ValueError(
-            "'chat_template_kwargs' must be an object with variables other than the messages; "
-            f"found {found!r}"
-        )
-    return found
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
