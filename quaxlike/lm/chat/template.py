@@ -8,7 +8,6 @@ write. Unlike there, the sandbox bounds the sizes of texts.
 import datetime
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,9 +57,9 @@ class ChatTemplate:
                 "messages."
             )
         environment = _environment()
-        self._sources = sources
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+            self._names = {name: _names_in(environment, text) for name, text in sources.items()}
         except Exception as error:  # jinja2 writes Python, which may be nested too deeply, or not be Python
             problem = f"{type(error).__name__}: {shortened(str(error))}"
             raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
@@ -142,11 +141,11 @@ class ChatTemplate:
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
         """Raises `ValueError` for entries that the template neither names nor writes."""
-        source = self._sources[self._named(options.get("tools"))]
+        names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
             """Whether `name` has no effect, since these others make the same text."""
-            if re.search(rf"\b{re.escape(name)}\b", source):
+            if name in names:
                 return False
             try:
                 return self.render(messages, **options).text == text
@@ -179,6 +178,16 @@ WITHOUT_EFFECT = {
     "reasoning_content": "templates of models that do not think leave thoughts out",
     "tool_call_id": "many templates pair calls and results by their order",
 }
+
+
+def _names_in(environment: Sandbox, source: str) -> set[str]:
+    """The variables, attributes and constant texts in a template, among which are all keys that it reads."""
+    tree = environment.parse(source)
+    return (
+        {node.name for node in tree.find_all(nodes.Name)}
+        | {node.attr for node in tree.find_all(nodes.Getattr)}
+        | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    )
 
 
 def _is_learned(i: int, message: Mapping[str, Any]) -> bool:

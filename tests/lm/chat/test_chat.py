@@ -204,7 +204,7 @@ def test_other_weights_are_refused(weight, tmp_path):
 
 
 def test_entries_of_messages_are_used_or_named(tmp_path):
-    template = ChatTemplate(bad(tmp_path, PLAIN + PROMPT))
+    template = ChatTemplate(bad(tmp_path, "The reasoning: " + PLAIN + PROMPT))
     for entry in ({"tool_calls": [1]}, {"name": "Jo"}, {"refusal": None}, {"audio": []}, {"id": "7"}):
         template.learned(talk(**entry))
     with pytest.raises(ValueError, match="message 1 has 'reasoning', which the chat template does not use"):
