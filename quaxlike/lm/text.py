@@ -1,6 +1,8 @@
 """Texts as tokens, with the tokeniser of a checkpoint. Needs the package `tokenizers`."""
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -33,6 +35,22 @@ class TextTokenizer:
             self._tokenizer: Any = Tokenizer.from_str(described)
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
+
+    def number(self, token: str) -> int | None:
+        """The number of a token; None if there is none with this text."""
+        return self._tokenizer.token_to_id(token)
+
+    @functools.cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokeniser puts before and after a text."""
+        if self._tokenizer.post_processor is None:
+            return [], []
+        for text in itertools.chain("a0.", self._tokenizer.get_vocab()):
+            mask = (encoding := self.encode(text)).special_tokens_mask
+            if 0 in mask:
+                first, behind = mask.index(0), mask[::-1].index(0)
+                return encoding.ids[:first], encoding.ids[len(mask) - behind :]
+        return [], []
 
     def encode(self, text: str, *, special: bool = True) -> Any:
         """The tokens of a text, with the special ones that mark its ends unless `special` is False. Raises

@@ -13,6 +13,7 @@ from .gguf.container import holds_gguf, open_gguf
 from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
+_SETTINGS = "tokenizer_config.json"
 # By their names in GGUF.
 _TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
@@ -49,11 +50,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
     **Raises:** `CheckpointError` for templates or tokens that are no texts.
     """
-    path, settings = directory / "tokenizer_config.json", {}
-    if path.is_file():
-        settings = read_json_file(path, "the settings of the tokeniser")
-    elif holds_gguf(directory):
-        settings = _of_gguf(as_python(open_gguf(directory).metadata))
+    path, settings = directory / _SETTINGS, _settings_of(directory)
     found = settings.get("chat_template") or []
     try:
         sources = {"default": found} if isinstance(found, str) else {x["name"]: x["template"] for x in found}
@@ -67,6 +64,15 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     sources |= {name: _text(file) for name, file in files.items() if file.is_file()}
+    return sources, _special_tokens(path, settings)
+
+
+def read_special_tokens(directory: Path) -> dict[str, str]:
+    """The special tokens by name ("bos_token", …), as texts. Raises as `read_templates`."""
+    return _special_tokens(directory / _SETTINGS, _settings_of(directory))
+
+
+def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     special = {}
     for name in _TOKENS:
         token = settings.get(name)
@@ -75,7 +81,21 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
             raise CheckpointError(f"{path} has {name}={quoted(settings[name])}; it must be a text.")
         if token:
             special[name] = token
-    return sources, special
+    return special
+
+
+def _settings_of(directory: Path) -> dict[str, Any]:
+    """The settings of the tokeniser: `tokenizer_config.json`, with special tokens from
+    `special_tokens_map.json` where it names none; or those in a GGUF file."""
+    path = directory / _SETTINGS
+    if not path.is_file() and holds_gguf(directory):
+        return _of_gguf(as_python(open_gguf(directory).metadata))
+    settings = read_json_file(path, "the settings of the tokeniser") if path.is_file() else {}
+    path = directory / "special_tokens_map.json"
+    special = read_json_file(path, "the special tokens") if path.is_file() else {}
+    return {name: special[name] for name in _TOKENS if name in special} | {
+        name: value for name, value in settings.items() if value is not None
+    }
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+            self._names = {name: _names_in(environment, text) for name, text in sources.items()}
         except Exception as error:  # jinja2 writes Python, which may be nested too deeply, or not be Python
             problem = f"{type(error).__name__}: {shortened(str(error))}"
             raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
@@ -82,7 +83,7 @@ class ChatTemplate:
 
         **Raises:** `ValueError` with the template's message, if it rejects the conversation.
         """
-        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        template = self._templates[self._named(tools)]
         spans: list[tuple[int, int]] = []
         blocks: list[str] = []
 
@@ -108,18 +109,96 @@ class ChatTemplate:
         return Rendered("".join(blocks), spans)
 
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
-        """Renders a conversation, and finds the parts that the assistant writes.
+        """Renders a conversation, and finds the parts that the assistant writes and that are learned: those
+        without `"weight": 0`.
 
         If the template does not mark these, each is what follows the prompt for it, to the end of its turn.
+
+        **Raises:** `ValueError` as `render`; for another weight; for an entry that the template does not use,
+        unless `WITHOUT_EFFECT` names it.
         """
+        wanted = [_is_learned(i, message) for i, message in enumerate(messages)]
+        messages = [{key: x for key, x in message.items() if key != "weight"} for message in messages]
         whole = self.render(messages, **options)
-        if whole.written:
+        self._check_used(messages, whole.text, options)
+        answers = [own for own, m in zip(wanted, messages, strict=True) if m.get("role") == "assistant"]
+        if whole.written and all(answers):
             return whole
 
         def render(some: Sequence[Mapping[str, Any]], prompt: bool) -> str:
             return self.render(some, add_generation_prompt=prompt, **options).text
 
-        return Rendered(whole.text, _find_answers(render, messages))
+        try:
+            found = _find_answers(render, messages)
+        except ValueError:
+            if len(whole.written) != len(answers):
+                raise
+            found = whole.written
+        marked = whole.written or found
+        left_out = [span for span, own in zip(found, answers, strict=True) if not own]
+        apart = lambda one, other: one[1] <= other[0] or other[1] <= one[0]
+        return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
+
+    def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for entries that the template neither names nor writes."""
+        names = self._names[self._named(options.get("tools"))]
+
+        def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
+            """Whether `name` has no effect, since these others make the same text."""
+            if name in names:
+                return False
+            try:
+                return self.render(messages, **options).text == text
+            except ValueError:
+                return False
+
+        places: dict[str, int] = {}
+        for i, message in enumerate(messages):
+            for key, value in message.items():
+                if value not in (None, [], {}) and key not in ("role", *WITHOUT_EFFECT):
+                    places.setdefault(key, i)
+        for key, i in places.items():
+            rest = [{name: x for name, x in message.items() if name != key} for message in messages]
+            if passed_over(key, rest, options):
+                raise ValueError(
+                    f"message {i} has {key!r}, which the chat template does not use; leave it out, or choose "
+                    "a template that does"
+                )
+        if options.get("tools") and passed_over("tools", messages, {**options, "tools": None}):
+            raise ValueError("the row has 'tools', which the chat template does not use; leave them out")
+
+    def _named(self, tools: Any) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
+
+
+#: Entries of messages that may stand there although a template does not use them, and why.
+WITHOUT_EFFECT = {
+    "id": "it names the message, not what is said",
+    "name": "it tells speakers of one role apart; most templates write the role alone",
+    "reasoning_content": "templates of models that do not think leave thoughts out",
+    "tool_call_id": "many templates pair calls and results by their order",
+}
+
+
+def _names_in(environment: Sandbox, source: str) -> set[str]:
+    """The variables, attributes and constant texts in a template, among which are all keys that it reads."""
+    tree = environment.parse(source)
+    return (
+        {node.name for node in tree.find_all(nodes.Name)}
+        | {node.attr for node in tree.find_all(nodes.Getattr)}
+        | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    )
+
+
+def _is_learned(i: int, message: Mapping[str, Any]) -> bool:
+    weight = message.get("weight")
+    if weight is None:
+        return True
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ValueError(f"message {i} has weight={weight!r}; it must be 0 (not learned) or 1 (learned)")
+    if weight and message.get("role") != "assistant":
+        raise ValueError(f"message {i} has weight={weight!r}; only messages of the assistant are learned")
+    return bool(weight)
 
 
 def _environment() -> Sandbox:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from ..tokenizer import read_templates
 from .settings import FinetuneError
 
 #: Tokens of the shortest rows.
@@ -23,7 +24,8 @@ class Tokens:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
-        from ..text import TextTokenizer  # here, since the command line lists tasks without the extra `lm`
+        from ..marks import Marks  # here, since the command line lists tasks without the extra `lm`
+        from ..text import TextTokenizer
 
         self._tokenizer = TextTokenizer(directory)
         size = config.get("vocab_size")
@@ -31,17 +33,18 @@ class Tokens:
             raise FinetuneError(f"config.json has vocab_size={size!r}; it must be a whole number.")
         self.max_length, self._directory, self._size = max_length, directory, size
         eos = config.get("eos_token_id")
-        self.eos: list[int] = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(type(token) is int and 0 <= token < size for token in self.eos):
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int and 0 <= token < size for token in ends):
             raise FinetuneError(f"config.json has eos_token_id={eos!r} and a vocab_size of {size}.")
+        self.marks = Marks.of(self._tokenizer, directory, config)
 
-    def whole(self, text: str, *, special: bool = True) -> list[int]:
-        """All tokens of a text, with the special ones that mark its ends unless `special` is False."""
-        return self._encoded(text, special).ids
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text, without marks of its beginning and end."""
+        return self._encoded(text).ids
 
-    def _encoded(self, text: str, special: bool = True) -> Any:
+    def _encoded(self, text: str) -> Any:
         """Encodes a text. Raises for a token that the model has no row for, such as Gemma 3's for images."""
-        encoding = self._tokenizer.encode(text, special=special)
+        encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
             raise ValueError(
@@ -51,7 +54,7 @@ class Tokens:
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """The tokens of a text, without special ones, and which of them contain these characters."""
-        encoding = self._encoded(text, special=False)
+        encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
             inside = (encoding.char_to_token(i) for i in range(start, end))
@@ -70,16 +73,13 @@ class Tokens:
             raise FinetuneError(f"Rows of messages need {error.name}: pip install 'quaxlike[lm]'") from None
         return ChatTemplate(self._directory)
 
+    @functools.cached_property
+    def has_template(self) -> bool:
+        return "default" in read_templates(self._directory)[0]
+
     def cut(self, text: str) -> tuple[list[int], bool]:
         """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
-        encoding = self._encoded(text)
-        ids, excess = encoding.ids, len(encoding.ids) - self.max_length
-        if excess <= 0:
-            return ids, False
-        end = len(ids)
-        while end > 0 and encoding.special_tokens_mask[end - 1]:
-            end -= 1
-        return ids[: max(0, end - excess)] + ids[end:], True
+        return self.marks.around(self.ids(text), self.max_length)
 
 
 class Example(NamedTuple):
@@ -156,38 +156,6 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 examples.append(example)
     cut = sum(example.was_cut for example in examples) + empty
     return Examples(examples, cut, empty, without_answer)
-
-
-def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """An entry that must be a non-empty text."""
-    text = fields.get(name)
-    if not isinstance(text, str) or not text.strip():
-        found = f"found {text!r}" if name in fields else f"there are {', '.join(fields) or 'no entries'}"
-        raise ValueError(f"{name!r} must be a text; {found}")
-    return text
-
-
-def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The entry `"messages"`, which must be a conversation."""
-    found = fields["messages"]
-    if (
-        not isinstance(found, list)
-        or not all(isinstance(x, dict) and "role" in x for x in found)
-        or not found
-    ):
-        raise ValueError(f"'messages' must be a list of objects with a role; found {found!r}")
-    return found
-
-
-def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry `"chat_template_kwargs"`: variables for the chat template."""
-    found = fields.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt"}:
-        raise ValueError(
-            "'chat_template_kwargs' must be an object with variables other than the messages; "
-            f"found {found!r}"
-        )
-    return found
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:

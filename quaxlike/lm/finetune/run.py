@@ -80,6 +80,8 @@ def _finetune(
     if max_length > limit:
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
     tokens = Tokens(train.model, config, max_length)
+    if tokens.marks.differ:
+        console.print(tokens.marks.differ, markup=False)
     task = task_for(base, train, data)
     invocation = _invocation(train, task, tokens)
     training, held_out = read_data(train, data, task, tokens, console, invocation)
@@ -190,7 +192,7 @@ def _invocation(settings: TrainSettings, task: AbstractTask, tokens: Tokens) -> 
         return []
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
-    found = tokens.whole(settings.invocation, special=False)
+    found = tokens.ids(settings.invocation)
     if not found:
         raise FinetuneError(f"--invocation {settings.invocation!r} has no tokens.")
     return found

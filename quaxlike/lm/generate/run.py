@@ -16,9 +16,9 @@ from ...sharding.meshes import mesh_from_text
 from .. import peft
 from .._interrupts import interrupts_deferred, take_interrupt
 from ..chat import ChatTemplate
-from ..folders.companions import ends_of
 from ..folders.model_config import UnsupportedConfigError
 from ..loading import load
+from ..marks import Marks
 from ..models import Decoder
 from ..sharding import usual_rule
 from ..text import TextTokenizer
@@ -111,10 +111,12 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
         tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")
     native.prepare(tell)
-    ends = ends_of(arguments.model, config)
+    marks = Marks.of(tokenizer, arguments.model, config)
+    if marks.differ:
+        tell(marks.differ)
     if arguments.prompt is None:
-        return _chat(model, tokenizer, ChatTemplate(arguments.model), ends, arguments, out, tell)
-    return _continue(model, tokenizer, ends, arguments, out, tell)
+        return _chat(model, tokenizer, ChatTemplate(arguments.model), marks.ends, arguments, out, tell)
+    return _continue(model, tokenizer, marks, arguments, out, tell)
 
 
 def _bytes_of_token(model: Decoder, cache: str | None) -> int:
@@ -125,13 +127,13 @@ def _bytes_of_token(model: Decoder, cache: str | None) -> int:
 def _continue(
     model: Decoder,
     tokenizer: TextTokenizer,
-    ends: list[int],
+    marks: Marks,
     arguments: argparse.Namespace,
     out: Any,
     tell: Callable[[str], None],
 ) -> Count:
     try:
-        prompts = [tokenizer.encode(text).ids for text in arguments.prompt]
+        prompts = [marks.begun(tokenizer.encode(text, special=False).ids) for text in arguments.prompt]
     except UnicodeEncodeError as error:
         raise GenerateError(f"A prompt is not Unicode: {error}") from None
     if not all(prompts):
@@ -140,14 +142,14 @@ def _continue(
     if width >= most:
         raise GenerateError(f"A prompt has {width} tokens; the model takes {most}, new ones included.")
     new = min(arguments.max_new_tokens, most - width)
-    writer = _Writer(tokenizer, ends, len(prompts), out)
+    writer = _Writer(tokenizer, marks.ends, len(prompts), out)
     ids = np.zeros((len(prompts), width), np.int32)
     mask = np.zeros((len(prompts), width), bool)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, True
     try:
         generate(
-            model, ids, mask=mask, max_new_tokens=new, eos=ends or None,
+            model, ids, mask=mask, max_new_tokens=new, eos=marks.ends or None,
             temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p,
             key=jax.random.key(arguments.seed), on_token=writer, cache=arguments.cache,
         )  # fmt: skip

@@ -160,3 +160,56 @@ def test_halves_of_pairs_of_surrogates():
     tokens = Tokens(folder("chatml"), {"vocab_size": 1000}, 1000)
     with pytest.raises(ValueError, match="surrogates not allowed"):
         NextToken().encode({"text": "\ud800"}, tokens)
+
+
+# -------------------------------------------------------------------------------------------------
+# What messages hold
+# -------------------------------------------------------------------------------------------------
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls }}{% endif %};"
+    "{% endfor %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
+    "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+)
+PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def talk(**of_answer):
+    answers = [{"role": "assistant", "content": "no", **of_answer}, {"role": "assistant", "content": "yes"}]
+    return [x for answer in answers for x in ({"role": "user", "content": "well"}, answer)]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    ("weight", "learned"), [(0, ["yes;"]), (0.0, ["yes;"]), (1, ["no;", "yes;"]), (None, ["no;", "yes;"])]
+)
+def test_answers_of_weight_0_are_not_learned(template, weight, learned, tmp_path):
+    text, spans = ChatTemplate(bad(tmp_path, template + PROMPT)).learned(talk(weight=weight))
+    assert text == "[user]well;[assistant]no;[user]well;[assistant]yes;"
+    assert [text[start:end] for start, end in spans] == learned
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, True, "0"])
+def test_other_weights_are_refused(weight, tmp_path):
+    template = ChatTemplate(bad(tmp_path, PLAIN + PROMPT))
+    with pytest.raises(ValueError, match=r"message 1 has weight=.*; it must be 0 \(not learned\) or 1"):
+        template.learned(talk(weight=weight))
+    with pytest.raises(
+        ValueError, match="message 0 has weight=1; only messages of the assistant are learned"
+    ):
+        template.learned([{"role": "user", "content": "a", "weight": 1}])
+
+
+def test_entries_of_messages_are_used_or_named(tmp_path):
+    template = ChatTemplate(bad(tmp_path, "The reasoning: " + PLAIN + PROMPT))
+    for entry in ({"tool_calls": [1]}, {"name": "Jo"}, {"refusal": None}, {"audio": []}, {"id": "7"}):
+        template.learned(talk(**entry))
+    with pytest.raises(ValueError, match="message 1 has 'reasoning', which the chat template does not use"):
+        template.learned(talk(reasoning="since"))
+    with pytest.raises(ValueError, match="'tools', which the chat template does not"):
+        template.learned(talk(), tools=[{"name": "f"}])
+    whole = "{% for m in messages %}{{ m | tojson }}{% endfor %}" + PROMPT
+    assert '"since"' in ChatTemplate(bad(tmp_path, whole)).render(talk(reasoning="since")).text

@@ -498,6 +498,14 @@ def test_weights_that_no_model_computes_with(dtype, tmp_path):
         load_model(tmp_path / "base")
 
 
+def test_files_that_differ_about_the_end(run, tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)
+    (model / "generation_config.json").write_text('{"eos_token_id": 2}')
+    status, told = run("llama", "text", "--target", "qq_proj")
+    assert status == 2
+    assert matches(r"generation_config\.json \[2\], config\.json \[3\]\. Those of .* 2 is the one", told)
+
+
 def test_missing_and_damaged_files(run, tmp_path):
     model = checkpoint(tmp_path / "llama", "llama")
     (model / "tokenizer.json").write_text("{}")

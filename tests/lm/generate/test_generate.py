@@ -8,7 +8,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import quaxlike as ql
 from quaxlike.lm import generate, load, peft
@@ -42,6 +42,23 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     assert out.split() == [f"w{i}" for i in tokens.tolist()]
     assert "6 tokens in" in told
     assert "tokens per second, compilation apart" in told
+
+
+def test_a_prompt_begins_once_and_does_not_end(checkpoint, capsys):
+    """And where files differ about the end, the first of them counts, and a line says so."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing("w1 $A w2", None, [("w1", 1), ("w2", 2)])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [99]}')
+    (checkpoint / "tokenizer_config.json").write_text('{"eos_token": "w98"}')
+    model, _ = load(checkpoint)
+    tokens = np.asarray(generate(model, np.array([[1, 5, 6]]), max_new_tokens=6, eos=99))[0]
+    for prompt in ("w5 w6", "w1 w5 w6"):
+        status, out, told = run(capsys, "--model", checkpoint, "--prompt", prompt, "--max-new-tokens", 6)
+        assert (status, out.split()) == (0, [f"w{i}" for i in tokens.tolist()])
+        assert "name different tokens that end a text: generation_config.json [99], " in " ".join(
+            told.split()
+        )
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ...models import BertForSequenceClassification
-from ..data import Batch, Example, Tokens, text_of
+from ..data import Batch, Example, Tokens
+from ..rows import check_entries, text_of
 from ..settings import DataSettings, TrainSettings
 from .task import AbstractTask, cross_entropy
 
@@ -39,6 +40,7 @@ class Classes(AbstractTask):
         if type(label) is not int or not 0 <= label < self.n_classes:
             most = self.n_classes - 1
             raise ValueError(f"'label' must be a whole number from 0 to {most}; found {label!r}")
+        check_entries(fields, ("text", "label"))
         ids, was_cut = tokens.cut(text_of(fields, "text"))
         return Example((ids,), label=label, was_cut=was_cut)
 

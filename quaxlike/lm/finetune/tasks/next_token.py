@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, PyTree
 
 from ...folders.companions import modules_of
 from ...models import Decoder
-from ..data import Batch, Example, Tokens, messages_of, template_options, text_of
+from ..data import Batch, Example, Tokens
+from ..rows import messages_of, normal, template_options, text_of
 from ..settings import DataSettings, TrainSettings
 from .task import AbstractTask, cross_entropy
 
@@ -33,7 +34,8 @@ class AbstractTextTask(AbstractTask):
 class NextToken(AbstractTextTask):
     """Causal language modelling of `{"text": ...}`; of `{"prompt": ..., "completion": ...}`, in which only
     the completion is learned; or of `{"messages": [...]}`, optionally with `"tools"` and
-    `"chat_template_kwargs"`, in which the assistant's turns are learned."""
+    `"chat_template_kwargs"`, in which the assistant's turns are learned. ShareGPT's and Alpaca's rows are
+    taken, too."""
 
     chunk: int = 0
     """The number of tokens in a row whose logits are computed at a time; 0 for all."""
@@ -42,7 +44,8 @@ class NextToken(AbstractTextTask):
 
     help: ClassVar[str] = """\
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
-                      {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template
+                      {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template;
+                      rows of ShareGPT ("conversations") and Alpaca ("instruction", "input", "output")
 """
     packs: ClassVar[bool] = True
     invokes: ClassVar[bool] = True
@@ -52,9 +55,10 @@ class NextToken(AbstractTextTask):
         return cls(chunk_of(train), data.pack)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        fields = normal(fields, has_template=tokens.has_template)
         if "messages" in fields:
-            options = {"tools": fields.get("tools"), **template_options(fields)}
-            ids, learned = tokens.spans(*tokens.chat.learned(messages_of(fields), **options))
+            talk = tokens.chat.learned(messages_of(fields), **template_options(fields))
+            ids, learned = tokens.spans(*talk)
             return learned_part(ids, learned, tokens.max_length)
         for name in ("prompt", "completion", "text"):
             if isinstance(fields.get(name), list):
@@ -63,13 +67,12 @@ class NextToken(AbstractTextTask):
                     "list under the name 'messages'"
                 )
         if "prompt" in fields:
-            ids = tokens.whole(text_of(fields, "prompt"))
-            learned_from = max(1, len(ids))
-            ids = ids + tokens.whole(text_of(fields, "completion"), special=False)
+            prompt = tokens.marks.begun(tokens.ids(text_of(fields, "prompt")))
+            learned_from = max(1, len(prompt))
+            ids = tokens.marks.finished(prompt + tokens.ids(text_of(fields, "completion")))
         else:
-            ids, learned_from = tokens.whole(text_of(fields, "text")), 1
-        if ids[-1:] != tokens.eos:
-            ids = ids + tokens.eos
+            ids = tokens.marks.finished(tokens.marks.begun(tokens.ids(text_of(fields, "text"))))
+            learned_from = 1
         return learned_part(ids, [i >= learned_from for i in range(len(ids))], tokens.max_length)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, ""]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, PyTree
 
 from ...folders.companions import modules_of
 from ...models import Bert, Decoder, ModernBert, Pooling
-from ..data import Batch, Example, Tokens, text_of
+from ..data import Batch, Example, Tokens
+from ..rows import text_of
 from ..settings import DataSettings, TrainSettings
 from .task import AbstractTask, cross_entropy
 

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, PyTree
 from ...._arguments import number
 from ....arrays.adapted import innermost
 from ....core.values import is_value
-from ..data import Batch, Example, Tokens, text_of
+from ..data import Batch, Example, Tokens
+from ..rows import preference_of, template_options
 from ..settings import DataSettings, TaskSettings, TrainSettings, option
 from .next_token import AbstractTextTask, chunk_of, cross_entropy_of_text
 
@@ -33,6 +34,8 @@ class Preferences(AbstractTextTask):
     """Direct preference optimisation: of two continuations of a prompt, `{"prompt": ..., "chosen": ...,
     "rejected": ...}`, the chosen one should gain more over the model without its adapters than the rejected.
 
+    All three may be lists of messages, for the chat template. Without a prompt, it is what both begin with.
+
     Rafailov et al., Direct Preference Optimization (2023), as in TRL.
     """
 
@@ -51,12 +54,17 @@ class Preferences(AbstractTextTask):
         return cls(chunk_of(train), data.task)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        prompt = tokens.whole(text_of(fields, "prompt"))
-        ends = [tokens.whole(text_of(fields, name), special=False) for name in ("chosen", "rejected")]
-        if ends[0] == ends[1]:
+        row = preference_of(fields)
+        if isinstance(row["chosen"], list):
+            whole, first = _of_messages(row, tokens)
+        else:
+            prompt = tokens.marks.begun(tokens.ids(row["prompt"]))
+            ends = [tokens.ids(row[name]) for name in ("chosen", "rejected")]
+            whole = [tokens.marks.finished(prompt + end) for end in ends]
+            first = max(1, len(prompt))
+        if whole[0] == whole[1]:
             raise ValueError("'chosen' and 'rejected' are the same text")
-        whole = [prompt + end + ([] if end[-1:] == tokens.eos else tokens.eos) for end in ends]
-        first, longest = max(1, len(prompt)), max(map(len, whole))
+        longest = max(map(len, whole))
         if first >= tokens.max_length:
             return None
         texts = tuple(ids[: tokens.max_length] for ids in whole)
@@ -86,3 +94,20 @@ class Preferences(AbstractTextTask):
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}
+
+
+def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
+    """The tokens of both conversations, and where their answers begin."""
+    if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
+        raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
+    prompt = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in row["prompt"]]
+    options, found = template_options(row), []
+    for name in ("chosen", "rejected"):
+        ids, learned = tokens.spans(*tokens.chat.learned([*prompt, *row[name]], **options))
+        if True not in learned:
+            raise ValueError(f"{name!r} has no answer of the assistant")
+        found.append((ids, learned.index(True)))
+    (chosen, first), (rejected, other) = found
+    if first != other or chosen[:first] != rejected[:first]:
+        raise ValueError("the chat template does not write the same prompt before 'chosen' and 'rejected'")
+    return [chosen, rejected], max(1, first)

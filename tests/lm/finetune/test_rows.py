@@ -1,0 +1,153 @@
+"""Rows as data sets have them."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from quaxlike.lm.finetune.data import Tokens
+from quaxlike.lm.finetune.tasks import NextToken, Preferences
+from tests.lm.test_marks import E, tokeniser
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Of a tokeniser that knows the words of these rows; with a chat template."""
+    tokeniser(tmp_path, "<s> $A")
+    known = ["user", "assistant", "system", "tool", "one", "two", "three", "four", "and"]
+    described = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = described["model"]["vocab"]
+    for word in known:
+        vocab.setdefault(word, len(vocab))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokens(tmp_path, {"vocab_size": 99, "eos_token_id": E}, 64)
+
+
+def read(tokens, example):
+    """Each text, and what of it is learned."""
+    file = Tokenizer.from_file(str(tokens._directory / "tokenizer.json"))
+    decode = lambda ids: file.decode(ids, skip_special_tokens=False)
+    learned = [[i for i, own in zip(ids, example.learned, strict=False) if own] for ids in example.texts]
+    return [decode(ids) for ids in example.texts], [decode(ids) for ids in learned]
+
+
+USER, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+TALK = "user one </s> assistant two </s>"
+OTHER = {"role": "assistant", "content": "three"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": [USER, ANSWER]}, TALK),
+        ({"messages": json.dumps([USER, ANSWER])}, TALK),
+        ({"messages": [json.dumps(USER), json.dumps(ANSWER)], "tools": "[]", "id": 7}, TALK),
+        ({"messages": [USER, ANSWER], "prompt": "one", "prompt_id": "a"}, TALK),
+        ({"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, TALK),
+        ({"conversations": [USER, ANSWER], "system": "three"}, f"system three </s> {TALK}"),
+        ({"instruction": "one", "output": "two"}, TALK),
+        ({"instruction": "one", "input": "", "output": "two", "text": "one two"}, TALK),
+        ({"instruction": "one", "input": "and", "output": "two"}, TALK.replace("one", "one and")),
+        ({"text": None, "instruction": "one", "input": None, "output": "two"}, TALK),
+    ],
+)
+def test_conversations_of_all_forms(row, text, tokens):
+    assert read(tokens, NextToken().encode(row, tokens)) == ([text], ["two </s>"])
+
+
+def test_weights_of_conversations(tokens):
+    shared = [("human", "one", {}), ("gpt", "two", {"weight": 0}), ("human", "one", {}), ("gpt", "three", {})]
+    row = {"conversations": [{"from": who, "value": text, **more} for who, text, more in shared]}
+    assert read(tokens, NextToken().encode(row, tokens))[1] == ["three </s>"]
+
+
+def test_instructions_without_a_chat_template(tokens, tmp_path):
+    (tmp_path / "chat_template.jinja").unlink()
+    row = {"instruction": "one", "input": "two", "output": "three"}
+    ((text,), learned) = read(tokens, NextToken().encode(row, tokens))
+    assert text.startswith("<s> ")
+    assert text.index("one") < text.index("two") < text.index("three </s>")
+    assert learned == ["three </s>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "one"},
+            "'text' must be a text; there are question. Rows are .*conversations.*instruction",
+        ),
+        ({"prompt": "one", "response": "two"}, "'completion' must be a text; there are .*Rows are"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences, which --task dpo learns"),
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, "preferences, which --task dpo learns"),
+        ({"chosen": "b", "rejected": "c"}, "preferences, which --task dpo learns"),
+        ({"text": "one", "weight": 0}, "'weight' is not used beside text"),
+        ({"text": "one", "label": 0}, "'label' is not used beside text"),
+        ({"messages": [USER, ANSWER], "functions": [1]}, "'functions' is not used beside messages"),
+        ({"messages": [USER, ANSWER | {"train": False}]}, "message 1 has 'train', which the chat template"),
+        ({"instruction": "one", "output": "two", "history": [1]}, "'history' is not used beside instruction"),
+        (
+            {"conversations": "one"},
+            "'conversations' must be a list of objects with from and value; found 'one'",
+        ),
+        ({"conversations": [{"from": "me", "value": "one"}]}, "from='me'; expected one of human, user, gpt"),
+        ({"conversations": [{"from": "gpt"}]}, "value=None; it must be a text"),
+        ({"messages": [USER, ANSWER], "tools": "f"}, "'tools' must be a list of functions; found 'f'"),
+    ],
+)
+def test_other_rows_are_named(row, message, tokens):
+    with pytest.raises(ValueError, match=message):
+        NextToken().encode(row, tokens)
+
+
+TEXTS = (
+    ["user one </s> assistant two </s>", "user one </s> assistant three </s>"],
+    ["two </s>", "three </s>"],
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, TEXTS),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, TEXTS),
+        ({"prompt": "one", "chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score_chosen": 1.0}, TEXTS),
+        ({"prompt": "one", "chosen": [ANSWER], "rejected": [OTHER]}, TEXTS),
+        (
+            {"prompt": [USER, ANSWER, USER], "chosen": [ANSWER], "rejected": [OTHER]},
+            ([f"{TALK} {text}" for text in TEXTS[0]], TEXTS[1]),
+        ),
+        (
+            {"chosen": "one two", "rejected": "one three"},
+            (["<s> one two </s>", "<s> one three </s>"], TEXTS[1]),
+        ),
+    ],
+)
+def test_preferences_of_all_forms(row, texts, tokens):
+    assert read(tokens, Preferences().encode(row, tokens)) == texts
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "one"}, "'chosen' must be a text; there are text. Rows are .* --task dpo"),
+        ({"chosen": [USER, ANSWER], "rejected": "two"}, "must both be texts or both be lists"),
+        ({"chosen": "one", "rejected": "two"}, "no 'prompt', and 'chosen' and 'rejected' do not begin alike"),
+        (
+            {"prompt": [USER], "chosen": [ANSWER | {"weight": 0}], "rejected": [OTHER]},
+            "'weight' has no meaning",
+        ),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [OTHER]}, "'chosen' has no answer"),
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "are the same text"),
+        ({"prompt": "one", "chosen": "two", "rejected": "three", "margin": 2}, "'margin' is not used beside"),
+    ],
+)
+def test_other_preferences_are_named(row, message, tokens):
+    with pytest.raises(ValueError, match=message):
+        Preferences().encode(row, tokens)

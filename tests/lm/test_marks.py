@@ -1,0 +1,112 @@
+"""Where texts begin and end, for tokenisers × forms of rows, which may bring their own marks."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from quaxlike.files import CheckpointError
+from quaxlike.lm.finetune.data import Tokens
+from quaxlike.lm.finetune.tasks import NextToken, Preferences
+from quaxlike.lm.marks import Marks
+from quaxlike.lm.text import TextTokenizer
+
+WORDS = ["<unk>", "<s>", "</s>", "<end>", "one", "two", "three"]
+B, E, STOP, ONE, TWO, THREE = range(1, 7)
+
+
+def tokeniser(folder, single, config=None, **files):
+    """A folder with a tokeniser that puts these marks around a text."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    if single is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[(mark, WORDS.index(mark)) for mark in WORDS[1:4]]
+        )
+    made.add_special_tokens(WORDS[:4])
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return Tokens(folder, {"vocab_size": 7, **({"eos_token_id": E} if config is None else config)}, 64)
+
+
+TOKENISERS = {
+    "no marks": (None, []),
+    "empty template": ("$A", []),
+    "begins": ("<s> $A", [B]),
+    "ends": ("$A </s>", []),
+    "begins and ends": ("<s> $A </s>", [B]),
+}
+ROWS = {
+    "text": ({"text": "one two"}, [ONE, TWO, E], 1),
+    "text with an end": ({"text": "one two</s>"}, [ONE, TWO, E], 1),
+    "prompt and completion": ({"prompt": "one", "completion": "two three"}, [ONE, TWO, THREE, E], 1),
+    "completion with an end": ({"prompt": "one", "completion": "two </s>"}, [ONE, TWO, E], 1),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kind", TOKENISERS)
+def test_tokenisers_and_forms_of_rows(kind, row, own, tmp_path):
+    """`own`: the row brings its `<s>`, which is then the only one."""
+    single, begin = TOKENISERS[kind]
+    fields, expected, prompt = ROWS[row]
+    if own:
+        first = next(iter(fields))
+        fields, begin = {**fields, first: "<s>" + fields[first]}, [B]
+    example = NextToken().encode(fields, tokeniser(tmp_path, single))
+    assert example.texts == (begin + expected,)
+    if "prompt" in fields:
+        assert example.learned == [i >= len(begin) + prompt for i in range(len(begin + expected))]
+
+
+@pytest.mark.parametrize("own", ["", "<s>"])
+@pytest.mark.parametrize("kind", TOKENISERS)
+def test_prompts_and_preferences(kind, own, tmp_path):
+    single, begin = TOKENISERS[kind]
+    begin = [B] if own else begin
+    tokens = tokeniser(tmp_path, single)
+    assert tokens.marks.begun(tokens.ids(own + "one two")) == [*begin, ONE, TWO]
+    example = Preferences().encode({"prompt": own + "one", "chosen": "two", "rejected": "three </s>"}, tokens)
+    assert example.texts == ([*begin, ONE, TWO, E], [*begin, ONE, THREE, E])
+
+
+GENERATION, SETTINGS = {"eos_token_id": [STOP, E]}, {"eos_token": {"content": "</s>"}}
+
+
+@pytest.mark.parametrize(
+    ("single", "config", "files", "ends", "differ"),
+    [
+        ("<s> $A", {}, {}, [], False),
+        ("<s> $A", {"eos_token_id": E}, {}, [E], False),
+        ("<s> $A", {}, {"generation_config": GENERATION}, [STOP, E], False),
+        ("<s> $A", {"eos_token_id": [STOP]}, {"generation_config": GENERATION}, [STOP, E], False),
+        ("<s> $A", {"eos_token_id": E}, {"generation_config": GENERATION}, [STOP, E], True),
+        ("<s> $A", {}, {"tokenizer_config": SETTINGS}, [E], False),
+        ("<s> $A", {}, {"special_tokens_map": SETTINGS}, [E], False),
+        ("<s> $A", {"eos_token_id": E}, {"tokenizer_config": SETTINGS}, [E], False),
+        ("<s> $A", {"eos_token_id": STOP}, {"tokenizer_config": SETTINGS}, [STOP], True),
+        ("<s> $A </s>", {}, {}, [E], False),
+        ("<s> $A </s>", {"eos_token_id": STOP}, {}, [STOP], True),
+    ],
+)
+def test_the_end_stands_in_one_of_several_files(single, config, files, ends, differ, tmp_path):
+    tokens = tokeniser(tmp_path, single, config, **files)
+    assert tokens.marks.ends == ends
+    assert bool(tokens.marks.differ) == differ
+    assert tokens.marks == Marks.of(TextTokenizer(tmp_path), tmp_path, config)  # of `generate`
+    example = NextToken().encode({"prompt": "one", "completion": "two"}, tokens)
+    assert example.texts == ([B, ONE, TWO, *ends[:1]],)
+
+
+def test_an_end_that_is_no_token(tmp_path):
+    with pytest.raises(CheckpointError, match="eos_token='<over>', which is no token of its tokeniser"):
+        tokeniser(tmp_path, "$A", {}, tokenizer_config={"eos_token": "<over>"})
+
+
+def test_texts_between_marks_are_cut_before_the_end(tmp_path):
+    tokens = tokeniser(tmp_path, "<s> $A </s>")
+    for text in ("one two three", "<s> one two three", "<s> one two three </s>"):
+        assert tokens.cut(text) == ([B, ONE, TWO, THREE, E], False)
+        assert tokens.marks.around(tokens.ids(text), 4) == ([B, ONE, TWO, E], True)
