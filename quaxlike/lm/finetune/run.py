@@ -35,6 +35,7 @@ from .adapter import how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
+from .saved import Saved
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings
 from .state import RunDirectory
 from .tasks import AbstractTask, task_for
@@ -52,22 +53,27 @@ def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
     return file if is_own(train) or file.exists() else run.output
 
 
-def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
+def finetune(settings: Settings, console: Console, saved: Saved | None = None) -> dict[str, dict[str, float]]:
     """Fine-tunes a checkpoint, and writes the adapter to `settings.run.output`. A stopped run with the same
-    settings that is there is resumed.
+    settings that is there is resumed. `saved` follows what is on disk.
 
     **Returns:** the metrics on held-out data, `"before"` and `"after"`.
 
     **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
-    cannot start; nothing is written then.
+    cannot start; nothing is written then. `KeyboardInterrupt` after the step in which an interrupt was
+    requested, which is saved.
     """
     devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
-        return _finetune(settings, console, held, devices)
+        return _finetune(settings, console, held, devices, saved)
 
 
 def _finetune(
-    settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
+    settings: Settings,
+    console: Console,
+    held: contextlib.ExitStack,
+    devices: Devices,
+    saved: Saved | None,
 ) -> dict[str, dict[str, float]]:
     train, data, run = settings.train, settings.data, settings.run
     make = None if train.adapter is None else make_of(train.adapter)
@@ -109,10 +115,13 @@ def _finetune(
         native.prepare(console.print)
 
     directory = held.enter_context(
-        contextlib.closing(RunDirectory(Settings(train, data, run)) if is_main_process() else Follower())
+        contextlib.closing(
+            RunDirectory(Settings(train, data, run), saved) if is_main_process() else Follower()
+        )
     )
     metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
     steps = steps_of(train, len(training))
+    evaluates = lambda step: bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
     del model
     job = Training(
         task, frozen, training, train,
@@ -132,22 +141,38 @@ def _finetune(
         if not devices.broadcast_from_main(before is not None):
             before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
+        # A run that was stopped while it evaluated does this when it is resumed.
+        missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
+        if devices.broadcast_from_main(missing and evaluates(first)):
+            measured = job.measure(state.params, held_out)
+            directory.amend(first, held_out=measured)
+            metrics.note(first, held_out=measured)
         if first < steps:
             memory = job.memory(state)
             console.print(f"A step takes {memory}; compiled in {job.program.seconds:.1f} s")
             metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
         del params
+        devices.take_interrupt()
+        latest = first
         for step in shown(job.run(state, first), console, first, steps) if first < steps else ():
             state = step.state
             entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
-            if run.eval_every and step.number % run.eval_every == 0 and step.number < steps:
-                entry["held_out"] = job.measure(state.params, held_out)
+            stop: KeyboardInterrupt | None = None
+            try:
+                devices.take_interrupt()
+                if evaluates(step.number):
+                    entry["held_out"] = job.measure(state.params, held_out)
+            except KeyboardInterrupt as error:  # a resumed run evaluates
+                stop = error
             directory.note(step=step.number, **entry)
             metrics.note(
                 step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
             )
-            if step.number % run.checkpoint_every == 0 or step.number == steps:
+            if stop or step.number - latest >= run.checkpoint_every or step.number == steps:
                 directory.save(step.number, devices.on_host(state))
+                latest = step.number
+            if stop:
+                raise stop
         after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
