@@ -93,6 +93,8 @@ def _finetune(
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
         train = dataclasses.replace(train, batch_size=len(training))
         task = task_for(base, train, data)  # with a share of --loss-chunk for each row
+    if run.eval_every and not held_out:
+        raise FinetuneError("--eval-every has nothing to evaluate: set --held-out above 0, or --eval-data.")
     devices.check_batch(train.batch_size, max_length)
     teacher = task.teacher(train, config, devices)
     if teacher is not None:
@@ -250,7 +252,8 @@ def read_data(
     invocation: Sequence[int] = (),
 ) -> tuple[list[Example], list[Example]]:
     parts = []
-    for path in [data.data] if data.eval_data is None else [data.data, data.eval_data]:
+    files = {"--data": data.data} | ({} if data.eval_data is None else {"--eval-data": data.eval_data})
+    for option, path in files.items():
         examples, cut, empty, without_answer = read_examples(path, lambda fields: task.encode(fields, tokens))
         count = len(examples) + empty + without_answer
         if cut:
@@ -263,6 +266,12 @@ def read_data(
             console.print(
                 f"{path}: {without_answer} of {count} examples have nothing to learn, such as an answer of "
                 "the assistant, and were left out."
+            )
+        if not examples:
+            left_out = f": its {count} lines were left out, since nothing in them is learned" if count else ""
+            raise FinetuneError(
+                f"{path} ({option}) has no examples{left_out}. Add examples"
+                f"{', or raise --max-length' if empty else ''}."
             )
         parts.append(_invoking(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
@@ -277,9 +286,10 @@ def read_data(
             f"{data.data} has {len(training)} training examples, and --batch-size is "
             f"{train.batch_size}; a batch must have at least {task.least_batch}."
         )
-    if not held_out:
+    if not held_out and data.held_out:
         raise FinetuneError(
-            f"No examples of {data.data} are held out. Add examples, or set --held-out or --eval-data."
+            f"No examples of {data.data} are held out. Add examples, or set --eval-data, or --held-out 0 to "
+            "train without evaluation."
         )
     return training, held_out
 

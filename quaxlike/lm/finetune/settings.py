@@ -117,7 +117,7 @@ class DataSettings:
     eval_data: Path | None = option(
         "evaluation data, instead of a share of --data", None, type=Path, metavar="FILE.jsonl"
     )
-    held_out: float | int = option("share of --data held out for evaluation", 0.1, type=SHARE)
+    held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
     """The settings of the task; None for the one that the model is made for."""
     max_length: int | None = option(

@@ -274,7 +274,9 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """The metrics on examples, without dropout."""
+        """The metrics on examples, without dropout; none if there are no examples."""
+        if not examples:
+            return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
