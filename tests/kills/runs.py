@@ -21,7 +21,7 @@ _TIMED = "metrics.jsonl"  # holds the time of each step
 _TOLD = "told"
 _STOPPED = re.compile(
     r"Stopped\. The same command resumes from the last checkpoint, after step (\d+): |"
-    r"Stopped.* Nothing was saved yet"
+    r"Stopped\. Nothing was saved yet|Stopped before the run began; (?P<before>.*) is as it was"
 )
 
 
@@ -105,7 +105,8 @@ def _stopped(count: int, seed: int, *signals: signal.Signals, longer: int = 1) -
                 told = (folder / _TOLD).read_text()
                 said = _STOPPED.search(told)
                 taken = child.exitcode == 128 + how and said and "Error" not in told
-                if how != signal.SIGKILL and not (taken and int(said[1] or 0) == _last_step(output)):
+                kept = said and (said["before"] or int(said[1] or 0) == _last_step(output))
+                if how != signal.SIGKILL and not (taken and kept):
                     problems.append(f"finetune, {how.name} {stopped}: status {child.exitcode}, told {told!r}")
             if child.exitcode:
                 problems.append(f"finetune, after stop {stopped}: ended with status {child.exitcode}")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import signal
 import sys
+from pathlib import Path
 
 from ..._arguments import importing_extra
 from .._allocator import keep_memory
@@ -55,10 +56,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
     except FinetuneError as error:
         return _told(parser, error)
     train, run = settings.train, settings.run
-    lora = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
-    of_lora = [f"--{name.replace('_', '-')}" for name in lora if name in arguments]
-    if train.adapter is not None and of_lora:
-        parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
+    made = ("rank", "alpha", "dropout", "rslora", "dora", "invocation")
+    given = lambda names: ", ".join(f"--{x.replace('_', '-')}" for x in names if arguments.get(x, ()) != ())
+    of_lora = given((*made, "freeze_a", "lora_plus"))
+    if isinstance(train.adapter, Path):
+        if settled := given((*made, "target", "train_tokens")):
+            parser.error(f"{settled} cannot be used with the adapter in {train.adapter}, which settles this")
+    elif train.adapter is not None and of_lora:
+        parser.error(f"{of_lora} cannot be used with --adapter: these are options of LoRA")
     if train.invocation is not None:
         for option, value in {"dora": train.dora, "merge": run.merge}.items():
             if value:  # it needs one weight for all tokens

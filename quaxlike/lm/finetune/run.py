@@ -31,7 +31,7 @@ from ..folders.model_config import UnsupportedConfigError
 from ..loading import load, open_model, save
 from ..models import Decoder
 from ..to_gguf import described
-from .adapter import how_to_load, is_own, make_of, types_of
+from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
@@ -76,7 +76,7 @@ def _finetune(
     saved: Saved | None,
 ) -> dict[str, dict[str, float]]:
     train, data, run = settings.train, settings.data, settings.run
-    make = None if train.adapter is None else make_of(train.adapter)
+    make = make_of(train.adapter) if isinstance(train.adapter, str) else None
     base, config = _base(train, data, devices)
     if run.format == "gguf":
         described(named_arrays(base), config, train.model)  # raises now, and not after the training
@@ -87,7 +87,7 @@ def _finetune(
         raise FinetuneError(f"--max-length {max_length} is more than the model's {limit} positions.")
     tokens = Tokens(train.model, config, max_length)
     task = task_for(base, train, data)
-    invocation = _invocation(train, task, tokens)
+    invocation = _invocation(train, run, task, tokens)
     training, held_out = read_data(train, data, task, tokens, console, invocation)
     if len(training) < train.batch_size:
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
@@ -100,6 +100,10 @@ def _finetune(
     if teacher is not None:
         teacher, _ = _scanned(teacher, train, console)
     model = _adapted(base, task, train, make, invocation)
+    if isinstance(train.adapter, Path):
+        console.print(
+            f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
+        )
     del base  # before its layers are copied
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
@@ -211,12 +215,21 @@ def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]
     return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
-def _invocation(settings: TrainSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
+def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
     """The tokens from which on adapters act; none if they act on all."""
-    if settings.invocation is None:
+    of_file: list[int] = []
+    if isinstance(settings.adapter, Path):
+        of_file = config_of(settings.adapter, settings).option("alora_invocation_tokens") or []
+    if settings.invocation is None and not of_file:
         return []
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
+    if of_file:
+        if run.merge:  # it needs one weight for all tokens
+            raise FinetuneError(
+                f"--merge cannot be used with the adapter in {settings.adapter}, which has invocation tokens."
+            )
+        return of_file
     found = tokens.whole(settings.invocation, special=False)
     if not found:
         raise FinetuneError(f"--invocation {settings.invocation!r} has no tokens.")
@@ -315,13 +328,17 @@ def _adapted(
         "key": jax.random.key(settings.seed),
     }
     try:
-        if make is not None:
+        if isinstance(settings.adapter, Path):
+            adapted = continued(model, settings.adapter)
+        elif make is not None:
             adapted = adapt(model, make, **options)
         else:
             adapted = loraify(
                 model, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
                 rslora=settings.rslora, dora=settings.dora, invocation_tokens=invocation, **options,
             )  # fmt: skip
+    except CheckpointError:
+        raise
     except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
     outside = named_arrays(eqx.tree_at(task.layers, adapted, None))

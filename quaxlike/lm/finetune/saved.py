@@ -25,5 +25,5 @@ class Saved:
                 f"Stopped. The same command resumes from the last checkpoint, after step {self.step}: {file}"
             )
         if self.step is None and file.exists():  # which may be of other settings
-            return f"Stopped before the run began. Nothing was saved yet; {file} is as it was."
+            return f"Stopped before the run began; {file} is as it was."
         return "Stopped. Nothing was saved yet: the same command begins with the first step."

@@ -121,7 +121,8 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     writer = str(found.pop(_WRITER, "unknown"))[:40]
-    known = {option.name for option in options()} | wanted.keys()
+    names = {option.name for option in options()}
+    known = {*names, *(f"sha256 of {name}" for name in names), *wanted}
     if later := sorted(found.keys() - known):
         raise FinetuneError(
             f"{path} is from a run of quaxlike {writer}, with settings that this quaxlike {__version__} does "

@@ -83,7 +83,7 @@ def test_what_was_saved_before_is_told_before_the_run_is_resumed(stopped, tmp_pa
     file.write_bytes(b"")
     status, told = stopped(finetune_run, "task_for", 1)
     assert status == 130
-    assert f"Stopped before the run began. Nothing was saved yet; {file} is as it was." in told
+    assert f"Stopped before the run began; {file} is as it was." in told
 
 
 def test_another_process_saves(tmp_path):
