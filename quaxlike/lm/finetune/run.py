@@ -224,7 +224,7 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
         return []
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
-    if of_file:
+    if settings.invocation is None:
         if run.merge:  # it needs one weight for all tokens
             raise FinetuneError(
                 f"--merge cannot be used with the adapter in {settings.adapter}, which has invocation tokens."
