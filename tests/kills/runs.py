@@ -1,8 +1,10 @@
 """Runs of `python -m quaxlike.lm.finetune --merge=dense` that are stopped, and go on until they end."""
 
+import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -17,7 +19,10 @@ from tests.lm.finetune.test_finetune import LINES, checkpoint, write
 
 _TIMED = "metrics.jsonl"  # holds the time of each step
 _TOLD = "told"
-_STOPPED = "Stopped. The same command resumes from the last checkpoint"
+_STOPPED = re.compile(
+    r"Stopped\. The same command resumes from the last checkpoint, after step (\d+): |"
+    r"Stopped\. Nothing was saved yet|Stopped before the run began; (?P<before>.*) is as it was"
+)
 
 
 def _run(folder: Path, output: Path, started: Any) -> None:
@@ -35,7 +40,7 @@ def _options(folder: Path, output: Path) -> list[str]:
     return [
         f"--model={folder / 'model'}", f"--data={folder / 'data.jsonl'}", f"--output={output}", "--rank=4",
         "--batch-size=8", "--held-out=0.2", "--steps=12", "--checkpoint-every=2", "--merge=dense",
-        "--max-length=512",
+        "--max-length=512", "--eval-every=3",
     ]  # fmt: skip
 
 
@@ -48,12 +53,12 @@ def kills_of_runs(count: int, seed: int = 0) -> list[str]:
 
 
 def interrupts_of_runs(count: int, seed: int = 0) -> list[str]:
-    """The same with Ctrl-C, and with long steps, in which the process waits for the device: each time, the
-    run must say that it was stopped."""
-    return _stopped(count, seed, signal.SIGINT, longer=60)
+    """The same with Ctrl-C, or SIGTERM, and with long steps, in which the process waits for the device: each
+    time, the run must say that it was stopped, and have saved the last step that it did."""
+    return _stopped(count, seed, signal.SIGINT, signal.SIGTERM, longer=60)
 
 
-def _stopped(count: int, seed: int, how: signal.Signals, longer: int = 1) -> list[str]:
+def _stopped(count: int, seed: int, *signals: signal.Signals, longer: int = 1) -> list[str]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.kills.runs"])  # so that each process need not import JAX
     draw, problems, stopped = random.Random(seed), list[str](), 0
@@ -86,9 +91,10 @@ def _stopped(count: int, seed: int, how: signal.Signals, longer: int = 1) -> lis
                 child.join(draw.triangular(0, 1.3 * seconds, seconds) if stopped < count else None)
                 if child.exitcode is not None:
                     break
+                how = signals[stopped % len(signals)]
                 os.kill(child.pid, how)
                 child.join()
-                if how == signal.SIGINT and child.exitcode == 0 and (output / "merged").exists():
+                if how != signal.SIGKILL and child.exitcode == 0 and (output / "merged").exists():
                     break  # it had just ended
                 stopped += 1
                 found = _files(output)
@@ -97,18 +103,27 @@ def _stopped(count: int, seed: int, how: signal.Signals, longer: int = 1) -> lis
                 if torn:
                     problems.append(f"finetune, {how.name} {stopped}: {torn} is not what a whole run writes")
                 told = (folder / _TOLD).read_text()
-                taken = child.exitcode == 130 and _STOPPED in told and "Error" not in told
-                if how == signal.SIGINT and not taken:
-                    problems.append(f"finetune, interrupt {stopped}: status {child.exitcode}, told {told!r}")
+                said = _STOPPED.search(told)
+                taken = child.exitcode == 128 + how and said and "Error" not in told
+                kept = said and (said["before"] or int(said[1] or 0) == _last_step(output))
+                if how != signal.SIGKILL and not (taken and kept):
+                    problems.append(f"finetune, {how.name} {stopped}: status {child.exitcode}, told {told!r}")
             if child.exitcode:
-                problems.append(f"finetune, after {how.name} {stopped}: ended with status {child.exitcode}")
+                problems.append(f"finetune, after stop {stopped}: ended with status {child.exitcode}")
             found = _files(output)
             differing = sorted(x for x in found.keys() | expected.keys() if found.get(x) != expected.get(x))
             if differing != [_TIMED]:
                 problems.append(
-                    f"finetune, after {how.name} {stopped}: {differing} differ from those of a whole run"
+                    f"finetune, after stop {stopped}: {differing} differ from those of a whole run"
                 )
     return problems
+
+
+def _last_step(output: Path) -> int:
+    """The last step of which the log tells."""
+    log = output / "log.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

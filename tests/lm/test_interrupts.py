@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quaxlike.lm._interrupts import interrupts_deferred, take_interrupt
+from quaxlike.lm._interrupts import interrupts_deferred, status_of, take_interrupt
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Processes cannot be interrupted so there.")
 
@@ -75,6 +75,17 @@ def test_the_second_one_ends_the_process_at_once():
 def test_without_patience_the_first_one_does():
     status, out, errors = interrupted("while True: time.sleep(0.01)", patience=0)
     assert (status, out, errors) == (130, "last words\n", "")
+
+
+def test_other_signals_are_interrupts_where_they_are_named():
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupts_deferred("", signals=[signal.SIGINT, signal.SIGTERM]):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt) as stop:
+            take_interrupt()
+        assert status_of(stop.value) == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert status_of(KeyboardInterrupt()) == 130
 
 
 def test_what_was_before_is_restored():

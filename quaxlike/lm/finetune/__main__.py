@@ -2,12 +2,15 @@
 
 import argparse
 import dataclasses
+import signal
 import sys
+from pathlib import Path
 
 from ..._arguments import importing_extra
 from .._allocator import keep_memory
-from .._interrupts import interrupts_deferred, take_interrupt
+from .._interrupts import interrupts_deferred, status_of, take_interrupt
 from .options import options, settings_of
+from .saved import Saved
 from .settings import FinetuneError, Settings
 from .tasks import TASKS
 
@@ -40,7 +43,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finetune") -> int:
-    """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
+    """Runs the command; the exit status is 2 if it cannot start, 130 if it was
+    interrupted, 143 by SIGTERM."""
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
@@ -52,10 +56,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
     except FinetuneError as error:
         return _told(parser, error)
     train, run = settings.train, settings.run
-    lora = ("rank", "alpha", "dropout", "rslora", "dora", "invocation", "freeze_a", "lora_plus")
-    of_lora = [f"--{name.replace('_', '-')}" for name in lora if name in arguments]
-    if train.adapter is not None and of_lora:
-        parser.error(f"{', '.join(of_lora)} cannot be used with --adapter: these are options of LoRA")
+    made = ("rank", "alpha", "dropout", "rslora", "dora", "invocation")
+    given = lambda names: ", ".join(f"--{x.replace('_', '-')}" for x in names if arguments.get(x, ()) != ())
+    of_lora = given((*made, "freeze_a", "lora_plus"))
+    if isinstance(train.adapter, Path):
+        if settled := given((*made, "target", "train_tokens")):
+            parser.error(f"{settled} cannot be used with the adapter in {train.adapter}, which settles this")
+    elif train.adapter is not None and of_lora:
+        parser.error(f"{of_lora} cannot be used with --adapter: these are options of LoRA")
     if train.invocation is not None:
         for option, value in {"dora": train.dora, "merge": run.merge}.items():
             if value:  # it needs one weight for all tokens
@@ -67,12 +75,12 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
         parser.error("--format gguf must be used with --merge, which makes the weights that it holds")
     if run.outtype is not None and run.format != "gguf":
         parser.error("--outtype must be used with --format gguf")
-    stopped = f"Stopped. The same command resumes from the last checkpoint in {run.output}."
-    with interrupts_deferred(stopped):
-        return _run(parser, settings, stopped)
+    saved = Saved(run.output)
+    with interrupts_deferred(saved, signals=[signal.SIGINT, signal.SIGTERM]):
+        return _run(parser, settings, saved)
 
 
-def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> int:
+def _run(parser: argparse.ArgumentParser, settings: Settings, saved: Saved) -> int:
     keep_memory()
     with importing_extra(parser, "lm"):
         from ..._cache import keep_programs
@@ -86,14 +94,15 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, stopped: str) -> i
         take_interrupt()
         join(settings.run)
         console.quiet = not is_main_process()
+        saved.here = is_main_process()
         keep_programs(settings.run.compilation_cache, console.print)
-        metrics = finetune(settings, console)
+        metrics = finetune(settings, console, saved)
         take_interrupt()
     except (OSError, CheckpointError, FinetuneError, UnsupportedConfigError) as error:
         return _told(parser, error)
-    except KeyboardInterrupt:
-        console.print(stopped)
-        return 130
+    except KeyboardInterrupt as error:
+        console.print(f"{saved}", markup=False)
+        return status_of(error)
     except (RuntimeError, ValueError) as error:  # XLA has several types for a lost connection
         if settings.run.coordinator is not None:
             error.add_note(

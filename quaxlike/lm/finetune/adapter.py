@@ -1,15 +1,22 @@
-"""`--adapter`: a type of the user's own in place of LoRA."""
+"""`--adapter`: a type of the user's own in place of LoRA, or an adapter to go on with."""
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
 from ..._checked import did_you_mean
-from ...adapters import METHODS
+from ...adapters import LORA, METHODS
 from ...arrays.adapted import AdaptedArray
 from ...surgery.adapt import check_make
+from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
+from .. import peft
+from ..peft.config import AdapterConfig, files_of, read_config
 from .settings import FinetuneError, TrainSettings
 
 _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weight `w`"
@@ -27,7 +34,7 @@ def make_of(text: str) -> Callable[..., Any]:
     if not (module and colon and name):
         raise FinetuneError(
             "--adapter takes MODULE:NAME, such as mymodule:MyAdapter, or one of "
-            f"{', '.join(sorted(METHODS))}; found {text!r}."
+            f"{', '.join(sorted(METHODS))}, or the folder of an adapter; found {text!r}."
         )
     try:
         found = importlib.import_module(module)
@@ -60,7 +67,32 @@ def make_of(text: str) -> Callable[..., Any]:
 
 def is_own(settings: TrainSettings) -> bool:
     """Whether the adapter is of a type that PEFT's files do not hold."""
-    return settings.adapter is not None and settings.adapter not in METHODS
+    return isinstance(settings.adapter, str) and settings.adapter not in METHODS
+
+
+def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig:
+    """The configuration of the adapter that a run goes on with.
+
+    **Raises:** `FinetuneError` if there is none, or the settings do not fit it.
+    """
+    file = files_of(folder).config_path()
+    if not file.is_file():
+        raise FinetuneError(f"--adapter {folder}: there is no {file}, so it is no adapter to go on with.")
+    config = read_config(file)
+    options = {"--freeze-a": settings.freeze_a, "--lora-plus": settings.lora_plus is not None}
+    if config.method is not LORA and (given := [name for name, value in options.items() if value]):
+        raise FinetuneError(
+            f"{', '.join(given)} cannot be used with the adapter in {folder}, which is {config.method.name}: "
+            "these are options of LoRA."
+        )
+    return config
+
+
+def continued(model: Any, folder: Path) -> Any:
+    """The model with the adapter in a folder, whose trained arrays are in float32."""
+    model = peft.load_adapter(folder, model)
+    trained, frozen = eqx.partition(model, trainable(model))
+    return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
 
 
 def types_of(model: Any) -> list[type]:

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from ...sharding import constrain, fsdp, shard
 from ...sharding.meshes import MODEL_AXES, SEQUENCE_AXES, mesh_from_text
+from .._interrupts import interrupt_requested
 from ..sharding import divides_layers, usual_rule
 from .data import LEAST_LENGTH
 from .settings import FinetuneError, RunSettings
@@ -31,6 +32,7 @@ def join(settings: RunSettings) -> None:
     if settings.coordinator is None:
         return
     try:
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             settings.coordinator, settings.num_processes, settings.process_id,
@@ -61,6 +63,8 @@ class Follower:
     def save(self, step: int, state: PyTree) -> None: ...
 
     def note(self, step: int, **entry: Any) -> None: ...
+
+    def amend(self, step: int, **entry: Any) -> None: ...
 
     def close(self) -> None: ...
 
@@ -196,6 +200,15 @@ class Devices:
         ]
         out = [kind(x) if kind in (bool, int) else jnp.asarray(x) for kind, x in zip(kinds, out, strict=True)]
         return jax.tree.unflatten(structure, out)
+
+    def take_interrupt(self) -> None:
+        """Raises `KeyboardInterrupt` in all processes if it was requested in one. All must call it together:
+        a process that stopped alone would leave the others waiting, with nothing saved."""
+        number = interrupt_requested()
+        if jax.process_count() > 1:
+            number = int(np.max(multihost_utils.process_allgather(np.int32(number))))
+        if number:
+            raise KeyboardInterrupt(number)
 
     def _rule(self, by_layers: Callable[[str, Any], Any] | None) -> Callable[[str, Any], Any]:
         if self._fsdp:

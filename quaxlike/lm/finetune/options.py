@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...adapters import METHODS
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, in_order
 from .tasks import TASKS
 
@@ -35,7 +36,8 @@ def options() -> list[CommandOption]:
 
 
 def settings_of(**values: Any) -> Settings:
-    """The settings with the values of these options. Those of other tasks have no effect.
+    """The settings with the values of these options. Those of other tasks have no effect. An adapter that
+    names a folder becomes its path, unless a method has that name.
 
     **Raises:** `FinetuneError` for a file of another task, which would not be read.
     """
@@ -43,6 +45,9 @@ def settings_of(**values: Any) -> Settings:
     def taken(cls: Any) -> dict[str, Any]:
         return {x.name: values.pop(x.name) for x in dataclasses.fields(cls) if x.name in values}
 
+    adapter = values.get("adapter")
+    if isinstance(adapter, str) and adapter not in METHODS and Path(adapter).is_dir():
+        values["adapter"] = Path(adapter)
     own = {name: taken(task) for name, task in _OF_TASKS.items()}
     train, data, run = (taken(cls) for cls in (TrainSettings, DataSettings, RunSettings))
     if values:

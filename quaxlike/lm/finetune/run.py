@@ -31,10 +31,11 @@ from ..folders.model_config import UnsupportedConfigError
 from ..loading import load, open_model, save
 from ..models import Decoder
 from ..to_gguf import described
-from .adapter import how_to_load, is_own, make_of, types_of
+from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
+from .saved import Saved
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings
 from .state import RunDirectory
 from .tasks import AbstractTask, task_for
@@ -52,25 +53,30 @@ def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
     return file if is_own(train) or file.exists() else run.output
 
 
-def finetune(settings: Settings, console: Console) -> dict[str, dict[str, float]]:
+def finetune(settings: Settings, console: Console, saved: Saved | None = None) -> dict[str, dict[str, float]]:
     """Fine-tunes a checkpoint, and writes the adapter to `settings.run.output`. A stopped run with the same
-    settings that is there is resumed.
+    settings that is there is resumed. `saved` follows what is on disk.
 
     **Returns:** the metrics on held-out data, `"before"` and `"after"`.
 
     **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
-    cannot start; nothing is written then.
+    cannot start; nothing is written then. `KeyboardInterrupt` after the step in which an interrupt was
+    requested, which is saved.
     """
     devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
-        return _finetune(settings, console, held, devices)
+        return _finetune(settings, console, held, devices, saved)
 
 
 def _finetune(
-    settings: Settings, console: Console, held: contextlib.ExitStack, devices: Devices
+    settings: Settings,
+    console: Console,
+    held: contextlib.ExitStack,
+    devices: Devices,
+    saved: Saved | None,
 ) -> dict[str, dict[str, float]]:
     train, data, run = settings.train, settings.data, settings.run
-    make = None if train.adapter is None else make_of(train.adapter)
+    make = make_of(train.adapter) if isinstance(train.adapter, str) else None
     base, config = _base(train, data, devices)
     if run.format == "gguf":
         described(named_arrays(base), config, train.model)  # raises now, and not after the training
@@ -83,17 +89,23 @@ def _finetune(
     if tokens.marks.differ:
         console.print(tokens.marks.differ, markup=False)
     task = task_for(base, train, data)
-    invocation = _invocation(train, task, tokens)
+    invocation = _invocation(train, run, task, tokens)
     training, held_out = read_data(train, data, task, tokens, console, invocation)
     if len(training) < train.batch_size:
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
         train = dataclasses.replace(train, batch_size=len(training))
         task = task_for(base, train, data)  # with a share of --loss-chunk for each row
+    if run.eval_every and not held_out:
+        raise FinetuneError("--eval-every has nothing to evaluate: set --held-out above 0, or --eval-data.")
     devices.check_batch(train.batch_size, max_length)
     teacher = task.teacher(train, config, devices)
     if teacher is not None:
         teacher, _ = _scanned(teacher, train, console)
     model = _adapted(base, task, train, make, invocation)
+    if isinstance(train.adapter, Path):
+        console.print(
+            f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
+        )
     del base  # before its layers are copied
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
@@ -111,10 +123,13 @@ def _finetune(
         native.prepare(console.print)
 
     directory = held.enter_context(
-        contextlib.closing(RunDirectory(Settings(train, data, run)) if is_main_process() else Follower())
+        contextlib.closing(
+            RunDirectory(Settings(train, data, run), saved) if is_main_process() else Follower()
+        )
     )
     metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
     steps = steps_of(train, len(training))
+    evaluates = lambda step: bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
     del model
     job = Training(
         task, frozen, training, train,
@@ -134,22 +149,38 @@ def _finetune(
         if not devices.broadcast_from_main(before is not None):
             before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
+        # A run that was stopped while it evaluated does this when it is resumed.
+        missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
+        if devices.broadcast_from_main(missing and evaluates(first)):
+            measured = job.measure(state.params, held_out)
+            directory.amend(first, held_out=measured)
+            metrics.note(first, held_out=measured)
         if first < steps:
             memory = job.memory(state)
             console.print(f"A step takes {memory}; compiled in {job.program.seconds:.1f} s")
             metrics.note(first, memory=memory._asdict(), held_out=before if first == 0 else {})
         del params
+        devices.take_interrupt()
+        latest = first
         for step in shown(job.run(state, first), console, first, steps) if first < steps else ():
             state = step.state
             entry: dict[str, Any] = {"loss": step.loss, "learning_rate": step.learning_rate}
-            if run.eval_every and step.number % run.eval_every == 0 and step.number < steps:
-                entry["held_out"] = job.measure(state.params, held_out)
+            stop: KeyboardInterrupt | None = None
+            try:
+                devices.take_interrupt()
+                if evaluates(step.number):
+                    entry["held_out"] = job.measure(state.params, held_out)
+            except KeyboardInterrupt as error:  # a resumed run evaluates
+                stop = error
             directory.note(step=step.number, **entry)
             metrics.note(
                 step.number, **entry, tokens=step.tokens, tokens_per_second=step.tokens / step.seconds
             )
-            if step.number % run.checkpoint_every == 0 or step.number == steps:
+            if stop or step.number - latest >= run.checkpoint_every or step.number == steps:
                 directory.save(step.number, devices.on_host(state))
+                latest = step.number
+            if stop:
+                raise stop
         after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
@@ -186,12 +217,21 @@ def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]
     return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
 
 
-def _invocation(settings: TrainSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
+def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
     """The tokens from which on adapters act; none if they act on all."""
-    if settings.invocation is None:
+    of_file: list[int] = []
+    if isinstance(settings.adapter, Path):
+        of_file = config_of(settings.adapter, settings).option("alora_invocation_tokens") or []
+    if settings.invocation is None and not of_file:
         return []
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
+    if settings.invocation is None:
+        if run.merge:  # it needs one weight for all tokens
+            raise FinetuneError(
+                f"--merge cannot be used with the adapter in {settings.adapter}, which has invocation tokens."
+            )
+        return of_file
     found = tokens.ids(settings.invocation)
     if not found:
         raise FinetuneError(f"--invocation {settings.invocation!r} has no tokens.")
@@ -227,7 +267,8 @@ def read_data(
     invocation: Sequence[int] = (),
 ) -> tuple[list[Example], list[Example]]:
     parts = []
-    for path in [data.data] if data.eval_data is None else [data.data, data.eval_data]:
+    files = {"--data": data.data} | ({} if data.eval_data is None else {"--eval-data": data.eval_data})
+    for option, path in files.items():
         examples, cut, empty, without_answer = read_examples(path, lambda fields: task.encode(fields, tokens))
         count = len(examples) + empty + without_answer
         if cut:
@@ -240,6 +281,12 @@ def read_data(
             console.print(
                 f"{path}: {without_answer} of {count} examples have nothing to learn, such as an answer of "
                 "the assistant, and were left out."
+            )
+        if not examples:
+            left_out = f": its {count} lines were left out, since nothing in them is learned" if count else ""
+            raise FinetuneError(
+                f"{path} ({option}) has no examples{left_out}. Add examples"
+                f"{', or raise --max-length' if empty else ''}."
             )
         parts.append(_invoking(path, examples, invocation, console))
     training, held_out = parts if len(parts) == 2 else split(parts[0], data.held_out, train.seed)
@@ -254,9 +301,10 @@ def read_data(
             f"{data.data} has {len(training)} training examples, and --batch-size is "
             f"{train.batch_size}; a batch must have at least {task.least_batch}."
         )
-    if not held_out:
+    if not held_out and data.held_out:
         raise FinetuneError(
-            f"No examples of {data.data} are held out. Add examples, or set --held-out or --eval-data."
+            f"No examples of {data.data} are held out. Add examples, or set --eval-data, or --held-out 0 to "
+            "train without evaluation."
         )
     return training, held_out
 
@@ -282,13 +330,17 @@ def _adapted(
         "key": jax.random.key(settings.seed),
     }
     try:
-        if make is not None:
+        if isinstance(settings.adapter, Path):
+            adapted = continued(model, settings.adapter)
+        elif make is not None:
             adapted = adapt(model, make, **options)
         else:
             adapted = loraify(
                 model, rank=settings.rank, alpha=settings.alpha, dropout=settings.dropout,
                 rslora=settings.rslora, dora=settings.dora, invocation_tokens=invocation, **options,
             )  # fmt: skip
+    except CheckpointError:
+        raise
     except ValueError as error:  # from names that match nothing
         raise FinetuneError(str(error)) from error
     outside = named_arrays(eqx.tree_at(task.layers, adapted, None))

@@ -60,9 +60,10 @@ class TrainSettings:
         "train the embeddings of these tokens too, and save only these rows", (),
         type=number(int, 0), nargs="+", metavar="ID",
     )  # fmt: skip
-    adapter: str | None = option(
+    adapter: str | Path | None = option(
         "adapt weights with a type of your own instead of LoRA: a class with a class method `make`, or a "
-        "function, that is called as make(w, key=..., layout=...); or by another method, such as ia3", None,
+        "function, that is called as make(w, key=..., layout=...); or by another method, such as ia3; or go "
+        "on with the adapter in a folder of PEFT's form, with a new optimiser", None,
         metavar="MODULE:NAME",
     )  # fmt: skip
     rank: int = option("of the adapters", 8, type=SIZE)
@@ -117,7 +118,7 @@ class DataSettings:
     eval_data: Path | None = option(
         "evaluation data, instead of a share of --data", None, type=Path, metavar="FILE.jsonl"
     )
-    held_out: float | int = option("share of --data held out for evaluation", 0.1, type=SHARE)
+    held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
     """The settings of the task; None for the one that the model is made for."""
     max_length: int | None = option(

@@ -14,6 +14,7 @@ from ...files import safetensors
 from ...files.json_text import read_json_file
 from ...surgery.trees import path_of
 from .options import options
+from .saved import CHECKPOINT, Saved
 from .settings import FinetuneError, Settings
 
 _WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
@@ -28,9 +29,10 @@ class RunDirectory:
     process, or an adapter that no run wrote.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, saved: Saved | None = None) -> None:
         self.path = settings.run.output
-        self.checkpoint = self.path / "checkpoint.safetensors"
+        self.saved = Saved(self.path) if saved is None else saved
+        self.checkpoint = self.path / CHECKPOINT
         self.log = self.path / "log.jsonl"
         about, fingerprint = self.path / "run.json", settings.fingerprint()
         for adapter in (self.path / name for name in ("adapter_config.json", "adapters.safetensors")):
@@ -57,6 +59,7 @@ class RunDirectory:
     def save(self, step: int, state: PyTree) -> None:
         """Writes a checkpoint, which replaces the old one once it is complete."""
         safetensors.save(self.checkpoint, _named(step, state))
+        self.saved.step = step
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         """Reads the step and the state of the checkpoint; 0 and `state` if there is none.
@@ -69,14 +72,21 @@ class RunDirectory:
             step = int(named.pop("step"))
             leaves = [named[path_of(path)] for path, _ in jtu.tree_leaves_with_path(state)]
             state = jtu.tree_unflatten(jtu.tree_structure(state), leaves)
-        kept = [entry for entry in self.entries() if entry["step"] <= step]
-        with replacing(self.log) as file:
-            file.writelines(_line(entry) for entry in kept)
+        self._write([entry for entry in self.entries() if entry["step"] <= step])
+        self.saved.step = step
         return step, state
 
     def note(self, **entry: Any) -> None:
         with naming(self.log), open(self.log, "ab") as file:
             file.write(_line(entry))
+
+    def amend(self, step: int, **entry: Any) -> None:
+        """Adds to the line of a step."""
+        self._write([x | entry if x["step"] == step else x for x in self.entries()])
+
+    def _write(self, entries: list[dict[str, Any]]) -> None:
+        with replacing(self.log) as file:
+            file.writelines(_line(entry) for entry in entries)
 
     def entries(self) -> list[dict[str, Any]]:
         """The lines of the log, without a last one that is incomplete because the run was stopped."""
@@ -111,7 +121,8 @@ def _line(entry: dict[str, Any]) -> bytes:
 
 def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     writer = str(found.pop(_WRITER, "unknown"))[:40]
-    known = {option.name for option in options()} | wanted.keys()
+    names = {option.name for option in options()}
+    known = {*names, *(f"sha256 of {name}" for name in names), *wanted}
     if later := sorted(found.keys() - known):
         raise FinetuneError(
             f"{path} is from a run of quaxlike {writer}, with settings that this quaxlike {__version__} does "

@@ -19,7 +19,6 @@ from ...kernels import dots_with_no_batch_dims_saveable
 from ...optim import lora_plus, quantize_state
 from ...surgery.adapters import activate, with_dropout_key
 from ...surgery.trainable import trainable
-from .._interrupts import take_interrupt
 from ..models import attention_backend
 from .data import Batch, Example, chosen_for, collate
 from .devices import Devices
@@ -257,7 +256,6 @@ class Training:
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
-            take_interrupt()
             start, compiling = time.perf_counter(), self.program.seconds
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
@@ -276,11 +274,13 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """The metrics on examples, without dropout."""
+        """The metrics on examples, without dropout; none if there are no examples."""
+        if not examples:
+            return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
-            take_interrupt()
+            self._devices.take_interrupt()
             rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
             batch = Batch(*(part[rows] for part in whole))
             outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))

@@ -1,10 +1,12 @@
 """`python -m quaxlike.lm.finetune` on meshes, of one process and of several."""
 
 import json
+import signal
 import time
 
 import pytest
 
+from quaxlike.files.tensors import open_tensors
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.generate.__main__ import main as generate
 from quaxlike.sharding.meshes import mesh_from_text
@@ -101,6 +103,26 @@ def test_generation_on_a_mesh(command, capsys):
         assert generate([*arguments, *more]) == 0
         written.append(capsys.readouterr().out)
     assert written[0] == written[1]
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_is_asked_to_stop(command, tmp_path):
+    """Both end after the same step, which is saved."""
+    output, address = tmp_path / "out", free_address()
+    several = ["--coordinator", address, "--num-processes", "2", "--mesh", "data=2", "--steps", "100000"]
+    arguments = ["-m", "quaxlike.lm.finetune", *command, *several, "--output", str(output)]
+    processes = [start(*arguments, "--process-id", str(i), devices=1) for i in range(2)]
+    log = output / "log.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 4:
+        if any(process.poll() is not None for process in processes):
+            pytest.fail("\n\n".join(process.communicate(timeout=60)[0] for process in processes))
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], printed
+    step = int(open_tensors(output / "checkpoint.safetensors")["step"])
+    assert len(log.read_bytes().splitlines()) == step + 1  # with a line for the start
+    assert f"resumes from the last checkpoint, after step {step}: " in printed[0]
 
 
 @pytest.mark.slow

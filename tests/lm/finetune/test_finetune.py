@@ -451,7 +451,7 @@ def test_a_list_in_utf_16_is_named(tmp_path):
         ("encoder", "pairs", ["--pack"], "--pack is for decoders"),
         ("bert", "label", ["--scan-layers"], "--scan-layers is for decoders; .* holds a BertForS"),
         ("encoder", "pairs", ["--batch-size=1"], "--batch-size is 1; a batch must have at least 2"),
-        ("llama", "text", ["--held-out=0"], "No examples of .* are held out"),
+        ("llama", "text", ["--held-out=0", "--eval-every=1"], "--eval-every has nothing to evaluate: set"),
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),
         ("llama", "text", ["--target", "qq_proj"], r"'qq_proj' matches none .* Did you mean .*q_proj"),
         ("llama", "text", ["--eval-data=nowhere.jsonl"], r"There is no file nowhere\.jsonl"),
@@ -535,6 +535,34 @@ def test_a_token_that_the_model_has_no_row_for(fields, tmp_path):
     assert NextToken().encode(filled("last"), tokens).texts == ([0, size - 1],)
     with pytest.raises(ValueError, match=rf"the token 'image', number {size}, and the model's vocab_size is"):
         NextToken().encode(filled("image"), tokens)
+
+
+@pytest.mark.parametrize("option", ["--data", "--eval-data"])
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], r"has no examples. Add examples."),
+        (
+            [{"prompt": count(0, 40), "completion": "one"}] * 2,
+            r"has no examples: its 2 lines were left out, .* Add examples, or raise --max-length.",
+        ),
+    ],
+)
+def test_a_file_without_examples_is_named(option, lines, message, tmp_path):
+    model = checkpoint(tmp_path / "llama", "llama")
+    tokens = data.Tokens(model, json.loads((model / "config.json").read_text()), 32)
+    good, bad = write(tmp_path / "good.jsonl", LINES["text"]), write(tmp_path / "bad.jsonl", lines)
+    files = DataSettings(bad) if option == "--data" else DataSettings(good, eval_data=bad)
+    with pytest.raises(FinetuneError, match=rf"bad\.jsonl \({option}\) {message}$"):
+        read_data(TrainSettings(model), files, NextToken(), tokens, report.console_on(io.StringIO()))
+
+
+def test_it_trains_without_evaluation(run, tmp_path):
+    status, told = run("bert", "label", "--held-out=0", "--steps=1", "--quantize=none", "--target", "query")
+    assert status == 0, told
+    assert "held-out" not in told
+    assert [entry["step"] for entry in log_of(tmp_path / "out")] == [0, 1]
+    assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
 @pytest.mark.slow

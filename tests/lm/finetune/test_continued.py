@@ -1,0 +1,138 @@
+"""`python -m quaxlike.lm.finetune --adapter DIR`: an adapter that is trained further."""
+
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quaxlike as ql
+from quaxlike.adapters import METHODS
+from quaxlike.files.tensors import open_tensors, write_tensors
+from quaxlike.lm import load as load_model
+from quaxlike.lm import peft
+from quaxlike.lm.finetune.__main__ import main
+from tests.lm.finetune.test_finetune import LINES, checkpoint, log_of, write
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Runs the command on one of the checkpoints; its status and what it told."""
+
+    def run(kind, lines, *options, output="out"):
+        if not (tmp_path / kind).exists():
+            checkpoint(tmp_path / kind, kind, eos_token_id=3)
+        data = write(tmp_path / "data.jsonl", LINES[lines])
+        status = main([
+            f"--model={tmp_path / kind}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
+            "--learning-rate=0.02", "--held-out=0.2", *options,
+        ])  # fmt: skip
+        told = capsys.readouterr()
+        return status, " ".join((told.out + told.err).split())
+
+    return run
+
+
+def tensors(folder):
+    return {
+        name: np.asarray(x, np.float32)
+        for name, x in open_tensors(folder / "adapter_model.safetensors").items()
+    }
+
+
+def test_it_goes_on_where_the_adapter_stood(run, tmp_path):
+    """With its settings, in a run of its own that is resumed as others are."""
+    options = ["bert", "label", "--quantize=none", "--steps=4"]
+    first = [*options, "--rank=4", "--alpha=4", "--dropout=0.1", "--target", "query"]
+    assert run(*first, output="first")[0] == 0
+    goes_on = [*options, f"--adapter={tmp_path / 'first'}"]
+    status, told = run(*goes_on)
+    assert status == 0, told
+    assert f"Goes on with the adapter in {tmp_path / 'first'}; the optimiser starts anew." in told
+    before, after = (log_of(tmp_path / name) for name in ("first", "out"))
+    assert after[0]["held_out"]["loss"] < before[0]["held_out"]["loss"]
+    configs = [json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in ("first", "out")]
+    assert configs[0] == configs[1]
+    old, new = tensors(tmp_path / "first"), tensors(tmp_path / "out")
+    assert old.keys() == new.keys()
+    assert not any(np.array_equal(old[name], new[name]) for name in old)
+    assert "All 4 steps are done." in run(*goes_on)[1]
+    status, told = run(*options)
+    assert status == 2
+    assert "run.json is from a run with adapter" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_adapters_of_all_methods(name, run, tmp_path, monkeypatch):
+    """The model is the one that was written, and it is trained further, in the same files."""
+    small = {"shira": {"rank": 4}, "c3a": {"block_size": 16}}.get(name, {})  # others are small by default
+    start = functools.partial(METHODS[name].start, **small)
+    monkeypatch.setitem(METHODS, name, METHODS[name]._replace(start=start))
+    options = ["llama", "text", "--steps=2", "--quantize=none"]
+    assert run(*options, f"--adapter={name}", output="first")[0] == 0
+    status, told = run(*options, "--merge", f"--adapter={tmp_path / 'first'}")
+    assert status == 0, told
+    assert not (tmp_path / "out" / "adapters.safetensors").exists()
+    configs = [json.loads((tmp_path / x / "adapter_config.json").read_text()) for x in ("first", "out")]
+    assert configs[0] == configs[1]
+    old, new = tensors(tmp_path / "first"), tensors(tmp_path / "out")
+    assert old.keys() == new.keys()
+    assert any(not np.array_equal(old[key], new[key]) for key in old)
+    _, first = run(*options, f"--adapter={name}", output="first")
+    end = first.partition("held-out loss: ")[2].split()[2]
+    assert f"held-out loss: {end} before" in told
+
+
+@pytest.mark.slow
+def test_one_that_peft_wrote_in_half_precision(run, tmp_path):
+    """On a quantised base; what is trained is in float32."""
+    folder = tmp_path / "first"
+    assert run("llama16bit", "text", "--steps=2", "--train-tokens", "4", "5", output="first")[0] == 0
+    file = folder / "adapter_model.safetensors"
+    write_tensors(file, {k: x.astype(jnp.bfloat16) for k, x in open_tensors(file).items()}, {"format": "pt"})
+    status, told = run("llama16bit", "text", "--steps=2", "--lora-plus=4", "--merge", f"--adapter={folder}")
+    assert status == 0, told
+    assert {x.dtype for x in open_tensors(tmp_path / "out" / "adapter_model.safetensors").values()} == {
+        jnp.dtype("float32")
+    }
+    assert ql.summary(peft.load_adapter(tmp_path / "out", load_model(tmp_path / "llama16bit")[0])).trainable
+
+
+@pytest.mark.slow
+def test_one_that_is_invoked(run, tmp_path):
+    options = ["llama", "text", "--steps=2", "--quantize=none"]
+    assert run(*options, "--invocation=five", output="first")[0] == 0
+    goes_on = [*options, f"--adapter={tmp_path / 'first'}"]
+    status, told = run(*goes_on)
+    assert status == 0, told
+    assert "examples do not have the tokens of --invocation" in told
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["alora_invocation_tokens"] == [4 + 5]
+    status, told = run(*goes_on, "--merge", output="merged")
+    assert status == 2
+    assert "--merge cannot be used with the adapter in" in told
+
+
+def test_what_is_no_adapter_to_go_on_with(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    status, told = run("llama", "text", f"--adapter={tmp_path / 'empty'}")
+    assert status == 2
+    assert "adapter_config.json, so it is no adapter to go on with." in told
+    (tmp_path / "empty" / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    status, told = run("llama", "text", f"--adapter={tmp_path / 'empty'}", "--freeze-a")
+    assert status == 2
+    assert "--freeze-a cannot be used with the adapter in" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["--rank=4", "--target=q_proj", "--train-tokens=4", "--dora"])
+def test_what_the_folder_settles(option, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--model=m", "--data=d", "--output=o", f"--adapter={tmp_path}", option])
+    assert (
+        f"{option.partition('=')[0]} cannot be used with the adapter in {tmp_path}" in capsys.readouterr().err
+    )
