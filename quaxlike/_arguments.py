@@ -2,8 +2,13 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from ._checked import did_you_mean
 
 #: The packages that the extras `lm` and `demo` install.
 _EXTRA = ("jinja2", "matplotlib", "optax", "rich", "sklearn", "tokenizers")
@@ -13,6 +18,25 @@ COMPILATION_CACHE = (
     "a folder to keep compiled programs in for later runs, or off (default: in your cache, or where "
     "JAX_COMPILATION_CACHE_DIR says)"
 )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and name the options that are nearest to an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options.", file=sys.stderr)
+        sys.exit(2)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Here, since argparse first names required options that are missing, such as the misspelt one.
+        given = sys.argv[1:] if args is None else list(args)
+        for argument in itertools.takewhile(lambda x: x != "--", given):
+            name = argument.partition("=")[0]
+            known = self._option_string_actions
+            is_option = re.match(r"--?[A-Za-z]", name) and " " not in argument
+            if is_option and not any(x.startswith(name) for x in known):
+                self.error(f"there is no option {name}.{did_you_mean(name, known, n=1, show=str)}")
+        return super().parse_known_args(given, namespace)
 
 
 def number(

@@ -52,3 +52,47 @@ def test_a_checkpoint_that_cannot_be_converted(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out.gguf")]) == 2
     assert "quaxlike convert: error: " in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["finetune", "--modle=m", "--data=d"], "there is no option --modle. Did you mean --model?"),
+        (
+            ["generate", "--model", "m", "--promt", "one"],
+            "there is no option --promt. Did you mean --prompt?",
+        ),
+        (["generate", "-model", "m"], "there is no option -model. Did you mean --model?"),
+        (["convert", "a", "b", "--quantise=nf4"], "there is no option --quantise. Did you mean --quantize?"),
+        (["demo", "--xyz"], "there is no option --xyz."),
+        (["finetune", "--rank=0"], "argument --rank: expected a whole number of at least 1, found '0'"),
+    ],
+)
+def test_errors_are_not_buried_by_the_usage(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    name = f"quaxlike {arguments[0]}"
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{name}: error: {message}\n`{name} --help` lists the options.\n"
+
+
+def test_texts_that_look_like_options(capsys):
+    """Texts of several words are none, and beginnings of options stand for them."""
+    assert main(["generate", "--mod", "nowhere", "--prompt", "-- one two"]) == 2
+    assert "There is no nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "finetune", "convert"])
+def test_an_adapter_in_place_of_a_model(command, tmp_path, capsys):
+    adapter, data, out = tmp_path / "a", tmp_path / "data.jsonl", tmp_path / "out"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "base/llama"}')
+    data.write_text('{"text": "one"}')
+    arguments = {
+        "generate": [f"--model={adapter}", "--prompt", "one"],
+        "finetune": [f"--model={adapter}", f"--data={data}", f"--output={out}"],
+        "convert": [f"{adapter}", f"{out}"],
+    }[command]  # fmt: skip
+    assert main([command, *arguments]) == 2
+    told = capsys.readouterr().err
+    assert "The folder holds an adapter, which is put on 'base/llama': the model is that one's folder" in told

@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .._arguments import importing_extra, number
+from .._arguments import Parser, importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:
@@ -19,7 +19,7 @@ def _make_writable(directory: Path) -> str | None:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Train a small vision transformer on upright digits, then adapt it to rotated "
         "ones in full, by LoRA and by QLoRA (LoRA over NF4 weights).",

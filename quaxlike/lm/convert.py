@@ -1,10 +1,9 @@
 """The command line of conversion: a checkpoint of any known format to safetensors or GGUF."""
 
-import argparse
 import sys
 from pathlib import Path
 
-from .._arguments import importing_extra
+from .._arguments import Parser, importing_extra
 
 _ABOUT = """\
 Reads a checkpoint of any known format, and writes a directory of safetensors for transformers, or a GGUF file
@@ -15,7 +14,7 @@ another.
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.convert") -> int:
     """Runs the command; the exit status is 2 if it cannot read, convert or write."""
-    parser = argparse.ArgumentParser(prog=prog, description=_ABOUT)
+    parser = Parser(prog=prog, description=_ABOUT)
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory or a GGUF file")
     parser.add_argument("target", type=Path, metavar="OUT", help="a directory, or a file that ends in .gguf")
     parser.add_argument(

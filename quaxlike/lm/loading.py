@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from .._checked import checked
 from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
-from ..files.errors import CheckpointError, hub_hint, listed, quoted
+from ..files.errors import CheckpointError, listed, quoted
 from ..files.json_text import read_json_file
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.placing import by_name
@@ -31,7 +31,7 @@ from ..surgery.trees import named_arrays, replace
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
 from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, TEXT_TOWERS
-from .folders.companions import modules_of
+from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
 from .folders.model_config import UnsupportedConfigError
 from .formats.mxfp4 import in_published_layout
@@ -270,7 +270,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
-            f"{hub_hint(directory)}"
+            f"{hint_for(Path(directory))}"
         )
     weights = open_checkpoint(directory)
     path, config = path if path.is_file() else Path(directory), text_tower(weights.config)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .._checked import checked
-from ..files.errors import CheckpointError, file_error, hub_hint, quoted
+from ..files.errors import CheckpointError, file_error, quoted
 from ..files.json_text import read_json_file
+from .folders.companions import hint_for
 from .gguf.container import holds_gguf, open_gguf
 from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
@@ -39,7 +40,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     if file.is_file():
         return _text(file)
     if not holds_gguf(path):
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hub_hint(path)}")
+        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hint_for(path)}")
     gguf = open_gguf(path)
     return json.dumps(tokenizer_of(gguf.path, as_python(gguf.metadata)))
 

@@ -1,16 +1,16 @@
 """The command line of the native library."""
 
-import argparse
 import sys
 from pathlib import Path
 
+from ..._arguments import Parser
 from .library import Library, NativeError, build, library
 from .wheel import write_wheel
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.kernels.native") -> int:
     """Compiles the library and says what it did; the exit status is 1 if it cannot."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Compiles products with quantised weights, and of few rows, for this machine's "
         "processor, by its C++ compiler, into the user's cache. Programs find them there; QUAXLIKE_NATIVE=0 "

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from ..._arguments import importing_extra
+from ..._arguments import Parser, importing_extra
 from .._allocator import keep_memory
 from .._interrupts import interrupts_deferred, status_of, take_interrupt
 from .options import options, settings_of
@@ -24,7 +24,7 @@ data, one JSON object per line:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,

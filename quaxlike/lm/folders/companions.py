@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._files import replacing
-from ...files.errors import CheckpointError, file_error, quoted
+from ...files.errors import CheckpointError, file_error, hub_hint, quoted
 from ...files.json_text import read_json_file, read_json_list
 
 # As transformers names them. What makes a tokeniser usable is first, and so in place last.
@@ -81,6 +81,25 @@ def _present(folder: Path) -> list[str]:
         own = (path for module in module_folders(folder) for path in sorted((folder / module).rglob("*")))
         names += [str(path.relative_to(folder)) for path in own if not path.is_dir() or path.is_symlink()]
     return names
+
+
+def hint_for(folder: Path) -> str:
+    """A sentence that says what to do about a folder without a model, for the end of a message."""
+    about = folder / "adapter_config.json"
+    if about.is_file():
+        try:
+            base = read_json_file(about, "the configuration").get("base_model_name_or_path")
+        except CheckpointError:
+            base = None
+    elif (folder / "adapters.safetensors").is_file():
+        base = None
+    else:
+        return hub_hint(folder)
+    named = quoted(base) if isinstance(base, str) and base else "its base model"
+    return (
+        f" The folder holds an adapter, which is put on {named}: the model is that one's folder "
+        f"(`--model`), and the adapter is {folder} (`--adapter`, or `lm.peft.load_adapter`)."
+    )
 
 
 def module_folders(folder: Path) -> list[str]:

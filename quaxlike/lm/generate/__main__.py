@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..._arguments import COMPILATION_CACHE, importing_extra, number
+from ..._arguments import COMPILATION_CACHE, Parser, importing_extra, number
 from .._interrupts import interrupts_deferred
 
 _ABOUT = """\
@@ -16,7 +16,7 @@ several, which --prompt takes at once, are written when they are complete.
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=_ABOUT)
+    parser = Parser(prog=prog, description=_ABOUT)
     add = parser.add_argument
     add(
         "--model",
