@@ -172,6 +172,8 @@ def preference_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         chosen, rejected = (messages_of(fields, name) for name in ("chosen", "rejected"))
         if "prompt" in fields and not isinstance(prompt, str):
             prompt = messages_of(fields, "prompt")
+            if all(x[: len(prompt)] == prompt for x in (chosen, rejected)):  # which repeat the prompt
+                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
             return {**fields, "prompt": prompt, "chosen": chosen, "rejected": rejected}
     elif "prompt" in fields:
         return {**fields, "prompt": text_of(fields, "prompt")}

@@ -117,6 +117,7 @@ TEXTS = (
     [
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, TEXTS),
         ({"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, TEXTS),
+        ({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, TEXTS),
         ({"prompt": "one", "chosen": [USER, ANSWER], "rejected": [USER, OTHER], "score_chosen": 1.0}, TEXTS),
         ({"prompt": "one", "chosen": [ANSWER], "rejected": [OTHER]}, TEXTS),
         (
