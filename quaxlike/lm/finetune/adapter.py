@@ -1,6 +1,7 @@
 """`--adapter`: a type of the user's own in place of LoRA, or an adapter to go on with."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ import jax.numpy as jnp
 from ..._checked import did_you_mean
 from ...adapters import LORA, METHODS
 from ...arrays.adapted import AdaptedArray
+from ...files import safetensors
+from ...files.json_text import read_json_file
 from ...surgery.adapt import check_make
 from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
 from .. import peft
 from ..peft.config import AdapterConfig, files_of, read_config
 from .settings import FinetuneError, TrainSettings
+
+#: The file of adapters that PEFT's files do not hold.
+OWN_FILE = "adapters.safetensors"
 
 _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weight `w`"
 
@@ -67,32 +73,52 @@ def make_of(text: str) -> Callable[..., Any]:
 
 def is_own(settings: TrainSettings) -> bool:
     """Whether the adapter is of a type that PEFT's files do not hold."""
-    return isinstance(settings.adapter, str) and settings.adapter not in METHODS
+    if isinstance(settings.adapter, Path):
+        return not files_of(settings.adapter).config_path().is_file()
+    return settings.adapter is not None and settings.adapter not in METHODS
 
 
-def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig:
-    """The configuration of the adapter that a run goes on with.
+def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
+    """The configuration of the adapter that a run goes on with; None for one in our own file.
 
     **Raises:** `FinetuneError` if there is none, or the settings do not fit it.
     """
     file = files_of(folder).config_path()
-    if not file.is_file():
+    if not file.is_file() and not (folder / OWN_FILE).is_file():
         raise FinetuneError(f"--adapter {folder}: there is no {file}, so it is no adapter to go on with.")
-    config = read_config(file)
+    config = read_config(file) if file.is_file() else None
     options = {"--freeze-a": settings.freeze_a, "--lora-plus": settings.lora_plus is not None}
-    if config.method is not LORA and (given := [name for name, value in options.items() if value]):
+    given = [name for name, value in options.items() if value]
+    if given and (config is None or config.method is not LORA):
+        found = "of another type" if config is None else config.method.name
         raise FinetuneError(
-            f"{', '.join(given)} cannot be used with the adapter in {folder}, which is {config.method.name}: "
-            "these are options of LoRA."
+            f"{', '.join(given)} cannot be used with the adapter in {folder}, which is {found}: these are "
+            "options of LoRA."
         )
     return config
 
 
 def continued(model: Any, folder: Path) -> Any:
     """The model with the adapter in a folder, whose trained arrays are in float32."""
-    model = peft.load_adapter(folder, model)
+    if files_of(folder).config_path().is_file():
+        model = peft.load_adapter(folder, model)
+    else:
+        model = safetensors.load_adapters(folder / OWN_FILE, model, types=_types_in(folder))
     trained, frozen = eqx.partition(model, trainable(model))
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
+
+
+def _types_in(folder: Path) -> list[type]:
+    """The user's types of adapters, from the module that the run in this folder was given."""
+    about = folder / "run.json"
+    given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
+    if not isinstance(given, str) or given in METHODS:
+        return []
+    if Path(given).is_dir():  # it went on with another
+        return _types_in(Path(given))
+    make_of(given)  # which imports the module, or says that it is not there
+    found = vars(sys.modules[given.partition(":")[0]]).values()
+    return [x for x in found if isinstance(x, type) and issubclass(x, AdaptedArray)]
 
 
 def types_of(model: Any) -> list[type]:

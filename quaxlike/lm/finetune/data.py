@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from ..folders.companions import hint_for
 from ..tokenizer import read_templates
-from .settings import FinetuneError
+from .settings import FinetuneError, open_data
 
 #: Tokens of the shortest rows.
 LEAST_LENGTH = 16
@@ -23,7 +24,9 @@ class Tokens:
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise FileNotFoundError(f"There is no {path}, which the tokeniser is read from.")
+            raise FileNotFoundError(
+                f"There is no {path}, which the tokeniser is read from.{hint_for(directory)}"
+            )
         from ..marks import Marks  # here, since the command line lists tasks without the extra `lm`
         from ..text import TextTokenizer
 
@@ -129,16 +132,18 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
     **Raises:** `FileNotFoundError` if there is no such file; `FinetuneError` for a line that is not an
     object, or not one for this model, with file and line.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
     examples: list[Example] = []
     empty = without_answer = 0
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 fields = json.loads(line)
+            except json.JSONDecodeError as error:  # whose text has a number of a line, too
+                raise FinetuneError(
+                    f"{path}:{number}: not JSON: {error.msg}, at column {error.colno}"
+                ) from None
             except (ValueError, RecursionError) as error:
                 raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(fields, dict):

@@ -31,12 +31,12 @@ from ..folders.model_config import UnsupportedConfigError
 from ..loading import load, open_model, save
 from ..models import Decoder
 from ..to_gguf import described
-from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
+from .adapter import OWN_FILE, config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
 from .saved import Saved
-from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings
+from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory
 from .tasks import AbstractTask, task_for
 from .train import State, Training, steps_of, stored_for
@@ -49,7 +49,7 @@ def merged(run: RunSettings) -> Path:
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
     """The file of an adapter that PEFT's files do not hold; or the folder with these."""
-    file = run.output / "adapters.safetensors"
+    file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
 
@@ -65,6 +65,7 @@ def finetune(settings: Settings, console: Console, saved: Saved | None = None) -
     """
     devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
+        held.callback(forget_streams)
         return _finetune(settings, console, held, devices, saved)
 
 
@@ -221,7 +222,8 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
     """The tokens from which on adapters act; none if they act on all."""
     of_file: list[int] = []
     if isinstance(settings.adapter, Path):
-        of_file = config_of(settings.adapter, settings).option("alora_invocation_tokens") or []
+        config = config_of(settings.adapter, settings)
+        of_file = (config and config.option("alora_invocation_tokens")) or []
     if settings.invocation is None and not of_file:
         return []
     if not task.invokes:
@@ -394,7 +396,7 @@ def _save(
             if train.adapter is None:
                 raise
             console.print(f"PEFT's files do not hold this adapter: {error}", markup=False)
-    file, types = run.output / "adapters.safetensors", types_of(model)
+    file, types = run.output / OWN_FILE, types_of(model)
     safetensors.save_adapters(file, model, types=types)
     console.print(f"Load it with {how_to_load(file, types)}", markup=False)
 

@@ -5,6 +5,8 @@
 import argparse
 import dataclasses
 import hashlib
+import io
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,8 +65,8 @@ class TrainSettings:
     adapter: str | Path | None = option(
         "adapt weights with a type of your own instead of LoRA: a class with a class method `make`, or a "
         "function, that is called as make(w, key=..., layout=...); or by another method, such as ia3; or go "
-        "on with the adapter in a folder of PEFT's form, with a new optimiser", None,
-        metavar="MODULE:NAME",
+        "on with the adapter in a folder that PEFT or this command wrote, with a new optimiser", None,
+        metavar="MODULE:NAME|DIR",
     )  # fmt: skip
     rank: int = option("of the adapters", 8, type=SIZE)
     alpha: float | int = option("adapters are scaled with alpha / rank", 16, type=number(float, 0))
@@ -114,7 +116,7 @@ class TrainSettings:
 class DataSettings:
     """What it is trained on: the texts, and what is learned of them."""
 
-    data: Path = option("training data", type=Path, metavar="FILE.jsonl")
+    data: Path = option("training data; - is the standard input", type=Path, metavar="FILE.jsonl")
     eval_data: Path | None = option(
         "evaluation data, instead of a share of --data", None, type=Path, metavar="FILE.jsonl"
     )
@@ -210,7 +212,7 @@ class Settings:
         options = {field.name: values[field.name] for field in in_order(parts, tasks)}
         options["task"] = None if task is None else task.name
         files = {name: path for name, path in options.items() if isinstance(path, Path)}
-        options |= {name: str(path.resolve()) for name, path in files.items()}
+        options |= {name: "-" if is_stream(path) else str(path.resolve()) for name, path in files.items()}
         digests = {f"sha256 of {name}": _digest(path) for name, path in files.items()}
         return options | digests | {name: list(x) for name, x in options.items() if isinstance(x, tuple)}
 
@@ -218,7 +220,33 @@ class Settings:
 def _digest(path: Path) -> str:
     """The SHA-256 of a file, or of the names and contents of a checkpoint's files."""
     if not path.is_dir():
-        with open(path, "rb") as file:
+        with open_data(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     parts = sorted(part for part in path.iterdir() if part.suffix in (".json", ".safetensors"))
     return hashlib.sha256("".join(f"{x.name} {_digest(x)}\n" for x in parts).encode()).hexdigest()
+
+
+_read: dict[Path, bytes] = {}
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a file can be read only once: the standard input, which is `-`, a pipe or a device."""
+    return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
+
+
+def open_data(path: Path) -> io.BufferedIOBase:
+    """Opens a file of data. A stream is kept until `forget_streams`, since a run reads its data twice.
+
+    **Raises:** `FileNotFoundError` if there is no such file.
+    """
+    if not is_stream(path):
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no file {path}: it must have a JSON object on each line.")
+        return open(path, "rb")
+    if path not in _read:
+        _read[path] = sys.stdin.buffer.read() if path == Path("-") else path.read_bytes()
+    return io.BytesIO(_read[path])
+
+
+def forget_streams() -> None:
+    _read.clear()

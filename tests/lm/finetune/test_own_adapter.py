@@ -1,6 +1,7 @@
 """`python -m quaxlike.lm.finetune --adapter`, with a type that a module of the user's defines."""
 
 import importlib
+import json
 import sys
 from typing import ClassVar
 
@@ -284,3 +285,25 @@ def test_options_of_lora_are_refused(capsys):
     with pytest.raises(SystemExit):  # for another reason
         main(["--model=m", "--data=d", "--output=o", "--adapter=lora", "--invocation=x", "--dora"])
     assert "--dora cannot be used with --invocation" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [("llama", "own_adapter:MyAdapter"), ("llama", "own_adapter:make_adapter"), ("gpt2", "delora")],
+)
+def test_it_goes_on_with_our_own_file(kind, adapter, run, tmp_path):
+    """From where it stood, twice; also what was made by a function, or by a method that PEFT's files lack."""
+    common = [kind, "text", "--quantize=none", "--steps=2"]
+    assert run(*common, f"--adapter={adapter}", output="0")[0] == 0
+    for before, after in ((0, 1), (1, 2)):
+        status, told = run(*common, f"--adapter={tmp_path / str(before)}", "--merge", output=str(after))
+        assert status == 0, told
+        assert f"Goes on with the adapter in {tmp_path / str(before)}; the optimiser starts anew." in told
+        assert f"Adapter: {tmp_path / str(after) / 'adapters.safetensors'}" in told
+        lines = (tmp_path / str(before) / "metrics.jsonl").read_text().splitlines()
+        ended, begins = json.loads(lines[-1])["held_out"], log_of(tmp_path / str(after))[0]["held_out"]
+        assert begins["loss"] == pytest.approx(ended["loss"], rel=1e-5)
+    status, told = run(*common, f"--adapter={tmp_path / '2'}", "--freeze-a", output="3")
+    assert status == 2
+    assert "which is of another type: these are options of LoRA" in told
