@@ -108,7 +108,7 @@ class Batch(NamedTuple):
     labels: Int[Array | np.ndarray, " examples"]
 
     @property
-    def seen(self) -> Bool[Array | np.ndarray, "examples texts tokens"]:
+    def seen(self) -> Bool[Array | np.ndarray, "*examples texts tokens"]:
         """The tokens that are not padding."""
         return self.segments > 0
 

@@ -538,26 +538,6 @@ def test_a_token_that_the_model_has_no_row_for(fields, tmp_path):
         NextToken().encode(filled("image"), tokens)
 
 
-@pytest.mark.parametrize("option", ["--data", "--eval-data"])
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], r"has no examples. Add examples."),
-        (
-            [{"prompt": count(0, 40), "completion": "one"}] * 2,
-            r"has no examples: its 2 lines were left out, .* Add examples, or raise --max-length.",
-        ),
-    ],
-)
-def test_a_file_without_examples_is_named(option, lines, message, tmp_path):
-    model = checkpoint(tmp_path / "llama", "llama")
-    tokens = data.Tokens(model, json.loads((model / "config.json").read_text()), 32)
-    good, bad = write(tmp_path / "good.jsonl", LINES["text"]), write(tmp_path / "bad.jsonl", lines)
-    files = DataSettings(bad) if option == "--data" else DataSettings(good, eval_data=bad)
-    with pytest.raises(FinetuneError, match=rf"bad\.jsonl \({option}\) {message}$"):
-        read_data(TrainSettings(model), files, NextToken(), tokens, report.console_on(io.StringIO()))
-
-
 def test_it_trains_without_evaluation(run, tmp_path):
     status, told = run("bert", "label", "--held-out=0", "--steps=1", "--quantize=none", "--target", "query")
     assert status == 0, told
@@ -605,33 +585,6 @@ def test_options_of_other_kinds(options, message, capsys):
 # -------------------------------------------------------------------------------------------------
 # Data
 # -------------------------------------------------------------------------------------------------
-
-
-def test_batches_go_through_each_epoch_once():
-    order = [data.chosen_for(i, 10, 3, seed=1) for i in range(6)]
-    for epoch in (order[:3], order[3:]):
-        assert len(set(np.concatenate(epoch).tolist())) == 9
-    assert not np.array_equal(np.concatenate(order[:3]), np.concatenate(order[3:]))
-    np.testing.assert_array_equal(data.chosen_for(4, 10, 3, seed=1), order[4])
-
-
-def test_prompts_are_not_learned(tmp_path):
-    model = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)
-    config = json.loads((model / "config.json").read_text())
-    fields = {"prompt": "one two", "completion": "three four"}
-    tokens = data.Tokens(model, config, 6)
-    example = NextToken().encode(fields, tokens)
-    batch = data.collate([example], 6)
-    np.testing.assert_array_equal(batch.ids[0, 0], [5, 6, 7, 8, 3, 0])
-    np.testing.assert_array_equal(batch.learned[0, 0], [0, 0, 1, 1, 1, 0])
-    assert NextToken().encode(fields, data.Tokens(model, config, 2)) is None
-
-
-def test_cut_texts_keep_their_ends(tmp_path):
-    model = checkpoint(tmp_path / "bert", "bert")
-    tokens = data.Tokens(model, json.loads((model / "config.json").read_text()), 5)
-    assert tokens.cut("one two three four") == ([2, 5, 6, 7, 3], True)
-    assert tokens.cut("one two three") == ([2, 5, 6, 7, 3], False)
 
 
 def matches(message, text):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import equinox as eqx
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ..data import Batch, Example, Tokens
@@ -80,7 +81,7 @@ class AbstractTask(eqx.Module):
         """The metrics of the outputs for all held-out examples; `batch` holds those examples."""
 
 
-def cross_entropy(logits: Float[Array, "*batch classes"], labels: Any) -> Float[Array, "*batch"]:
+def cross_entropy(logits: Float[Array | np.ndarray, "*batch classes"], labels: Any) -> Float[Array, "*batch"]:
     import optax  # here, since the command line lists tasks without the extra `lm`
 
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
