@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from quaxlike.lm.finetune import data, report
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.run import read_data
-from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, TrainSettings, forget_streams
+from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, TrainSettings
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.lm.finetune.tasks import NextToken
 from quaxlike.lm.finetune.train import MemoryUse, TrainingStep
@@ -623,46 +622,3 @@ def test_options_are_listed_without_the_extra():
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "  ... --task dpo      {" in told
     assert "--teacher-share" in told
-
-
-# -------------------------------------------------------------------------------------------------
-# Data from streams
-# -------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_is_read_again_until_the_run_ends(monkeypatch):
-    """For the fingerprint of the run, say."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "one"}\n')))
-    rows, source = [], Path("-")
-    for _ in range(2):
-        data.read_examples(source, rows.append)
-    assert rows == [{"text": "one"}] * 2
-    forget_streams()
-    rows.clear()
-    data.read_examples(source, rows.append)
-    assert rows == []
-    forget_streams()
-
-
-def test_devices_are_streams():
-    assert data.read_examples(Path("/dev/null"), lambda fields: None).examples == []
-    forget_streams()
-
-
-def test_an_error_of_json_has_one_line_number(tmp_path):
-    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n{"text"}\n')
-    with pytest.raises(FinetuneError, match=r"data\.jsonl:2: not JSON: .*, at column 8$"):
-        data.read_examples(tmp_path / "data.jsonl", lambda fields: None)
-
-
-@pytest.mark.slow
-def test_a_run_from_a_pipe_is_resumed(run, tmp_path, monkeypatch):
-    """By the same texts, through whichever pipe they come; others are refused."""
-    assert run("llama", "text", "--steps=1", "--quantize=none")[0] == 0
-    lines = (tmp_path / "data.jsonl").read_bytes()
-    for output, text, expected in (("out2", lines, 0), ("out2", lines, 0), ("out2", lines[::-1], 2)):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        options = ["--data=-", "--steps=1", "--quantize=none"]
-        assert run("llama", "text", *options, output=output)[0] == expected
-    file = "adapter_model.safetensors"
-    assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "out2" / file).read_bytes()
