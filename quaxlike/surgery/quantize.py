@@ -70,7 +70,7 @@ def quantize(
         `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. Or a recipe: a mapping from what
         `where` takes to a scheme, a pair of a scheme and its options, or None for weights that stay as they
         are. A weight follows the first rule that selects it. Or the name of a recipe: `"q4_k_m"`, `"q5_k_m"`
-        and `"mxfp4_moe"` are llama.cpp's mixtures, embeddings that are no output layer left out;
+        and `"mxfp4_moe"` follow llama.cpp's presets, but for embeddings, which are left out;
         `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` says what a recipe takes, without computing;
         `quantize.from_file` reads one.
     - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Recipes say it
@@ -135,12 +135,12 @@ def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
     """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
+    return {name: _quantizer(name, choice) for name, choice in _choices(model, scheme, **options).items()}
 
-    def quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
-        layout = require_layout(name, choice.record)
-        return lambda w: quantize_array(name, w, choice.scheme, layout, **choice.options)
 
-    return {name: quantizer(name, choice) for name, choice in _choices(model, scheme, **options).items()}
+def _quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
+    layout = require_layout(name, choice.record)
+    return lambda w: quantize_array(name, w, choice.scheme, layout, **choice.options)
 
 
 def _choices(
@@ -232,13 +232,12 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
         print(ql.quantize.plan(mlp, recipe))
         ```
     """
-    arrays, made = named_arrays(model), quantizers(model, scheme, **options)
 
     def row(name: str, choice: SchemeOfWeight) -> PlannedRow:
-        w = eqx.filter_eval_shape(lambda w: w, arrays[name])
+        w = eqx.filter_eval_shape(lambda w: w, choice.record.array)
         sizes = [
             sum(leaf.size * leaf.dtype.itemsize for leaf in jtu.tree_leaves(x))
-            for x in (w, eqx.filter_eval_shape(made[name], w))
+            for x in (w, eqx.filter_eval_shape(_quantizer(name, choice), w))
         ]
         return PlannedRow(name, choice.rule, choice.scheme, choice.options, tuple(w.shape), *sizes)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from .._checked import checked
 from .records import Record
-from .select import HEAD, TOKENS, Where, select_matrices
+from .select import Where, output_layer, select_matrices
 
 #: A scheme, a scheme with its options, or None for weights that stay as they are.
 Scheme = str | tuple[str, Mapping[str, Any]] | None
@@ -91,25 +91,18 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
         eighth = n // 8
         matters = lambda i: i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
-        return {**_rule(_head(records), "q6_k"), **_rule(more, "q6_k"), "all-linear": most}
+        return {**_rule(output_layer(records), "q6_k"), **_rule(more, "q6_k"), "all-linear": most}
 
     return recipe
 
 
 def _mxfp4_moe(records: Mapping[str, Record]) -> Recipe:
     experts = [name for name, x in records.items() if ".experts." in name and x.layout is not None]
-    return {**_rule(experts, "mxfp4"), **_rule(_head(records), "q8_0"), "all-linear": "q8_0"}
+    return {**_rule(experts, "mxfp4"), **_rule(output_layer(records), "q8_0"), "all-linear": "q8_0"}
 
 
 def _rule(names: Sequence[str], scheme: Scheme) -> Recipe:
     return {tuple(names): scheme} if names else {}
-
-
-def _head(records: Mapping[str, Record]) -> list[str]:
-    """The output layer, or the embedding that a model without one is tied to."""
-    matrices = [name for name, record in records.items() if record.layout is not None]
-    own = [name for name in matrices if HEAD.fullmatch(name)]
-    return own or [name for name in matrices if TOKENS.fullmatch(name)]
 
 
 _LAYER = re.compile(r"\.([0-9]+)\.")

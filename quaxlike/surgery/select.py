@@ -16,8 +16,8 @@ Where = str | Sequence[str] | Callable[[str, Any], bool]
 
 # The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a
 # router is no linear layer either, and programs that read quantised models expect it in full precision.
-HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
-TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
+_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
+_TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
 
 @checked
@@ -136,7 +136,7 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     kinds = {
         name: record.layout.kind
         for name, record in records.items()
-        if record.layout is not None and not (HEAD.fullmatch(name) or is_router(layer_of(name), records))
+        if record.layout is not None and not (_HEAD.fullmatch(name) or is_router(layer_of(name), records))
     }
     unknown = {name: records[name].array for name, kind in kinds.items() if kind == "unknown"}
     unknown = {name: array for name, array in unknown.items() if name not in excluded}
@@ -155,17 +155,12 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     return chosen
 
 
-def _output_layer(records: Mapping[str, Record]) -> list[str]:
-    """The weights of the output head; of models without one, the embedding of tokens, which it is tied to."""
+def output_layer(records: Mapping[str, Record]) -> list[str]:
+    """The weights of the output head; of models without one, the embedding of tokens, which it is tied to;
+    none if a model has neither."""
     matrices = [name for name, record in records.items() if record.layout is not None]
-    own = [name for name in matrices if HEAD.fullmatch(name)]
-    found = own or [name for name in matrices if TOKENS.fullmatch(name)]
-    if not found:
-        raise ValueError(
-            "`head` is for models with an output layer (lm_head, embed_out) or an embedding of tokens "
-            "(embed_tokens, wte, embed_in). This one has neither; name its layer in `where`."
-        )
-    return found
+    own = [name for name in matrices if _HEAD.fullmatch(name)]
+    return own or [name for name in matrices if _TOKENS.fullmatch(name)]
 
 
 def select_matrices(
@@ -178,7 +173,12 @@ def select_matrices(
     """The selected weights that can be adapted or quantised: no biases, norms or integers. With `head`, those
     of the output layer too."""
     excluded = _chosen(model, records, exclude) if exclude else ()
-    also = _output_layer(records) if head else []
+    also = output_layer(records) if head else []
+    if head and not also:
+        raise ValueError(
+            "`head` is for models with an output layer (lm_head, embed_out) or an embedding of tokens "
+            "(embed_tokens, wte, embed_in). This one has neither; name its layer in `where`."
+        )
     names = {*_chosen(model, records, where, excluded), *also}
     chosen = {name: record for name, record in records.items() if name in names}
     matrices = {name: record for name, record in chosen.items() if record.layout is not None}
