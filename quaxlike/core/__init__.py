@@ -1,2 +1,3 @@
-"""The interpreter: a spine, to be read in the order compat, values, rules, trace, quaxify; and three wings,
-jaxprs, higher_order and inspect."""
+"""The interpreter. Read values, rules, trace and quaxify first, in this order; jaxprs, higher_order and
+inspect build on them.
+"""

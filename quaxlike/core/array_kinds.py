@@ -1,4 +1,8 @@
-"""Kinds of arrays: the dtypes and shapes of annotations such as jaxtyping's `Float[Array, "n m"]`."""
+"""Dtypes and shapes in annotations such as jaxtyping's `Float[Array, "n m"]`.
+
+Dispatch orders rules by `implies`, and `excludes` lets two rules coexist. Both may answer False when in
+doubt, but never True: a wrong True would silently choose the wrong rule.
+"""
 
 import dataclasses
 import functools
@@ -11,26 +15,29 @@ from jaxtyping import AbstractDtype, Shaped
 
 
 class Axis(NamedTuple):
-    """An axis of an annotated shape: of any size, unless it says which."""
+    """One axis of an annotated shape. By default it has any size."""
 
     size: int | None = None
     same_as: int | None = None  # axes with the same number have the same size
     or_one: bool = False
 
     def implies(self, other: "Axis") -> bool:
-        """Whether it is of a size that the other takes, which is not one with the size of another."""
+        """Whether every size allowed here is allowed by `other`, ignoring sizes shared between axes."""
         return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind:
-    """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`; names of axes are forgotten."""
+    """The dtypes and shapes that an annotation such as `Float[Array, "n m"]` allows.
+
+    The names of axes are not kept; only which axes share a name.
+    """
 
     dtypes: Any = None
-    """Those of a class of jaxtyping, as strings and patterns; None for any."""
+    """A jaxtyping class's dtypes, as strings and patterns; None for any."""
     first: tuple[Axis, ...] = ()
     last: tuple[Axis, ...] | None = None
-    """The axes after `...` or `*name`; None if there are no others than `first`."""
+    """The axes after `...` or `*name`; None if the annotation has neither."""
 
     @staticmethod
     def of(hint: Any) -> "ArrayKind":
@@ -45,7 +52,7 @@ class ArrayKind:
                 axes.append(Axis(size=int(name), or_one=or_one))
             elif name.isidentifier() and names.count(name) > 1:
                 axes.append(Axis(same_as=names.index(name), or_one=or_one))
-            else:  # also an expression, of axes of other operands
+            else:  # also an expression in other operands' axes
                 axes.append(Axis())
         last = None if more is None else tuple(axes[more:])
         return ArrayKind(hint.dtypes, tuple(axes[:more]), last)
@@ -68,13 +75,13 @@ class ArrayKind:
         return True
 
     def _axes(self, ndim: int) -> list[Axis | None] | None:
-        """What is said of each axis of an array with `ndim` of them, or None if it has others."""
+        """The constraint on each axis if there are `ndim` axes, or None if `ndim` does not fit."""
         last = self.last or ()
         more = ndim - len(self.first) - len(last)
         return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
 
     def implies(self, other: "ArrayKind") -> bool:
-        """Whether all arrays of this kind are of the other. May say no where it is not obvious."""
+        """Whether every array of this kind is also an `other`. May be False if it is not obvious."""
         if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
             return False
         if (self.first, self.last) == (other.first, other.last):
@@ -90,11 +97,11 @@ class ArrayKind:
                 same.setdefault(y.same_as, set()).add(x)
             elif y is not None and not x.implies(y):
                 return False
-        known = lambda axes: not any(axis == Axis() or axis.or_one for axis in axes)
-        return all(len(axes) == 1 and known(axes) for axes in same.values())
+        known = [all(axis != Axis() and not axis.or_one for axis in axes) for axes in same.values()]
+        return all(known) and all(len(axes) == 1 for axes in same.values())
 
     def excludes(self, other: "ArrayKind") -> bool:
-        """Whether no array is of both kinds."""
+        """Whether no array is of both kinds. May be False if it is not obvious."""
         if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
             return True
         for x, y in ((self, other), (other, self)):
@@ -111,8 +118,7 @@ class ArrayKind:
 
 
 def _read(word: str) -> tuple[bool, str, bool]:
-    """Whether a word of jaxtyping's shapes stands for any number of axes; its name, or size; whether one is
-    allowed instead."""
+    """Parses one word of a jaxtyping shape: is it variadic, its name or size, and may it be one."""
     if word == "...":
         return True, "", False
     rest = word.lstrip("#*_?")
@@ -136,7 +142,7 @@ def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _dtypes(wanted: Any) -> frozenset[Any]:
-    """The dtypes of JAX that a jaxtyping class takes."""
+    """The JAX dtypes that a jaxtyping class allows."""
     return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
 
 

@@ -1,4 +1,8 @@
-"""Rules that match once some of the Values among the operands, but not all of them, are materialised."""
+"""Rules that match after materialising some, but not all, of the Values.
+
+A rule found here takes at least one operand as a Value. So `Sparse @ Foreign` becomes `Sparse @ array`,
+rather than a dense product.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +18,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class Beyond:
-    """A rule that matches once the Values in some places are materialised."""
+    """A rule that matches once the Values in `places` are materialised."""
 
     def __init__(self, rule: Rule, types: Sequence[type | None], places: tuple[int, ...]) -> None:
         self.rule = rule
@@ -23,7 +27,7 @@ class Beyond:
         self._types = [jax.Array if t is None or i in places else t for i, t in enumerate(types)]
 
     def applies_to(self, operands: Sequence[Any]) -> bool:
-        """Whether it matches these operands, which have the types, by their dtypes and shapes as well."""
+        """Whether the rule also accepts the dtypes and shapes of these operands."""
         if not all(x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.places):
             return False
         typed = enumerate(zip(operands, self._types, strict=True))
@@ -31,15 +35,17 @@ class Beyond:
 
 
 def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
-    """Those for a primitive and the types of its operands. Rules that users wrote come first, and among these
-    the ones that leave the most Values."""
+    """The rules that apply to these operand types after materialising some Values.
+
+    A user's rules come before ours, and rules that keep more Values come first.
+    """
     if (known := resolver.beyond.get(key)) is not None:
         return known
     require_stack_depth()
     primitive, *types = key
     values = sum(t is not None for t in types)
     ranked: list[tuple[Any, Beyond]] = []
-    declined: set[Callable[..., Any]] = set()  # they were asked
+    declined: set[Callable[..., Any]] = set()  # rules that matched as they are: they were asked
     made_at = epoch()
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
@@ -51,17 +57,20 @@ def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
     with lock:
-        if made_at == epoch():  # else a rule was registered in the meantime
+        if made_at == epoch():  # otherwise a rule was registered in the meantime
             resolver.beyond[key] = found
     return found
 
 
 def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
-    """The places of the Values that a rule takes as arrays only; None if it takes an operand neither way."""
+    """The places where a rule takes only an array but has a Value; None if it cannot take an operand."""
     annotations = rule.annotations(len(types))
     if len(annotations) != len(types):
         return None
-    takes = lambda hint, cls: is_value_dependent(hint) or signature_of([cls]) <= signature_of([hint])
+
+    def takes(hint: Any, cls: Any) -> bool:
+        return is_value_dependent(hint) or signature_of([cls]) <= signature_of([hint])
+
     places: list[int] = []
     for i, (t, annotation) in enumerate(zip(types, annotations, strict=True)):
         if t is not None and takes(annotation.hint, t):

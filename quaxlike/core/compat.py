@@ -1,6 +1,7 @@
 """Everything that depends on JAX's private modules or on its version.
 
-Nothing else in the package touches `jax._src` or branches on a version.
+Nothing else in this package touches `jax._src` or branches on a version; a lint rule (TID251) enforces this.
+So a new JAX release can break only this file, and tests/core/test_compat.py says where.
 """
 
 # pyright: reportPrivateUsage=false
@@ -40,24 +41,25 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# Marks a sharding that was not passed to jit; it has no public name.
+# Marks a sharding that was not passed to jit. It has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 
-# Hides frames of JAX and of this package from the tracebacks of errors raised in a function, as
-# `jax_traceback_filtering` asks.
+# Hides JAX's and our own frames in tracebacks, as `jax_traceback_filtering` asks.
 api_boundary = traceback_util.api_boundary
 
 
 def hide_file(path: str) -> None:
-    """Hides the frames of a file, or of the files in a folder, from tracebacks and from source lines."""
+    """Hides the frames of a file, or of all files in a folder, in tracebacks and source lines."""
     traceback_util.register_exclusion(path)
     jex.source_info_util.register_exclusion(path)
 
 
 def drops_frames(error: Exception) -> bool:
-    """Whether `jax_traceback_filtering` lets frames of an error be dropped: with the traceback that JAX
-    prints first, of where an equation was made, which is dropped here."""
+    """Whether `jax_traceback_filtering` lets us drop frames from this error.
+
+    If so, this also removes the traceback that JAX prints first, which shows where an equation was made.
+    """
     if traceback_util._filtering_mode() == "off":
         return False
     if isinstance(error.__cause__, source_info_util.JaxStackTraceBeforeTransformation):
@@ -66,25 +68,25 @@ def drops_frames(error: Exception) -> bool:
 
 
 def current_traceback() -> Any:
-    """The recorded traceback of the equation that JAX works on, or None."""
+    """The recorded traceback of JAX's current equation, or None."""
     return source_info_util.current().traceback
 
 
 # Traces -------------------------------------------------------------------------------------------
 
 
-def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # whether no transform is below it
+def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # no transform below it
     return type(trace) is core.EvalTrace
 
 
-JVPTrace = ad.JVPTrace  # of a forward derivative
+JVPTrace = ad.JVPTrace  # forward-mode differentiation
 
 
 def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace current. JAX's context manager would cost a microsecond.
+# Makes a trace current. JAX's context manager would take another microsecond per primitive.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -98,27 +100,26 @@ def bind_with_trace(
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-# All of JAX's settings that affect the jaxpr of a function (mesh, x64, axis names, ...).
+# All JAX settings that affect the jaxpr of a function (mesh, x64, axis names, ...).
 trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
-    """Whether 64-bit types are enabled; quicker than the lookup by name."""
+    """Whether 64-bit types are enabled. Faster than a lookup by name."""
     return config.enable_x64.value
 
 
 def set_user_context(context: Any, value: Any) -> None:
-    """Sets a context of `jax.make_user_context` for this thread, without a `with` that would restore it."""
+    """Sets a context made by `jax.make_user_context`, without a `with` that would restore it."""
     context._obj.set_local(value)
 
 
 class DecidedLate:
-    """What a context of `jax.make_user_context` is set to, to be decided when one of JAX's caches first looks
-    at it, as part of a key.
+    """A setting that is decided when JAX first uses it in a cache key.
 
-    JAX's settings belong to a thread, which tasks share, so that one that belongs to a task cannot be set.
-    This is set instead; when JAX hashes or compares it, it decides, and sets a new, undecided one. It equals
-    what was decided.
+    JAX's settings belong to a thread, but asyncio tasks share a thread, so we cannot set one per task.
+    Instead we set this object. When JAX hashes or compares it, it decides its value, and sets a new,
+    undecided object in its place. It equals whatever it decided.
     """
 
     __slots__ = ("_context", "_decide", "_decided")
@@ -143,14 +144,14 @@ class DecidedLate:
 
 
 def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
-    """Gives instances of `cls` a JAX type, so that functions are traced with them as arguments."""
+    """Gives instances of `cls` a JAX type, so that functions can be traced with them as arguments."""
     core.pytype_aval_mappings[cls] = aval
 
 
 def register_late_values(
     cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
 ) -> None:
-    """Lets instances of `cls` be operands of primitives: `canonicalise` turns each into a JAX type."""
+    """Lets instances of `cls` be operands: `canonicalise` turns each into a JAX type."""
     register_stand_in(cls, aval)
     if hasattr(dtypes, "register_canonicalize_value_handler"):
         dtypes.register_canonicalize_value_handler(cls, canonicalise)
@@ -160,7 +161,7 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
-# A jaxpr with its constants. From JAX 0.11 every jaxpr is one, and the name of old will go.
+# A jaxpr with its constants. Since JAX 0.11 every jaxpr has them, and the old name is about to go.
 if TYPE_CHECKING:
     ClosedJaxpr = jexc.Jaxpr
 else:
@@ -178,14 +179,14 @@ def trace_to_jaxpr(
 
     A jaxpr without constants, and the constants, which are its first inputs.
     """
-    # Names of arguments and results are dropped: JAX checks their number, which changes here.
+    # We drop the names of arguments and results. JAX checks how many there are, and that changes here.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
 
 
 def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
-    """Closes a jaxpr over `consts`, the values of its first inputs (see `trace_to_jaxpr`)."""
+    """Closes a jaxpr over `consts`, which are the values of its first inputs (see `trace_to_jaxpr`)."""
     if hasattr(jaxpr, "with_consts"):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr
     n = len(consts)
@@ -194,8 +195,10 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
 
 
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
-    """Closes an open jaxpr; always returns the same object for one without constants, so that caches can be
-    keyed on it."""
+    """Closes an open jaxpr.
+
+    Without constants, this always returns the same object for the same jaxpr, so that it can be a cache key.
+    """
     if hasattr(jaxpr, "consts"):
         return jaxpr
     if consts:
@@ -211,7 +214,7 @@ _closed_lock = threading.Lock()
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The open jaxpr of a closed one without constants, for the primitives that carry an open one."""
+    """The open jaxpr inside a closed one without constants. Some primitives carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -219,7 +222,10 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """The rule of a primitive that returns cotangents, also where its own adds them to accumulators."""
+    """The transpose rule of a primitive, as a function that returns cotangents.
+
+    Some rules in JAX add to accumulators instead; these are wrapped.
+    """
     fancy = ad.fancy_transposes.get(primitive)
     return ad.primitive_transposes[primitive] if fancy is None else functools.partial(_returning, fancy)
 
@@ -231,7 +237,7 @@ def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any
 
 
 def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Memoises a function of one object, and of what else it takes, for as long as that object lives."""
+    """Memoises a function on its first argument, for as long as that object lives."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 
@@ -241,30 +247,30 @@ def all_invars(jaxpr: Any) -> list[Any]:
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation was traced under a setting that matters even when it is run eagerly."""
+    """Whether an equation was traced under a setting that matters even eagerly."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def is_differentiated(x: Any) -> bool:
-    """Whether the derivative by an array is being taken, as far as the array itself shows it."""
+    """Whether an array shows that it is being differentiated."""
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
 
 
 def source_of(eqn: jexc.JaxprEqn) -> Any:
-    """A context in which staged equations get the source line and the name stack of `eqn`."""
+    """A context that gives staged equations the source line and name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """Wraps a list in the container in which shard_map passes results and their metadata."""
+    """Wraps a list in the container that shard_map uses for results and their metadata."""
     return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
 def literal_of(x: Any) -> Any:
-    """The number that a tracer of a staged program stands for, if it is a literal of it; else `x` itself."""
+    """The number behind a tracer, if it is a literal in a staged program; else `x` itself."""
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 
@@ -277,7 +283,7 @@ def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are its carry."""
+    """How many of a scan's operands are constants, and how many are its carry."""
     if "ft_in" in params:  # from JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -287,7 +293,7 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
 def scan_params(
     params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int
 ) -> dict[str, Any]:
-    """The parameters of a scan, for another body and other numbers of operands and results."""
+    """The parameters of a scan with another body, and other numbers of operands and results."""
     if flattree is not None:
         return params | {
             "jaxpr": jaxpr,
@@ -303,7 +309,7 @@ _JITTED = type(jax.jit(lambda: None))
 
 def is_jit_without_options(fun: Any) -> bool:
     """Whether `fun` was made by `jax.jit(f)`, without any options."""
-    if type(fun) is not _JITTED:  # a wrapper of one may have copied its attributes
+    if type(fun) is not _JITTED:  # another wrapper may have copied its attributes
         return False
     info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -318,14 +324,14 @@ def is_jit_without_options(fun: Any) -> bool:
 
 
 def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
-    """Whether a jit is inlined, without an equation of its own (`inline` is an enum from JAX 0.11)."""
+    """Whether a jit is inlined, without an equation of its own. (Since JAX 0.11, `inline` is an enum.)"""
     inline = params["inline"]
     if isinstance(inline, bool):
         return inline
     return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
 
 
-# The flat backward function of a custom_vjp returns its cotangents, and from JAX 0.11 logs as well.
+# The flat backward function of a custom_vjp returns its cotangents; since JAX 0.11, logs as well.
 BWD_RETURNS_LOGS = flattree is not None
 
 
@@ -334,8 +340,10 @@ BWD_RETURNS_LOGS = flattree is not None
 
 @functools.cache
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    """Every primitive that has rules in JAX's tables, by name: several if libraries chose the same name, but
-    only JAX's where that is one of its public ones."""
+    """Every primitive in JAX's tables of rules, by name.
+
+    There are several if libraries chose the same name, but only JAX's if that is a public one.
+    """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
         if isinstance(p, jexc.Primitive) and not getattr(getattr(p, "root", p), "is_replaced", False):
@@ -344,26 +352,26 @@ def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    """Those of JAX that `jax.extend.core.primitives` shows."""
+    """The primitives that `jax.extend.core.primitives` exports."""
     shown = {n: p for n, p in vars(jexc.primitives).items() if isinstance(p, jexc.Primitive)}
     return {name: (p,) for n, p in shown.items() for name in (n.removesuffix("_p"), p.name)}
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """The names of the parameters of a primitive, as far as the signature of its lowering shows them."""
+    """The parameters of a primitive, as far as the signature of its lowering shows them."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial one
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """The number of operands of a primitive; None if it varies, or its rules do not show it."""
+    """How many operands a primitive takes; None if that varies, or its rules do not show it."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
-        return len(jvp.args[0])  # a rule for each
+        return len(jvp.args[0])  # one rule per operand
     function = getattr(lowering, "func", lowering)
     if function is lax_internal._nary_lower_hlo:
         builder = inspect.signature(lowering.args[0]).parameters.values()
@@ -374,33 +382,34 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
         return None
     _, *rest = inspect.signature(lowering).parameters.values()  # the first is a context
     operands = [p for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # Some take parameters of the primitive in the same way as operands, rather than by keyword alone.
+    # Some lowerings take the primitive's parameters in the same way as operands, not as keywords.
     clear = len(operands) == 1 or any(p.kind is p.KEYWORD_ONLY for p in rest)
     varies = any(p.kind is p.VAR_POSITIONAL for p in rest) or any(p.default is not p.empty for p in operands)
     return len(operands) if clear and not varies else None
 
 
-# Names of JAX's private functions and variables, and texts of its errors, as they are in JAX 0.10 to 0.12.
-# Each has a test in tests/core/test_compat.py, which fails with a version of JAX that changes it.
+# Private functions, variables and error texts in JAX 0.10 to 0.12 that we identify by name. There is no
+# public way to ask these questions. Each has a test in tests/core/test_compat.py, which fails if a new JAX
+# version changes it.
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
-    """Whether a frame is an operator of an array, which may leave the operation to the other operand."""
+    """Whether this frame is an array's operator, which may defer to the other operand."""
     return frame.f_code.co_name.startswith("_operator_")
 
 
 def is_check_of_argument(frame: types.FrameType) -> bool:
-    """Whether a frame checks an argument of a function of jax.numpy."""
+    """Whether this frame checks an argument of a jax.numpy function."""
     return frame.f_code.co_name == "_arraylike"
 
 
 def asking_function(frame: Any) -> str | None:
-    """The name of the function of jax.numpy that has its arguments checked in this frame."""
+    """The name of the jax.numpy function that is checking its arguments in this frame."""
     return _local(frame, "fun_name", str)
 
 
 def asking_primitive(frame: Any) -> jexc.Primitive | None:
-    """The primitive that is bound where this frame converts an operand of it."""
+    """The primitive that is being bound, if this frame converts one of its operands."""
     return _local(frame, "self", jexc.Primitive)
 
 
@@ -413,8 +422,10 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """The recorded traceback of the equation that an interpreter works on in a frame, or None. JAX's
-    interpreters have it in a variable `eqn`, ours in `step`."""
+    """The recorded traceback of the equation that this frame interprets, or None.
+
+    JAX's interpreters hold it in a variable `eqn`, and ours in `step`.
+    """
     if {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
         return None
     eqn = frame.f_locals.get("eqn") or getattr(frame.f_locals.get("step"), "eqn", None)
@@ -422,7 +433,7 @@ def traceback_of_equation(frame: types.FrameType) -> Any:
 
 
 def is_jacfwd(frame: types.FrameType) -> bool:
-    """Whether a frame is the function that `jax.jacfwd` returns."""
+    """Whether this frame is the function that `jax.jacfwd` returns."""
     return frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname
 
 
@@ -432,12 +443,12 @@ def has_unsortable_keys(error: ValueError) -> bool:
 
 
 def wants_concrete(error: Exception) -> bool:
-    """Whether JAX asks for the number behind a tracer, as for a shape or for `if`."""
+    """Whether JAX asks for the number behind a tracer, as for a shape or an `if`."""
     return re.search("concrete|must (have|be) static", str(error)) is not None
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """`aval` on the mesh of the leaves, varying over every axis that any of them varies over."""
+    """Puts `aval` on the mesh of the leaves, varying over every axis that any leaf varies over."""
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval
@@ -459,25 +470,27 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Makes JAX choose the devices before it lowers `primitive`, whose lowering asks for them."""
+    """Makes JAX choose devices before it lowers `primitive`, because the lowering needs them."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Whether `x`, a tracer, is the zeros that `jax.jacfwd` puts where there is no tangent."""
+    """Whether a tracer is the zeros that `jax.jacfwd` puts where there is no tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
 
 def lowers_with_devices(jaxpr: Any) -> bool:
-    """Whether any equation of a closed jaxpr asks for the devices when it is lowered."""
+    """Whether any equation of a closed jaxpr needs to know its devices when lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jaxpr))
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
-    """Lowers by `rule` with operands that vary over no axis of `shard_map`: a kernel cannot declare the axes
-    over which its results vary, and they do not affect what it is lowered to."""
+    """Lowers with operands that vary over no `shard_map` axis.
+
+    A kernel cannot declare which axes its results vary over, and they do not change how it is lowered.
+    """
     unvaried = core.ManualAxisType()
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
     with config._check_vma(False):
@@ -485,11 +498,13 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 
 
 def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
-    """Has `checkify` report for a primitive that returns its one operand what it reports for `other`, with
-    the operands and parameters `as_other(operand, **params)`."""
+    """Makes `checkify` report for `primitive`, which returns its one operand, what it reports for `other`.
+
+    The operands and parameters of `other` are `as_other(operand, **params)`.
+    """
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
-        *context, operand = args  # from JAX 0.11, what comes first is a counter of errors
+        *context, operand = args  # since JAX 0.11, an error counter comes first
         operands, others = as_other(operand, **params)
         return checkify.error_checks[other](*context, *operands, **others)[0], operand
 
@@ -500,21 +515,24 @@ def register_dce(
     primitive: jexc.Primitive,
     rule: Callable[[list[bool], jexc.JaxprEqn], tuple[list[bool], jexc.JaxprEqn | None]],
 ) -> None:
-    """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`. From JAX 0.12 such a rule is also passed the
-    references that are read later; a primitive without references ignores them."""
+    """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`.
+
+    Since JAX 0.12, such a rule is also passed the references that are read later. A primitive without
+    references ignores them.
+    """
     takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
     registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
     partial_eval.dce_rules[primitive] = registered
 
 
-# JAX before 0.12 does not eliminate dead code in the bodies of `while_loop`.
+# Before 0.12, JAX does not eliminate dead code in the body of a `while_loop`.
 WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
     jaxpr: ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """A closed jaxpr that computes only the used results, and which inputs it still has."""
+    """Eliminates dead code in a closed jaxpr. Also returns which inputs remain."""
     live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
@@ -534,12 +552,12 @@ def batch_jaxpr(
     **Arguments:**
 
     - `axis`: JAX's description of the axis, as batching rules receive it.
-    - `out_mapped`: for each result, True to put the axis in front, None to do so only if the result
+    - `out_mapped`: for each result, True to put the axis in front, or None to do so only if the result
       depends on it.
 
     **Returns:**
 
-    The mapped jaxpr, and which of its results have the axis.
+    The mapped jaxpr, and which results have the axis.
     """
     dests = tuple(batching.zero_if_mapped if mapped is None else 0 for mapped in out_mapped)
     mapped, out_axes = batching.batch_jaxpr_axes(jaxpr, axis, tuple(dims), dests)
@@ -547,31 +565,33 @@ def batch_jaxpr(
 
 
 def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
-    """`x`, whose shape and dtype are those of `aval`, with its weak type and its varying axes, too."""
+    """Gives `x` the weak type and varying axes of `aval`, whose shape and dtype it already has."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
     return vary_over(x, aval.manual_axis_type.varying)
 
 
 def vary_over(x: Any, axes: frozenset[Any]) -> Any:
-    """`x`, varying over at least these mesh axes."""
+    """Makes `x` vary over at least these mesh axes."""
     missing = axes - varying_axes(x)
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
-    """Arrays, each varying over the mesh axes that any of them varies over: primitives require this in the
-    body of a shard_map, and arrays that are created there vary over none."""
+    """Makes all arrays vary over the same mesh axes.
+
+    Primitives require this inside a shard_map, where a newly created array varies over none.
+    """
     axes = frozenset[Any]().union(*map(varying_axes, operands))
     return [vary_over(x, axes) for x in operands] if axes else list(operands)
 
 
 def named_axes() -> dict[Hashable, int]:
-    """The axes of `vmap` and `shard_map` that collectives can name here, and their sizes."""
+    """The named axes of `vmap` and `shard_map` that collectives can use here, with their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 
-def mapped_mesh_axes() -> frozenset[Any]:  # the explicit mesh axes that a `vmap` has taken
+def mapped_mesh_axes() -> frozenset[Any]:  # explicit mesh axes that a `vmap` has taken
     return core.get_axis_env().explicit_mesh_axis_names
 
 

@@ -1,4 +1,8 @@
-"""Derivatives of Values, as JAX returns them: without tangents of indices, codes and keys."""
+"""Derivatives of Values as JAX returns them: without tangents for indices, codes and keys.
+
+JAX gives integer leaves the dtype float0 (or, in `jax.jacfwd`, zeros). A Value made from such leaves has lost
+its pattern, so using it as an array would give wrong numbers; we raise instead.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +16,12 @@ from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves, or their avals, are a derivative without what JAX does not differentiate."""
+    """Whether these leaves (or avals) belong to a derivative that lacks its integer leaves."""
     return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
 
 
 def derivative_alone(cls: type) -> ValueError:
-    """The error for a derivative as JAX returns it, whose pattern is missing."""
+    """The error for using a derivative whose pattern is missing."""
     return ValueError(
         f"The derivative of a function that returns {cls.__qualname__} was used as an array. JAX "
         "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
@@ -27,15 +31,17 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Whether leaves of a Value, which are traced, are the zeros that `jax.jacfwd` puts in their place."""
+    """Whether traced leaves of a Value are the zeros that `jax.jacfwd` substitutes."""
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Whether what the function of a frame returns is the result of the function of a `jax.jacfwd`: no frame
-    between them is that of another function."""
+    """Whether this frame's function returns the result that `jax.jacfwd` differentiates.
+
+    This holds if no frame of another function lies between them.
+    """
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True
@@ -44,8 +50,7 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 
 
 def check_jacobian(out: Any, is_value: Callable[[Any], bool]) -> Any:
-    """What a function returns that is differentiated; raises an error if it is that of `jax.jacfwd`, which
-    would leave nothing of the patterns of Values."""
+    """Returns `out`, or raises if `jax.jacfwd` would destroy the pattern of a Value in it."""
     if not _is_result_for_jacfwd(calling_frame()):
         return out
     for value in filter(is_value, jtu.tree_leaves(out, is_leaf=is_value)):

@@ -1,4 +1,8 @@
-"""JAX's high-level primitives, of hijax: instances of `HiPrim`, all bound by one primitive."""
+"""Hijax's primitives: instances of `HiPrim`, which are all bound by one JAX primitive.
+
+Rules are registered for a *class* of `HiPrim`. We give each class one primitive, kept as long as the class
+lives: dispatch compares primitives by identity.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +25,11 @@ _REPLACED = {
 
 
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of a primitive and its parameters: of a high-level primitive that carries code, those of the
-    primitive that it replaces."""
+    """Returns a primitive's name and parameters.
+
+    If a high-level primitive carries code, these are the name and parameters of the primitive that it
+    replaces.
+    """
     hi: Any = params.get("_prim")
     name = _REPLACED.get(type(hi).__name__)
     if name is None:
@@ -33,7 +40,7 @@ def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dic
 
 
 class HighLevelPrimitive(jexc.Primitive):
-    """The instances of a class of `HiPrim`, as the primitive that their rules are registered for."""
+    """The primitive under which rules for a class of `HiPrim` are registered."""
 
     multiple_results = True
 

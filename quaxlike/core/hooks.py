@@ -1,4 +1,8 @@
-"""The hooks of Values: their errors name them, and they are asked outside of every trace."""
+"""Calls to a Value's hooks: errors name the hook, and no trace is active.
+
+A hook runs in the middle of a primitive, so without a note its error would look like one in the user's
+program. It must also give the same answer everywhere, because answers are cached; hence `probing`.
+"""
 
 import contextlib
 import dataclasses
@@ -21,7 +25,7 @@ from . import compat
 from .construction import QuickMeta
 from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
-# The hooks of a type, and what each is called for.
+# Each hook, and what we call it for.
 _HOOKS = {
     "aval": "its shape and dtype",
     "materialise": "its dense array",
@@ -36,7 +40,7 @@ _HOOKS = {
 
 
 def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook so that its errors carry a note with the names of the type and the hook."""
+    """Wraps a hook so that its errors carry a note naming the type and the hook."""
     if isinstance(method, classmethod | staticmethod):
         return type(method)(_naming(hook, method.__func__))
     if not callable(method):
@@ -65,7 +69,7 @@ def _naming(hook: str, method: Any) -> Any:
 
 
 def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `materialise`: it makes an array, and does not need itself."""
+    """Wraps `materialise`, checking that it returns an array and does not call itself."""
 
     @functools.wraps(materialise)
     def guarded(self: Any) -> Any:
@@ -89,20 +93,20 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RunningHooks(threading.local):
-    """The hooks that a thread is in, one within the other."""
+    """The hooks that this thread is inside, outermost first."""
 
     def __init__(self) -> None:
         self.materialising: list[tuple[Callable[..., Any], Any]] = []  # each with its Value
-        self.inferring: dict[Any, type] = {}  # classes whose avals are worked out, by the keys of the memo
-        self.endless: set[type] = set()  # those that were found to need their own
+        self.inferring: dict[Any, type] = {}  # memo keys, and the classes whose avals are being inferred
+        self.endless: set[type] = set()  # classes found to need their own aval
 
 
 running_hooks = _RunningHooks()
-OFTEN = 5  # a hook that is within itself so many times, when Python's stack ends, calls itself
+OFTEN = 5  # if a hook is this deep inside itself when Python's stack ends, it calls itself
 
 
 def as_dense(out: Any, hook: str) -> Any:
-    """What a hook made of a Value: an array, or another Value. Numbers and NumPy arrays become JAX arrays."""
+    """Checks that a hook returned an array or a Value; converts numbers and NumPy arrays."""
     if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
         return jnp.asarray(out)
     if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
@@ -111,8 +115,10 @@ def as_dense(out: Any, hook: str) -> Any:
 
 
 def remedy(value: Any, error: Exception) -> str:
-    """What to do about a hook that fails because it is traced, as it is to infer a shape and under `jit`;
-    empty if it fails for another reason."""
+    """What to do about a hook that fails because it is traced; empty if that is not the reason.
+
+    We trace hooks to infer shapes, and so does the user under `jit`.
+    """
     is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
     if not is_numpys and not compat.wants_concrete(error):
         return ""
@@ -134,8 +140,7 @@ def remedy(value: Any, error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """The fields of a Value, and of its parts, that are not static and hold numbers of Python, or did so
-    before they were traced."""
+    """Fields that are not static, but hold (or held before tracing) Python numbers."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
@@ -154,7 +159,7 @@ def _numbers(value: Any) -> Iterator[str]:
 
 
 def _is_of_numbers(hint: Any) -> bool:
-    """Whether an annotation is `int`, `bool`, or a sequence of these, perhaps beside None."""
+    """Whether an annotation is `int`, `bool`, or a sequence of these, possibly optional."""
     parts = [x for x in typing.get_args(hint) if x not in (type(None), ...)]
     return hint in (int, bool) or (bool(parts) and all(map(_is_of_numbers, parts)))
 
@@ -166,12 +171,15 @@ class RuleError(TypeError):
 
 
 class Endless(ValueError):
-    """A hook, or a rule that it uses, calls itself endlessly. It becomes a `RuleError` where it leaves the
-    hooks; on the way JAX would replace a `TypeError`."""
+    """A hook, or a rule that it uses, calls itself endlessly.
+
+    It becomes a `RuleError` where it leaves the hooks. It cannot be one before, because JAX would replace a
+    `TypeError` on the way.
+    """
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """The code that gives the shape of a class: its own `aval`, or `materialise`."""
+    """The code that determines the shape of a class: its own `aval`, or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
@@ -188,12 +196,12 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """The error to raise for a hook that calls itself: within other hooks as it is, else that of rules."""
+    """The error to raise for a hook that calls itself: unchanged inside other hooks, else a `RuleError`."""
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """The error for a field that is not an array; no `TypeError`, which JAX would replace by its own."""
+    """The error for a field that is not an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -203,7 +211,7 @@ def not_an_array(value: Any, leaf: Any) -> ValueError:
 
 
 class ValueMeta(QuickMeta):
-    """Names the hooks of a class in the errors that they raise."""
+    """Makes the errors of a class's hooks name the hook."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
@@ -211,9 +219,11 @@ class ValueMeta(QuickMeta):
 
 
 class _Probing:
-    """A context for asking the hooks of a type, outside of every trace. What has been registered to set
-    itself aside, such as the policy on losses, does not see what the hooks do: the answers are remembered, so
-    that it would see it the first time and not again."""
+    """A context for calling hooks outside every trace.
+
+    Contexts in `asides`, such as the one that suspends the policy, are entered as well. Hook results are
+    cached, so a policy that saw the hook's operations would see them only the first time.
+    """
 
     def __init__(self) -> None:
         self.asides: list[Callable[[], contextlib.AbstractContextManager[Any]]] = []
@@ -231,7 +241,7 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`hook` for a Value whose leaves are shapes, with tracers in their place: it may compute with them."""
+    """Calls `hook` with tracers in place of the shapes in a Value, so that it can compute with them."""
 
     def on_shapes(value: Any) -> Any:
         found: list[Any] = []

@@ -1,8 +1,9 @@
-"""Indices into Values, as `jax.experimental.checkify` sees them.
+"""Makes `jax.experimental.checkify` see indices into Values.
 
-Rules clamp and shift the indices of a program, and read leaves of other shapes than that of the array. An
-equation that stands for the check precedes the rule, so that checkify reports what it reports for the array.
-It returns the indices, and compiles to nothing.
+Rules clamp and shift a program's indices, and read leaves that have other shapes than the array. If checkify
+saw only these, it would miss out-of-bounds indices, or report ones that are fine. So an equation that stands
+for the check precedes the rule: checkify reports for it what it reports for the array. It returns the
+indices, and compiles to nothing.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from . import compat
 from .values import aval_of, is_value
 
-# Returns its operand: indices `(..., len(axes))` of slices of these `sizes` in an array of this `shape`; or,
-# if `axes` is one axis, indices along it.
+# Returns its operand, which holds indices `(..., len(axes))` of slices with these `sizes` in an array with
+# this `shape`. If `axes` is a single axis, it holds indices along that axis.
 index_p = jexc.Primitive("quaxlike_index")
 index_p.def_impl(lambda indices, **params: indices)
 index_p.def_abstract_eval(lambda indices, **params: indices)
@@ -41,7 +42,7 @@ batching.primitive_batchers[index_p] = _batching
 
 
 def _as_gather(indices: Any, *, shape: Sequence[int], axes: Any, sizes: Sequence[int]) -> Any:
-    """The operands and parameters of a `gather` that has these indices."""
+    """The operands and parameters of a `gather` with these indices."""
     if isinstance(axes, int):
         indices, axes = jnp.expand_dims(indices, -1), (axes,)
     num_batch = indices.ndim - 1
@@ -65,8 +66,10 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 
 
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """The operands of a primitive that takes indices into its first one, which is a Value or an array; those
-    that might be out of bounds are checked. Eagerly nothing is: checkify traces."""
+    """Adds checks to the operands of a primitive that indexes into its first operand.
+
+    Only indices that might be out of bounds get one. There are none when running eagerly: checkify traces.
+    """
     if compat.is_eval_trace(compat.current_trace()):
         return operands
     first, *rest = operands

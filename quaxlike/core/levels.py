@@ -1,4 +1,8 @@
-"""The levels of `quaxify` that are running, and the one that dispatches on a Value."""
+"""The running levels of `quaxify`, and which one dispatches on a Value.
+
+We find a level by walking JAX's own chain of traces. The list `running` is needed only where JAX cuts the
+chain. It is local to the thread, so two threads never see each other's levels.
+"""
 
 import threading
 from typing import Any
@@ -7,16 +11,18 @@ from . import compat
 
 
 def level_of(value: Any | None = None) -> Any:
-    """The trace of the innermost running `quaxify`, or of the innermost that dispatches on `value`; None if
-    there is none."""
-    ours = lambda trace: hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
+    """The innermost running level, or the innermost one that dispatches on `value`; None if there is none."""
+
+    def ours(trace: Any) -> bool:
+        return hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
+
     trace = last = compat.current_trace()
     while trace is not None:
         if ours(trace):
             return trace
         trace, last = getattr(trace, "parent_trace", None), trace
-    # JAX traces the functions of custom derivatives under a trace without a parent; the levels that are
-    # running get its program.
+    # JAX traces the functions of custom derivatives under a trace without a parent. A running level will be
+    # handed the resulting program.
     cut = last is not None and not compat.is_eval_trace(last)
     if not cut:
         return None
@@ -24,7 +30,7 @@ def level_of(value: Any | None = None) -> Any:
 
 
 class _Running(threading.local):
-    """The traces of the calls of `quaxify` that a thread is in, outermost first."""
+    """The traces of the `quaxify` calls that this thread is inside, outermost first."""
 
     def __init__(self) -> None:
         self.levels: list[Any] = []
@@ -34,15 +40,17 @@ running = _Running()
 
 
 def has_operators(value: Any) -> bool:
-    """Whether a Value whose type has no operators of its own has them here: where a level dispatches on it,
-    and in rules, for the Values that the operands are made of."""
+    """Whether this Value has operators here, if its type does not define any.
+
+    It has them if a level dispatches on it. Inside a rule, so do the Values that operands are made of.
+    """
     if level_of(value) is not None:
         return True
     level = running.levels[-1] if running.levels else None
     if level is None or not level.in_rule:
         return False
     trace = compat.current_trace()
-    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else it runs what is no rule
+    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else not in the rule
         trace = getattr(trace, "parent_trace", None)
     return trace is None
 

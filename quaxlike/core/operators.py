@@ -1,4 +1,8 @@
-"""Operators, methods and functions of arrays that take Values outside `quaxify` as well as within."""
+"""Operators, methods and functions of arrays that accept Values, inside `quaxify` or not.
+
+An operator outside `quaxify` opens a level for itself. Inside, it must join the level that is running: under
+a new level, the Values of the running one would be plain arrays, and their rules would be skipped.
+"""
 
 import functools
 import importlib
@@ -23,23 +27,22 @@ _T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn(value, ...)` under the level of `quaxify` that dispatches on `value`, or under a new one."""
+    """Calls `fn(value, ...)` under the level that dispatches on `value`, or under a new one."""
     check_complete(value)
     level = level_of(value)
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
     if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-        # In the transform that has the arrays of `value`, a tracer may stand for a Value, which only the
-        # level outside of it knows.
+        # In the transform that holds the arrays of `value`, a tracer may stand for a Value that only the
+        # level outside the transform knows.
         return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
 
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wraps a function of jax.numpy so that it takes Values, within `quaxify` as well as outside.
+    """Wraps a jax.numpy function so that it accepts Values, inside `quaxify` or not.
 
-    Where a level of `quaxify` runs that dispatches on the Values, they meet those from outside there: to a
-    level of its own, the latter would be plain arrays.
+    If a running level dispatches on the Values, then they join it, and meet that level's own Values there.
     """
     quaxified = quaxify(fn)
 
@@ -48,7 +51,7 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        if any(is_value(x) and level_of(x) is None for x in leaves):  # no level that runs takes it
+        if any(is_value(x) and level_of(x) is None for x in leaves):  # no running level takes it
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
         args, kwargs = jtu.tree_unflatten(structure, operands)
@@ -114,8 +117,8 @@ def _attribute(name: str) -> property:
 class ArrayOperators:
     """The operators, methods and indexing of `jax.Array`, each run through [`quaxlike.quaxify`][].
 
-    A mixin for array types. List it *before* [`quaxlike.ArrayValue`][] among the bases, so that `==` is
-    elementwise. Like a `jax.Array`, such values cannot be hashed.
+    This is a mixin for array types. List it *before* [`quaxlike.ArrayValue`][] among the bases, so that `==`
+    is elementwise. Like a `jax.Array`, such values cannot be hashed.
 
     !!! example
 
@@ -133,7 +136,7 @@ class ArrayOperators:
         ```
     """
 
-    # Makes NumPy arrays leave `array + value` to us.
+    # Makes NumPy arrays defer to us in `array + value`.
     __array_priority__ = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -179,7 +182,7 @@ class ArrayOperators:
     __le__ = _binary(operator.le)
     __gt__ = _binary(operator.gt)
     __ge__ = _binary(operator.ge)
-    if TYPE_CHECKING:  # which find None incompatible with the `__hash__` of a base beside this one
+    if TYPE_CHECKING:  # type checkers find None incompatible with the `__hash__` of another base
 
         def __hash__(self) -> int: ...
     else:
@@ -191,7 +194,7 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
     __round__ = _unary(round)
 
-    # Python needs the numbers for these: the value is materialised, under the policy.
+    # Python needs actual numbers for these, so the value is materialised, under the policy.
     __bool__ = _unary(bool)
     __int__ = _unary(int)
     __float__ = _unary(float)
@@ -211,9 +214,9 @@ class ArrayOperators:
         return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """`quaxlike.numpy`, whose functions take Values anywhere, as the array API standard asks."""
-        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises for a version that is not there
-        return importlib.import_module("quaxlike.numpy")  # which is above the core
+        """Returns `quaxlike.numpy`, as the array API standard asks: its functions accept Values anywhere."""
+        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises for an unknown version
+        return importlib.import_module("quaxlike.numpy")  # above the core
 
     __getitem__ = _unary(operator.getitem)
     __contains__ = _unary(operator.contains)
@@ -234,16 +237,16 @@ class ArrayOperators:
         return (self[i] for i in range(len(self)))
 
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
-        """As `jax.Array.to_device`: on a device, or spread as a sharding of the array says."""
+        """Like `jax.Array.to_device`: moves to a device, or applies a sharding of the logical array."""
         return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:
-        """Waits for all leaves, as `jax.Array.block_until_ready` does."""
+        """Waits for all leaves, like `jax.Array.block_until_ready`."""
         return jax.block_until_ready(self)
 
     @property
     def at(self) -> "_At":
-        """As `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
+        """Like `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
         return _At(self)
 
     itemsize = property(lambda self: self.dtype.itemsize)

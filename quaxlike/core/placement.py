@@ -1,4 +1,8 @@
-"""The devices of a Value, and how the array that it stands for is spread over them: read from its leaves."""
+"""The devices and the sharding of a Value, read from its leaves.
+
+An answer is given only if it also holds for the dense array: if no single sharding produces all the leaves'
+placements, we raise rather than report one leaf's.
+"""
 
 from typing import Any
 
@@ -12,20 +16,22 @@ from .values import Value, aval_of
 
 
 def devices(value: Value) -> set[Any]:
-    """As `jax.Array.devices`: the devices that hold leaves. The dense array of a Value without leaves would
-    be made on the default one."""
+    """Like `jax.Array.devices`: the devices that hold leaves.
+
+    A Value without leaves would be materialised on the default device.
+    """
     return set().union(*(leaf.devices() for leaf in _arrays(value)))
 
 
 def device(value: Value) -> Any:
-    """As `jax.Array.device`: the device, or the sharding if there are several."""
+    """Like `jax.Array.device`: the device, or the sharding if there are several."""
     _require_placed(value, "device")
     found = devices(value)
     return found.pop() if len(found) == 1 else sharding(value)
 
 
 def sharding(value: Value) -> jax.sharding.Sharding:
-    """As `jax.Array.sharding`, of the array that the Value stands for."""
+    """Like `jax.Array.sharding`, for the logical array."""
     _require_placed(value, "sharding")
     arrays = _arrays(value)
     found = [leaf.sharding for leaf in arrays]
@@ -46,7 +52,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
 
 
 def dlpack_device(value: Value) -> Any:
-    """As `jax.Array.__dlpack_device__`."""
+    """Like `jax.Array.__dlpack_device__`."""
     found = devices(value)
     if len(found) != 1:
         name = type(value).__name__
@@ -61,7 +67,7 @@ def _arrays(value: Value) -> list[Any]:
 
 
 def _require_placed(value: Value, name: str) -> None:
-    """Raises an error as tracers do: nothing that is traced is anywhere yet."""
+    """Raises the error that JAX raises for tracers: nothing traced has a device yet."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
         hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
         raise AttributeError(
@@ -70,7 +76,7 @@ def _require_placed(value: Value, name: str) -> None:
 
 
 def _follow(slot: LeafLayout, spec: jax.P, found: list[Any]) -> bool:
-    """Whether the leaves are placed as they would be for an array with this spec."""
+    """Whether the leaves are placed as `spec` for the logical array would place them."""
     try:
         expected = leaf_specs(slot, spec)
     except ValueError:

@@ -1,4 +1,12 @@
-"""The fallback where no rule matches: a `default`, or materialisation under the policy; always recorded."""
+"""What happens if no rule matches: a `default`, or materialising under the policy.
+
+The invariant is that nothing becomes dense unnoticed: every array that the interpreter materialises goes
+through `_densify`, which raises, warns or records. A second path would make `on_materialise("error")` a
+promise that we do not keep.
+
+The mode also has to reach JAX's caches. A function that was traced under "allow" must be traced again under
+"error", or else the cached program would materialise silently: see `_jit_mode`.
+"""
 
 import contextlib
 import contextvars
@@ -23,7 +31,7 @@ from .rules import Rule, active_layers, fits, require_stack_depth
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
-_MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from the laxest
+_MODES: tuple[Mode, ...] = typing.get_args(Mode)  # laxest first
 
 
 class MaterialisationError(RuntimeError):
@@ -39,19 +47,18 @@ class MaterialisationWarning(UserWarning):
 
 
 class on_materialise(contextlib.ContextDecorator):
-    """Sets what happens inside when no rule matches and a Value has to be materialised.
+    """Sets what happens inside this context if no rule matches, so that a Value must be materialised.
 
-    A context manager and a decorator. The innermost one wins, and any of them overrides the class
-    attribute `on_materialise` of a type. It is local to the thread and the context, so that each asyncio
-    task has its own. (A thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter
-    its own.)
+    This is a context manager and a decorator. The innermost one wins, and each overrides the class attribute
+    `on_materialise`. It is local to the thread and the context, so that each asyncio task has its own. (A
+    thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter its own.)
 
-    A jitted function is traced once under each mode, and materialises, warns or raises while it is traced.
+    A jitted function is traced once for each mode. It materialises, warns or raises during tracing.
 
     **Arguments:**
 
-    - `mode`: `"allow"`, `"warn"` (a [`quaxlike.MaterialisationWarning`][], once per call site) or
-        `"error"` (a [`quaxlike.MaterialisationError`][]).
+    - `mode`: `"allow"`, `"warn"` (a [`quaxlike.MaterialisationWarning`][], once per call site) or `"error"`
+      (a [`quaxlike.MaterialisationError`][]).
 
     !!! example
 
@@ -67,17 +74,17 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self.warned: set[Any] = set()  # the call sites that have been warned about
+        self.warned: set[Any] = set()  # call sites that we warned about
 
     def __enter__(self) -> None:
         _count(1)
         entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        # Not always the innermost: an abandoned generator exits when it is garbage collected.
+        # This need not be the innermost: an abandoned generator exits when it is garbage collected.
         stack = entered.get()
         if stack and stack[-1] is self:
-            entered.set(stack[:-1])  # before any call, which would fail at the limit of recursion
+            entered.set(stack[:-1])  # before any call, which would fail at the recursion limit
         else:
             at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
             entered.set(stack[:at] + stack[at + 1 :])
@@ -92,20 +99,25 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """The mode in force, which is part of the keys of cached jaxprs."""
+    """The mode in force. It is part of every cached jaxpr's key."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
 
-# The mode, as a setting that is part of the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again
-# under another mode, so that its losses are reported.
+# The mode, as a setting in the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again under another
+# mode, so that what it materialises is reported. JAX keys on a thread-wide setting, but asyncio tasks on one
+# thread each have their own mode. So the setting is one object, which looks the mode up only when JAX hashes
+# it.
 _jit_mode = jax.make_user_context(None)
 _n_entered = 0  # in all contexts
 _enter_lock = threading.Lock()
 
 
 def _count(more: int) -> None:
-    """Sets the key for JAX's caches, while any policy is entered anywhere."""
+    """Sets the key for JAX's caches while a policy is entered anywhere.
+
+    Otherwise there is no key, and JAX's fast path for jitted functions stays as quick as without us.
+    """
     global _n_entered
     with _enter_lock:
         _n_entered += more
@@ -121,8 +133,8 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
     **Arguments:**
 
-    - `what`: the name of the primitive that needs it, or a phrase such as "bool()".
-    - `operands`: all operands of the primitive, for the message. Default: `value` alone.
+    - `what`: the primitive that needs it, or a phrase such as "bool()".
+    - `operands`: all operands of the primitive, for the message. Default: only `value`.
     - `hint`: the reason, or what can be done. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
@@ -133,18 +145,24 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 def dense_operands(
     primitive: jexc.Primitive, operands: Sequence[Any], places: Sequence[int] | None = None
 ) -> list[Any]:
-    """Makes operands of a primitive that no rule covers dense, under the policy: all, or some `places`."""
+    """Makes all operands dense, or those in `places`, under the policy."""
     arrays = list(operands)
     places = range(len(arrays)) if places is None else places
-    densify = lambda values: _densify(values, primitive.name, operands, "")
+
+    def densify(values: list[Value]) -> list[Any]:
+        return _densify(values, primitive.name, operands, "")
+
     for i, x in zip(places, map_values(densify, [operands[i] for i in places]), strict=True):
         arrays[i] = x
     return arrays
 
 
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The result without a rule: that of the operands' one overridden `default`, or else of a rule for the
-    operands of which some are dense, or else of dense operands."""
+    """The result if no rule matches.
+
+    We try an overridden `default`, then a rule that needs only some operands dense, and finally make all
+    operands dense.
+    """
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -170,24 +188,29 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """The rule to follow once some of the operands are dense: if possible, none that refuses to be."""
+    """A rule that matches after making some operands dense, preferably none that refuses."""
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
         return None
     if not (rules := rules_beyond(trace.resolver, (primitive, *types))):
         return None
     once = _places_of_first(operands)
-    # A Value that occurs twice is kept in both places or in neither: see `map_values`.
-    apart = lambda places: {once[i] for i in places}.isdisjoint(once[i] for i in once if i not in places)
-    rules = [rule for rule in rules if apart(rule.places) and rule.applies_to(operands)]
+
+    def keeps_twins_together(rule: Beyond) -> bool:
+        # A Value that occurs twice is kept in both places or in neither: see `map_values`.
+        made_dense = {once[i] for i in rule.places}
+        return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
+
+    rules = [rule for rule in rules if keeps_twins_together(rule) and rule.applies_to(operands)]
     return min(rules, key=lambda r: _strictest([operands[i] for i in r.places]) == "error", default=None)
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
-    """`operands` with the Values among them replaced by the results of `f`.
+    """Replaces the Values among `operands` by the results of `f`.
 
-    A Value that occurs twice is passed to `f` once. Computed twice, the array may differ in its last digits,
-    since the compiler may fuse each differently, and `x != x`, the test for NaNs, would be true.
+    A Value that occurs twice is passed to `f` only once. If it were computed twice, the compiler might fuse
+    each copy differently, and the two could differ in their last digits. Then `x != x`, which tests for NaN,
+    would be true.
     """
     first = _places_of_first(operands)
     once = list(dict.fromkeys(first.values()))
@@ -196,32 +219,32 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 
 def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
-    """For the place of each Value, the first place in which it occurs."""
+    """For each place with a Value, the first place where the same Value occurs."""
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
 
 def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
-    """Whether two flattened Values have the same arrays and the same statics."""
+    """Whether two flattened Values have identical arrays and equal statics."""
     return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:
     mode = policy_key() or _strictest(values)
-    loss = _Loss(values, what, operands, hint)
+    event = _Materialisation(values, what, operands, hint)
     if (recorder := recording.active()) is not None:
         notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
-        recorder.record_materialisation(what, operands, loss.size, loss.remedy, notes)
+        recorder.record_materialisation(what, operands, event.size, event.remedy, notes)
         return [_materialised_or_stand_in(v, recorder) for v in values]
     if mode == "error":
-        raise MaterialisationError(loss.message())
+        raise MaterialisationError(event.message())
     if mode == "warn":
-        loss.warn()
+        event.warn()
     try:
         return [materialised(v) for v in values]
     except Exception as error:
         if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # deeper down
-            error.add_note(f"{_WHEN}\n{loss.message()}")
+            error.add_note(f"{_WHEN}\n{event.message()}")
         raise
 
 
@@ -229,20 +252,20 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """The strictest policy of the types themselves, those of nested Values included."""
+    """The strictest policy among the types, including nested Values."""
     found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
     return max(found | {"allow"}, key=_MODES.index)
 
 
 def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
-    """These Values, and those that they hold."""
+    """These Values, followed by the Values inside them."""
     for x in filter(is_value, values):
         yield x
         yield from _with_nested(jtu.tree_leaves(x, is_leaf=lambda y, x=x: y is not x and is_value(y)))
 
 
 def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
-    """Used while `explain` traces shapes, so that the recording continues past a type that refuses."""
+    """Like `materialised`, but while `explain` traces shapes: continues if a type refuses."""
     try:
         return materialised(value)
     except Exception as error:
@@ -261,8 +284,8 @@ _warned_lock = threading.Lock()
 
 
 @dataclasses.dataclass
-class _Loss:
-    """The message for one materialisation."""
+class _Materialisation:
+    """One materialisation, and the message about it."""
 
     values: Sequence[Value]
     what: str
@@ -274,17 +297,17 @@ class _Loss:
         return sum(map(_logical_bytes, self.values))
 
     def message(self, *, happened: bool = False) -> str:
-        """What is materialised, where and why, and what to do."""
+        """What is materialised, where and why, and what to do about it."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
-        lost = " and ".join(
+        dense_ones = " and ".join(
             dict.fromkeys(describe(v) if self.hint else type(v).__name__ for v in self.values)
         )
         made = "was made dense" if happened else "would be made dense"
         return "\n".join(
             [
-                f"{self.what}: {why}{lost} {made}, {in_bytes(self.size)},",
+                f"{self.what}: {why}{dense_ones} {made}, {in_bytes(self.size)},",
                 f"  at {source}" + (f", which calls {through}" if through else ""),
                 *(f"  nearest rule: {rule}" for rule in self._nearest()),
                 *(f"  {line}" for line in self.remedy.splitlines()),
@@ -293,7 +316,7 @@ class _Loss:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """How to get dense arrays on purpose: without what the types say that would be lost, if they do."""
+        """How to materialise on purpose: the types' own `to_materialise`, or else "allow"."""
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):
             return instead
@@ -302,7 +325,7 @@ class _Loss:
 
     @property
     def remedy(self) -> str:
-        """The rule that the author of the type can write."""
+        """The rule that the type's author can write."""
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
@@ -322,13 +345,15 @@ class _Loss:
         )
 
     def _nearest(self) -> list[Rule]:
-        """At most two rules of the primitive, if none declined."""
+        """At most two rules for the primitive, unless one declined."""
         ranked = self._ranked()[:2]
         return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
 
     def _ranked(self) -> list[tuple[int, Rule]]:
-        """The rules of the primitive, each with the number of operands that it does not fit: those for the
-        types of the operands come first, and among them those that fit the most."""
+        """The primitive's rules, each with the number of operands that do not fit.
+
+        Rules for the operands' own types come first, and among them the best fits.
+        """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
         mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
@@ -349,7 +374,7 @@ class _Loss:
         return sorted(ranked, key=lambda entry: (bool(entry[0]), is_others(entry[1]), entry[0]))
 
     def warn(self) -> None:
-        """Warns once for each call site, primitive and types of operands, at the user's own line."""
+        """Warns at the user's own line, once per call site, primitive and operand types."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()

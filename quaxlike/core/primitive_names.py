@@ -1,4 +1,4 @@
-"""The primitives by which functions of JAX are computed, for rules registered by the name of a function."""
+"""Finds the primitives behind a JAX function, for rules registered by a function's name."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ MODULES = {
     "jax.numpy.linalg": jnp.linalg,
     "jax.scipy.special": jax.scipy.special,
 }
-# What a function may take, in the order in which it is tried: floats, integers and booleans, all 2x2.
-# (No text: `jax.numpy.save` would write a file.)
+# Arguments that a function may accept, in the order in which we try them: floats, integers and booleans, all
+# 2x2. (No strings: `jax.numpy.save` would write a file.)
 CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x),
     lambda f, x, i, b: f(x, x),
@@ -32,11 +32,17 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, (2, 2)),
 ]
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only named if alone
+_FORMS = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "reshape",
+    "squeeze",
+    "copy",
+)  # only named if alone
 
 
 def function_called(name: str) -> tuple[str, Any] | None:
-    """The function of JAX with this name, as in NumPy, and its full name."""
+    """The JAX function with this (NumPy-like) name, and its full name."""
     for module, namespace in MODULES.items():
         if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
             return f"{module}.{name}", function
@@ -44,8 +50,10 @@ def function_called(name: str) -> tuple[str, Any] | None:
 
 
 def primitives_of(function: Any) -> list[str]:
-    """The names of the primitives by which a function of JAX or NumPy is computed, as far as it can be
-    called with small arrays; none for other functions."""
+    """The names of the primitives that compute a JAX or NumPy function.
+
+    We find them by calling it with small arrays. If no call works, or for any other function, returns none.
+    """
     package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):
         return primitives_of(called[1])
@@ -59,7 +67,7 @@ def primitives_of(function: Any) -> list[str]:
             warnings.simplefilter("ignore")
             try:
                 jaxpr = jax.make_jaxpr(lambda *xs, call=call: call(function, *xs))(*args)
-            except Exception:  # it takes something else
+            except Exception:  # takes something else
                 continue
         found = list(dict.fromkeys(_names(jaxpr)))
         if found := [name for name in found if name not in _FORMS] or found:

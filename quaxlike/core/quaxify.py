@@ -1,4 +1,9 @@
-"""`quaxify`: runs a function with Values in place of arrays."""
+"""`quaxify`: runs a function with Values in place of arrays.
+
+The invariant is that a level is closed exactly once, whatever the function raises. `levels` and JAX's current
+trace are restored in a `finally`, and the trace is marked as ended, so that a leaked tracer raises instead of
+computing with a trace that is gone.
+"""
 
 import functools
 import sys
@@ -28,7 +33,7 @@ _T = TypeVar("_T")
 
 @jtu.register_pytree_with_keys_class
 class _Quaxified(Generic[_T]):
-    """A quaxified function. A pytree over the function, which may hold Values."""
+    """A quaxified function. It is a pytree over the function, which may hold Values."""
 
     __slots__ = ("__dict__", "__weakref__", "_filter_spec", "_fn", "_rules")
 
@@ -56,9 +61,9 @@ class _Quaxified(Generic[_T]):
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
-        """For a function that is already jitted: the whole call, as one jitted function of the leaves.
+        """For a function that is already jitted: the whole call, as one jitted function.
 
-        Called eagerly, it saves dispatching the inner jit each time.
+        When it is called eagerly, this avoids dispatching the inner jit every time.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -69,8 +74,8 @@ class _Quaxified(Generic[_T]):
     @staticmethod
     @compat.weakly_cached
     def _of_jit(jitted: Any) -> Callable[..., Any]:
-        """Shared by all quaxified versions of `jitted`: one made for a single call compiles nothing."""
-        of = weakref.ref(jitted)  # alive during a call; a reference from here would keep it in the cache
+        """Shared by all quaxified versions of `jitted`, so that a temporary one compiles nothing."""
+        of = weakref.ref(jitted)  # a strong reference from here would keep it in the cache forever
 
         @functools.wraps(jitted.__wrapped__)
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +96,7 @@ class _Quaxified(Generic[_T]):
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
-            # Copies of modules are made in it, so that the function may write to them.
+            # Modules are copied under this trace, so that the function may write to the copies.
             compat.set_trace(trace)
             fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
@@ -122,7 +127,7 @@ class _Quaxified(Generic[_T]):
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any]":
-        out = object.__new__(cls)  # no checks: children may be anything, such as the bools of a filter_spec
+        out = object.__new__(cls)  # no checks: children may be anything, such as bools from a filter_spec
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
         return out
@@ -133,29 +138,29 @@ def quaxify(
 ) -> Callable[..., _T]:
     """Wraps a function so that Values may be passed where it expects arrays.
 
-    Every primitive that is applied to a Value is dispatched, by the types of all its operands, to the rule
-    registered for it. Without a rule the Value is materialised, subject to [`quaxlike.on_materialise`][].
-    Plain arrays are never wrapped: they reach the primitive unchanged.
+    Every primitive that meets a Value is dispatched, by the types of all its operands, to the rule registered
+    for them. If no rule matches, the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain
+    arrays are never wrapped: they reach the primitive unchanged.
 
     **Arguments:**
 
     - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
-    - `filter_spec`: which Values of `(fn, args, kwargs)` are dispatched on: a bool, a function on
-        leaves (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in
-        `eqx.partition`. The others pass through untouched, so that a nested `quaxify` can dispatch on them;
-        any other use of them is as outside `quaxify`. A Value that `fn` closes over or builds is treated
-        like one that `fn` holds. Default: all of them.
-    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A `quaxify` inside inherits it.
+    - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
+      (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
+      pass through untouched, so that a nested `quaxify` can dispatch on them; apart from that they behave as
+      outside `quaxify`. A Value that `fn` closes over or builds is treated like one that `fn` holds. Default:
+      all Values.
+    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A nested `quaxify` inherits it.
 
     **Returns:**
 
-    A function with the signature of `fn`, which returns Values where the computation produced Values. To type
-    checkers it takes anything, since `fn` is annotated for arrays.
+    A function with the same signature as `fn`. It returns Values where the computation produced Values. For
+    type checkers it takes anything, since `fn` is annotated for arrays.
 
     **Raises:**
 
     `ValueError` if `filter_spec` is not a prefix of `(fn, args, kwargs)`; `TypeError` if it holds anything
-    but bools and functions: arguments of `fn` belong in a second pair of parentheses.
+    but bools and functions. (The arguments for `fn` belong in a second pair of parentheses.)
 
     !!! example
 
@@ -176,12 +181,14 @@ def quaxify(
 
 
 def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
-    """Raises `TypeError` for a filter that holds arrays, Values or other data: arguments of the function."""
+    """Raises a `TypeError` for a filter that holds arrays, Values or other data.
+
+    These are usually arguments that were meant for the function.
+    """
     if isinstance(filter_spec, bool | types.FunctionType | functools.partial):
         return
-    wrong = lambda leaf: is_value(leaf) or not (isinstance(leaf, bool) or callable(leaf))
     for path, leaf in jtu.tree_leaves_with_path(filter_spec, is_leaf=_is_instance):
-        if wrong(leaf):
+        if is_value(leaf) or not (isinstance(leaf, bool) or callable(leaf)):
             typed = is_value(leaf) or hasattr(leaf, "dtype")
             kind = "array" if kind_of(leaf) == "array" else type(leaf).__name__
             found = f"{kind} {leaf.dtype}{list(leaf.shape)}" if typed else repr(leaf)[:80]
@@ -194,7 +201,7 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
 
 
 def _is_outermost() -> bool:
-    """Whether the call is neither traced nor recorded."""
+    """Whether this call is neither traced nor recorded."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
 
 
@@ -206,7 +213,7 @@ def _select(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """`(fn, args, kwargs)` with a tracer in place of each selected Value."""
+    """Replaces each selected Value in `(fn, args, kwargs)` by a tracer."""
 
     def box(leaf: Any) -> Any:
         return trace.enter(leaf) if is_value(leaf) else leaf
@@ -240,10 +247,10 @@ def _select(
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note if a Value of `(fn, args, kwargs)` has no shape for the reason that the error gives."""
+    """Adds a note if an argument has no shape, for the reason that the error gives."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
-    except Exception:  # no pytree, which may be what the error says
+    except Exception:  # not a pytree, which may be what the error says
         return
     for path, leaf in leaves:
         try:
@@ -258,14 +265,18 @@ def _name_culprit(error: Exception, call: Any) -> None:
 
 
 def _is_instance(x: Any) -> bool:
-    """Whether `x` is an instance of a Value type, even one with missing parts, which passes through
-    untouched with everything that it holds."""
+    """Whether `x` is an instance of a Value type, possibly with missing parts.
+
+    An incomplete Value passes through untouched, with everything inside it.
+    """
     return kind_of(x) == "value"
 
 
 def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Whether the filter selects a Value that it passed by, or that was not passed in. If the filter is a
-    prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`."""
+    """Whether the filter selects a Value that it passed by, or that was not an argument.
+
+    If the filter is a prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`.
+    """
     if any(value is x for x in passed_by):
         return False
     spec = filter_spec[0] if isinstance(filter_spec, tuple) else filter_spec
@@ -275,7 +286,7 @@ def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value
 def value_of(x: Any) -> Any:
     """The Value behind an operand inside a quaxified function; returns anything else unchanged.
 
-    The arrays inside the Value belong to the level outside the `quaxify`. Use it to inspect a Value
-    (its static fields, for instance), or to compute something that no primitive expresses.
+    Use this to inspect a Value (its static fields, for instance), or to compute something that no primitive
+    expresses. The arrays inside the Value belong to the level outside the `quaxify`.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x

@@ -1,4 +1,8 @@
-"""Recording for `explain`: the recorder that is active, if any, and the words for operands and places."""
+"""Recording for `explain`: the active recorder, and how messages describe operands and places.
+
+Recording must not change what a program does, nor be skipped by JAX's caches. Each recording is therefore
+part of JAX's cache keys, so that a function that was already traced is traced again.
+"""
 
 import collections
 import contextlib
@@ -19,21 +23,21 @@ from .source_lines import SourceLine, is_library, source_lines
 from .values import aval_of, is_value
 
 if TYPE_CHECKING:
-    from .inspect.recorder import Recorder  # which is loaded when something is recorded
+    from .inspect.recorder import Recorder  # loaded once something is recorded
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _active: contextvars.ContextVar["Recorder | None"] = contextvars.ContextVar("quaxlike_recorder", default=None)
 active = _active.get
 
-# A setting that is part of the keys of JAX's caches, so that what they hold is traced again, and recorded.
+# A setting in the keys of JAX's caches, so that cached functions are traced again, and recorded.
 _jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
 
 @contextlib.contextmanager
 def recording(recorder: "Recorder") -> Iterator["Recorder"]:
-    """Records what is dispatched in the block, in this thread and context."""
+    """Records what is dispatched inside the block, in this thread and context."""
     token = _active.set(recorder)
     try:
         with _jit_recording(next(_recordings)):
@@ -56,7 +60,7 @@ values.probing.asides.append(_not_recording)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
-    """Decorates functions that dispatch on their own: their events are shown as inside `what`."""
+    """Decorates a function that dispatches by itself: its events are shown inside `what`."""
 
     def decorator(function: _Fn) -> _Fn:
         @functools.wraps(function)
@@ -72,10 +76,10 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 
 
 def note(text: str) -> None:
-    """Adds a remark to the row of [`quaxlike.explain`][] for the rule that is running.
+    """Adds a remark to the row of [`quaxlike.explain`][] for the running rule.
 
-    Call it inside a rule, for what the signature does not show: the kernel that was chosen, say.
-    It does nothing unless `explain` is running.
+    Call this inside a rule, for anything that the signature does not show, such as the kernel that was
+    chosen. It does nothing unless `explain` is running.
     """
     if (recorder := active()) is not None:
         recorder.note(text)
@@ -95,8 +99,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """The line of the user's own code that is being executed, and the innermost line of an installed library
-    that it called, or None."""
+    """The user's line that is being executed, and the innermost line of a library that it called, or None."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -105,16 +108,16 @@ def user_source() -> tuple[SourceLine, SourceLine | None]:
     return first or SourceLine("<unknown>", 1, "?"), None
 
 
-# The hooks of a type that may end up calling themselves. Functions of the core with the same names only call
-# them.
+# Hooks that may end up calling themselves. Functions with the same names in the core merely call them.
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
 
 def endless(error: RecursionError) -> str | None:
-    """The message for a rule or a hook that calls itself endlessly; None if there is none.
+    """The message for a rule or hook that calls itself endlessly; None if none does.
 
-    Little of the stack is left here: nothing that memoises errors, as beartype does for plum, may be called.
+    Little of Python's stack is left here, so we may not call anything that memoises errors, as beartype does
+    for plum.
     """
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     often = {code: n for code, n in codes.items() if n > 5}
@@ -134,7 +137,7 @@ def endless(error: RecursionError) -> str | None:
 
 
 def in_bytes(size: int) -> str:
-    """`size` in bytes and in a readable unit; a symbolic size of `jax.export` in bytes only."""
+    """`size` in bytes and in a readable unit; only in bytes if it is a symbolic size from `jax.export`."""
     if not isinstance(size, int):
         return f"{size} bytes"
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -144,11 +147,11 @@ def in_bytes(size: int) -> str:
 
 
 def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
-    """The error for the tracer of a Value that is used after its quaxified function has returned.
+    """The error for a Value's tracer that is used after its quaxified function has returned.
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over, so that JAX remembers the tracer.
+    - `is_late`: whether the Value was closed over, so that JAX's cache holds the tracer.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

@@ -1,4 +1,8 @@
-"""The lines and frames of the user's own code, among those of JAX, of libraries and of this package."""
+"""Finds the user's own lines and frames among those of JAX, libraries and this package.
+
+Every message names a line that the user wrote. So this must never report one of our own lines, nor JAX's:
+both are recognised by their folders.
+"""
 
 import functools
 import importlib.util
@@ -14,7 +18,7 @@ import jax.extend.core as jexc
 
 from . import compat
 
-# The whole package but its programs: hidden from tracebacks, and never reported as the user's source lines.
+# The whole package except its programs: hidden from tracebacks, and never reported as the user's line.
 _OURS = tuple(
     f"{path}{os.sep}" if path.is_dir() else str(path)
     for path in sorted(pathlib.Path(__file__).parents[1].iterdir())
@@ -36,7 +40,7 @@ class SourceLine(NamedTuple):
 def source_lines() -> Iterator[SourceLine]:
     """The lines outside JAX and this package that are being executed, innermost first.
 
-    An equation of a jaxpr is not on Python's stack, but keeps the lines that staged it.
+    An equation of a jaxpr is not on Python's stack, but it keeps the lines that staged it.
     """
     yield from _recorded_lines(compat.current_traceback())
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -46,13 +50,13 @@ def source_lines() -> Iterator[SourceLine]:
 
 
 def lines_of_error(error: BaseException) -> list[SourceLine]:
-    """The lines outside JAX and this package that an error went through, innermost first."""
+    """The lines outside JAX and this package that an error passed through, innermost first."""
     frames = reversed([*traceback.walk_tb(error.__traceback__)])
     return [line for frame, number in frames for line in _lines_in(frame, number)]
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """The line that a frame executes, or those that staged the equation that it interprets."""
+    """The line that this frame executes, or the lines that staged the equation it interprets."""
     file = frame.f_code.co_filename
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
@@ -77,13 +81,13 @@ def _folders(*packages: str) -> tuple[str, ...]:
     return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
 
 
-# Libraries that wrap functions only to check the types of their arguments.
+# Libraries that wrap functions only to check the types of arguments.
 _CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
 _MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
 
 
 def calling_frame() -> types.FrameType:
-    """The frame that called the function that asks, past those that check annotations."""
+    """The frame that called our caller, skipping frames that only check annotations."""
     frame: Any = sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
     for _ in range(2):
         frame = frame.f_back
@@ -97,18 +101,18 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 @functools.cache
 def is_internal(file: str) -> bool:
-    # Installed libraries lie in the folder of the standard library, unless there is a virtual environment.
+    # Without a virtual environment, libraries are installed inside the standard library's folder.
     is_standard = file.startswith(_STDLIB) and "-packages" not in file
     return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed library rather than to the user's own code."""
+    """Whether a file belongs to an installed library, rather than to the user's own code."""
     return f"-packages{os.sep}" in file
 
 
 def shorten_traceback(error: Exception) -> None:
-    """Cuts the traceback at the user's last frame, for an error whose message names the user's line."""
+    """Cuts the traceback at the user's last frame, for an error whose message names that line."""
     if not compat.drops_frames(error):
         return
     kept = None

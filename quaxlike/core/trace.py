@@ -1,4 +1,11 @@
-"""The trace that dispatches primitives on Values, and the tracer that stands for one of them."""
+"""The trace that dispatches primitives on Values, and the tracer that stands for a Value.
+
+The invariant is that a plain array is never boxed: only a Value becomes a `ValueTracer`, and a primitive with
+no Value among its operands is bound on the parent trace, with its raw result returned. Without this, every
+intermediate in a quaxified function would pay for dispatch, and concrete `if`s on plain arrays would fail.
+
+`process_primitive` runs for every primitive, so it avoids allocation, and looks rules up in a single dict.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -38,7 +45,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
-    __jax_array__ = None  # pyright: ignore  # it is an operand already; JAX looks it up several times a call
+    __jax_array__ = None  # it already is an operand; JAX looks this up several times per call
 
     def __init__(self, trace: Any, value: Value) -> None:
         self._trace = trace
@@ -49,7 +56,7 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         if name == "aval":  # filled on demand: many intermediates never need it
             self.aval = aval = aval_of(self.quax_value)
             return aval
-        if name == "quax_is_late":  # whether the Value was adopted; set for those alone
+        if name == "quax_is_late":  # whether the Value was adopted; only set if so
             return False
         try:
             return super().__getattr__(name)
@@ -57,21 +64,21 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX calls this on results of a derivative that have no tangents, and on operands that it evaluates
-        # as concrete arrays; a tracer of a running level is never one of the latter.
+        # JAX calls this on results of a derivative without tangents, and on operands that it evaluates as
+        # concrete arrays. A tracer of a running level is never one of the latter.
         if not self._trace.ended:
             return self
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for what may be differentiated, so that no derivative is closed over it.
+        # JAX searches these for anything that may be differentiated, so that no derivative is closed over it.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # Python asks for a concrete value: that of the Value, if its arrays are concrete. (Not through
-    # `to_concrete_value`, which JAX calls of its own accord: it would materialise.)
+    # bool(x), int(x), ...: materialise. We do not define `to_concrete_value`, because JAX calls that without
+    # being asked by the user.
 
     def __bool__(self) -> bool:
         return bool(self._concrete("bool"))
@@ -106,8 +113,11 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 
 
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
-    """`method` of a tracer. Two Values of the same aval need no promotion, so it binds the primitive directly
-    instead of going through jax.numpy. Everything else is left to JAX."""
+    """Defines an arithmetic `method` on tracers.
+
+    Two Values with the same aval need no promotion, so this binds the primitive directly instead of going
+    through jax.numpy, which takes several times as long. Everything else is left to JAX.
+    """
     forward = getattr(jax.core.Tracer, method)
     dtypes = jnp.inexact if only_inexact else jnp.number
 
@@ -143,14 +153,14 @@ for _method, _op in {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "truediv": 
 
 
 class Level(jexc.TraceTag):
-    """One running `quaxify`; the tag of its traces and tracers.
+    """One running `quaxify`: the tag shared by its traces and tracers.
 
     **Arguments:**
 
     - `dispatches_on`: whether the level dispatches on a Value that was not passed in. Default: on any.
     """
 
-    # Called with each primitive on plain arrays, once a Value of the level asks for it.
+    # Called with each primitive on plain arrays, once a Value in this level asks for it.
     follow: Callable[..., None] | None = None
 
     def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
@@ -160,12 +170,12 @@ class Level(jexc.TraceTag):
 class QuaxTrace(jax.core.Trace):
     """One level of `quaxify`: unwraps Values, finds the rule, wraps its results.
 
-    All traces of a level share its `tag`: functions passed to custom derivatives and to shard_map
-    close over tracers of the level, and run under a second trace of it.
+    A level can have several traces, which all share its `tag`. Functions passed to custom derivatives and
+    `shard_map` close over tracers of the level, but run under a second trace.
     """
 
     ended = False  # whether the quaxified function has returned
-    in_rule = False  # whether a rule runs, or a built-in of the interpreter
+    in_rule = False  # whether a rule (or one of our built-ins) is running
 
     def __init__(self, parent_trace: Any, tag: Level, resolver: Resolver) -> None:
         super().__init__()
@@ -208,12 +218,12 @@ class QuaxTrace(jax.core.Trace):
         return [self.wrap(x) for x in out] if primitive.multiple_results else self.wrap(out)
 
     def dispatch_key(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """As `dispatch`, for a key of the caches: the primitive and the types of the operands."""
+        """Like `dispatch`, but takes a cache key: the primitive and the operand types."""
         out = self.try_rules(key, operands, params)
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of a built-in of the interpreter, or else of the default."""
+        """The result if no rule matches: a built-in of the interpreter, or else the default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)
         if (recorder := recording.active()) is not None:
@@ -221,7 +231,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of the first rule that does not decline; `NotImplemented` if there is none."""
+        """The result of the first rule that does not decline; `NotImplemented` if all do."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -237,22 +247,25 @@ class QuaxTrace(jax.core.Trace):
         return NotImplemented
 
     def dispatch(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of `primitive` on Values and plain arrays; rules call it on changed operands."""
+        """Applies `primitive` to Values and plain arrays. Rules call this with changed operands."""
         return self.dispatch_key((primitive, *value_types(operands)), operands, params)
 
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
     def dispatches_on(self, value: Value) -> bool:
-        """Whether the level dispatches on a Value that was not passed in."""
+        """Whether this level dispatches on a Value that was not passed in."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
-        """Whether the arrays of a late Value live where those of the Values of this level do. Otherwise they
-        belong to a transform inside the quaxified function, which this level would bypass."""
+        """Whether this level can reach the arrays of a late Value.
+
+        If not, they belong to a transform inside the quaxified function. Boxing the Value here would bypass
+        that transform, and (say) drop its derivative.
+        """
         return _lives_below(self, value)
 
     def adopt(self, value: Value) -> Any:
-        """A late Value as an operand of primitives: a tracer of this level, or what becomes one."""
+        """Turns a late Value into an operand: a tracer of this level, or an equation that makes one."""
         check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
@@ -263,15 +276,15 @@ class QuaxTrace(jax.core.Trace):
         return tracer
 
     def claims(self, tracer: ValueTracer) -> bool:
-        """Whether another level adopted the Value of a tracer, and this level takes it as well.
+        """Whether another level adopted the tracer's Value, and this level takes it as well.
 
-        JAX caches what it traces: if a function that was made outside closes over a Value, and goes through
-        `jax.jit`, a scan or the like within `quaxify`, the tracer of that call is among the cached constants.
+        JAX caches what it traces. If a function made outside closes over a Value, and goes through `jax.jit`
+        or a scan within `quaxify`, then the cached constants include the tracer of that first call.
         """
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
-    # Primitives that carry functions, for which JAX calls methods of their own
+    # Primitives that carry functions; JAX calls a method for each.
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
         with jexc.set_current_trace(self.parent_trace):
@@ -295,13 +308,13 @@ class QuaxTrace(jax.core.Trace):
     # Between tracers and Values
 
     def enter(self, value: Value) -> ValueTracer:
-        """Boxes a Value from outside the level as a tracer of it."""
+        """Boxes a Value from outside the level."""
         if hooks.following and self.tag.follow is None and hooks.following.asked_for_by(value):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """Turns the result of a rule into something that JAX code can use."""
+        """Turns a rule's result into something that JAX code can use."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
@@ -309,30 +322,30 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:
-        """Turns the result of a rule, which may be a NumPy array or a scalar, into an array or a Value."""
+        """Turns a rule's result into an array or a Value: it may be a NumPy array or a number."""
         if kind_of(x) != "other" or _is_no_array(x):
             return x
         with jexc.set_current_trace(self.parent_trace):
             return jnp.asarray(x)
 
     def box(self, x: Any) -> Any:
-        """Boxes a Value as a tracer of this level; returns anything else (a symbolic zero, say) unchanged."""
+        """Boxes a Value; returns anything else (a symbolic zero, say) unchanged."""
         return ValueTracer(self, x) if is_value(x) else x
 
     def unwrap(self, x: Any) -> Any:
-        """The Value behind a tracer of this level; returns anything else unchanged."""
+        """Unboxes a tracer of this level; returns anything else unchanged."""
         ours = type(x) is ValueTracer and (x.quax_tag is self.tag or self.claims(x))
         return x.quax_value if ours else x
 
     def unwrap_tree(self, tree: Any) -> Any:
-        """`tree` with each tracer of this level replaced by its Value, including those inside Values."""
+        """Unboxes every tracer of this level in `tree`, including tracers inside Values."""
         if kind_of(tree) == "array":
             return self.unwrap(tree)
         return jtu.tree_map(self.unwrap, tree)
 
 
 def _is_no_array(x: Any) -> bool:
-    """Whether `x` is of another JAX type, such as a token."""
+    """Whether `x` has another JAX type, such as a token."""
     try:
         return not isinstance(jax.typeof(x), jax.core.ShapedArray)
     except TypeError:  # perhaps something that can be converted
@@ -340,7 +353,7 @@ def _is_no_array(x: Any) -> bool:
 
 
 def _below(level: QuaxTrace) -> list[Any]:
-    """The tag of a level, and the traces that it runs under with theirs."""
+    """The tag of a level, followed by the traces below it and their tags."""
     below, trace = [level.tag], level.parent_trace
     while trace is not None:
         below += [trace, getattr(trace, "tag", trace)]
@@ -354,15 +367,16 @@ def _lives_below(level: QuaxTrace, value: Value) -> bool:
     return all(any(x is y for x in (trace, getattr(trace, "tag", None)) for y in below) for trace in traces)
 
 
-# A Value whose arrays belong to a transform inside of a level (it was built there, or passed to a jitted
-# function, which flattened it) is an equation of that transform, from its leaves to an array. Where a level
-# meets the equation, its result is the Value.
+# A Value may be made inside a transform that runs within a level. (It was built there, or passed to a jitted
+# function, which flattened it.) Its arrays then belong to the transform, so it becomes an equation, from its
+# leaves to an array. When JAX hands the transform's program to the level, the result of this equation is the
+# Value again.
 value_p = jexc.Primitive("quaxlike_value")
-_staged = False  # whether there ever was one: until then no level looks for them
+_staged = False  # whether any exists: until then no level looks for them
 
 
 def stage(value: Value) -> Any:
-    """An array that is `value` to the level that dispatches on it, bound under the current trace."""
+    """Binds an array that stands for `value` until a level dispatches on it."""
     global _staged
     _staged = True
     leaves, treedef = jtu.tree_flatten(value)
@@ -370,8 +384,10 @@ def stage(value: Value) -> Any:
 
 
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
-    """Whether a primitive is, or carries, an equation that makes a Value; or whether it is a custom
-    derivative, whose functions may make one when they run."""
+    """Whether a primitive is (or carries) an equation that makes a Value.
+
+    A custom derivative counts as well, since its functions may make one when they run.
+    """
     if primitive.name not in BUILTIN:
         return False
     name, params = high_level.as_call(primitive, params)
@@ -385,7 +401,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value that is an operand of a primitive as a tracer of the level that takes it."""
+    """Boxes a Value, found among the operands of a primitive, in the level that takes it."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -408,13 +424,13 @@ def check_complete(value: Value) -> None:
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """For each operand, the class of a Value or None for anything else: a key of the caches."""
+    """For each operand, the class of a Value, or None for anything else. This is a cache key."""
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# What the interpreter itself does with a primitive that no rule covers: those that carry code, and
-# structural ones. `higher_order` fills it. Keyed by the name of the primitive, since not all of them can be
-# imported under a public name, or by its attribute `family`.
+# What the interpreter itself does with primitives that carry code, and with structural ones, if no rule
+# matches. `higher_order` fills this. Keyed by the primitive's name (JAX does not export all of them), or by
+# its attribute `family`.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

@@ -1,4 +1,12 @@
-"""`Value` and `ArrayValue`: the base of every new kind of array."""
+"""`Value` and `ArrayValue`: the base of every new kind of array.
+
+The invariant is that `aval_of(value)` is the shape and dtype of `value.materialise()`, whatever transform is
+running. Every transform asks it, so it is memoised, keyed by the class, the statics and the avals of the
+leaves. A key that left one of these out would give a Value the shape of another.
+
+Nothing in this file computes with a Value. `is_value` is the hottest function of the package: it runs for
+every operand of every primitive.
+"""
 
 import abc
 import dataclasses
@@ -37,54 +45,57 @@ from .source_lines import calling_frame
 _M = TypeVar("_M", bound=eqx.Module)
 
 
-# Called on every new type of Values.
+# Called with every new subclass of `Value`.
 on_new_type: list[Callable[[Any], None]] = []
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything that can stand in for a JAX array inside a function wrapped in `quaxify`.
 
-    Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays.
-    A `Value` is an Equinox module. Its array fields are its leaves; whatever decides shape, dtype or
-    dispatch is a static field, which holds anything that can be compared, but never an array. Annotate a
-    field that may be None as such.
+    Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays. A
+    `Value` is an Equinox module. Its array fields are its leaves. Everything that decides its shape, dtype or
+    dispatch is a static field, which may hold anything that can be compared, but never an array. Annotate a
+    field as optional if it may be None.
 
-    Everything below `materialise` is optional; the docstring of each hook says what happens without it.
+    Everything below `materialise` is optional; each docstring says what happens without the hook.
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
-    """The policy where no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
+    """The policy if no rule matches and no `quaxlike.on_materialise` is in force; None means "allow"."""
 
     to_materialise: ClassVar[str] = ""
-    """For a type whose `on_materialise` is "error": what would be lost, and how to get a dense array on
-    purpose. Messages say it in place of how to allow it."""
+    """For a type whose `on_materialise` is "error": what materialising would destroy, and how to get a dense
+    array on purpose. Error messages end with this text.
+    """
 
     to_unify: ClassVar[str] = ""
-    """What to do where two such values, in branches or before and after an iteration, have no form in common.
-    Messages say it in place of how a type unifies them."""
+    """What to do if two such values (from two branches, or before and after an iteration) have no common
+    form. Error messages end with this text.
+    """
 
     linear: ClassVar[bool] = False
-    """Whether the value is linear in its array leaves, so that its tangents and cotangents are of its class.
+    """Whether this value is linear in its array leaves, so that its tangents and cotangents have its class.
 
-    A value counts as linear if both it and the Values that it holds declare so; a type need not check
-    what it holds. Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is
-    shared by several elements, or is only a part of one, no cotangent belongs to a single element, and the
-    backward function of a `jax.custom_vjp` receives a dense cotangent.
+    A value counts as linear if both it and the Values inside it declare so; a type need not check its parts.
+    Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is shared by several
+    elements, or is only part of one, then no cotangent belongs to a single element, and the backward function
+    of a `jax.custom_vjp` receives a dense cotangent.
     """
 
     own_dtypes: ClassVar[bool] = False
-    """Whether rules for this type may return results of another dtype than their primitive does."""
+    """Whether rules for this type may return a dtype other than the primitive's."""
 
     own_shapes: ClassVar[bool | None] = None
-    """Whether rules for this type may return results of another shape than their primitive does, such as one
-    boolean for each vector where the elements are vectors. None means that they may, with a warning, for a
-    value that refuses to materialise."""
+    """Whether rules for this type may return a shape other than the primitive's, such as one boolean per
+    vector if the elements are vectors. None means that they may, with a warning, if the value refuses to
+    materialise.
+    """
 
     default_precedence: ClassVar[int] = 0
-    """Where operands of several types override `default`, the one with the highest precedence is called."""
+    """If operands of several types override `default`, the highest precedence wins."""
 
-    # Equinox looks attributes up in Python, to make bound methods pytrees. On Values that lookup would be
-    # most of the cost of a rule, so their methods are bound like those of any other Python object.
+    # Equinox looks attributes up in Python, so that bound methods are pytrees. That lookup would dominate the
+    # cost of a rule, so Values bind their methods like any other Python object.
     __getattribute__ = object.__getattribute__
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -92,7 +103,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         for hook in on_new_type:
             hook(cls)
 
-    # `==` compares elements or is an error, so two Values are the same key only if they are one.
+    # `==` compares elements (or raises), so a Value is hashed by identity.
     __hash__ = object.__hash__
 
     if TYPE_CHECKING:
@@ -102,11 +113,11 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """The JAX type of this value, as seen by the code that uses it."""
+        """The JAX type that code using this value sees."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """The dense array that this value stands for. May raise, to refuse."""
+        """Computes the dense array. May raise, to refuse."""
 
     @staticmethod
     def default(
@@ -114,11 +125,11 @@ class Value(eqx.Module, metaclass=ValueMeta):
         values: Sequence["jax.typing.ArrayLike | Value"],
         params: dict[str, Any],
     ) -> "jax.typing.ArrayLike | Value | Sequence[jax.typing.ArrayLike | Value]":
-        """Called when no rule matches; override it in types that treat all primitives alike.
+        """Called when no rule matches; override it if a type treats all primitives alike.
 
-        If no operand overrides it, every Value is materialised, under the policy. If exactly one type
-        does, or one has the highest `default_precedence`, its override is called; if several do, a
-        `TypeError` names the types.
+        If no operand overrides it, every Value is materialised, under the policy. If exactly one type does,
+        or one has the highest `default_precedence`, its override is called. If several do, a `TypeError`
+        names the types.
 
         **Arguments:**
 
@@ -128,73 +139,82 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         **Returns:**
 
-        As a rule does: one result, or a sequence if `primitive.multiple_results`.
+        The same as a rule: one result, or a sequence if `primitive.multiple_results`.
         """
         raise NotImplementedError  # never called: dispatch compares by identity
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> "Value | NotImplementedType":
-        """Turns a plain `array` into this type, to match `like`: where one branch of a `cond`, or a loop
-        carry, is a Value and the other side is not. Reads only the statics and shapes of `like`.
+        """Converts a plain `array` to this type, to match `like`.
 
-        The result equals `array` and has the same derivative. Its static fields may differ from those of
-        `like` if `like` can be widened to them: see `widen`. If `like` holds a Value (as an array with names
-        may), `array` may be a Value of the same class.
+        This is called if one branch of a `cond`, or one side of a loop carry, is a Value and the other is
+        not. It may read only the statics and shapes of `like`.
 
-        If `like` may be None (which is then its default), and rules of this type raise
-        [`quaxlike.OperandMismatch`][] in a loop, it is called without `like` on the zeros that the loop
-        starts from. It must return a placeholder that is compatible with any value, and whose one leaf is
-        `array`; the first iteration then determines the real type.
+        The result equals `array` and has the same derivative. Its static fields may differ from those in
+        `like`, if `like` can be widened to them (see `widen`). If `like` holds a Value (as a named array
+        may), then `array` may be a Value with the same class.
 
-        Without it, the Value side is materialised under the policy.
+        A loop often starts from zeros before their form is known. If `like` has the default None, and rules
+        of this type raise [`quaxlike.OperandMismatch`][] in a loop, this is called on those zeros without
+        `like`. It must then return a placeholder that is compatible with any value, and whose one leaf is
+        `array`; the first iteration determines the real type.
+
+        Without this hook, the Value side is materialised under the policy.
         """
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """Converts this value to a form that `like` has, or can be widened to in turn: where two branches of
-        a `cond`, or a loop carry before and after an iteration, are Values that differ in class, static
-        fields or shapes of leaves. Reads only the statics and shapes of `like`.
+        """Converts this value to a form that `like` has, or can be widened to in turn.
+
+        This is called if two branches of a `cond`, or a loop carry before and after an iteration, are Values
+        that differ in class, static fields or leaf shapes. It may read only the statics and shapes of `like`.
 
         It is called on both sides, on the second with the new form of the first; the two forms must then
-        agree. The result equals this value and has the same derivative; a dense array makes both sides dense.
+        agree. The result equals this value and has the same derivative. If it is a dense array, then both
+        sides become dense.
 
-        Without it, fields that are Values are widened, and everything else must agree.
+        Without this hook, fields that are Values are widened, and everything else must agree.
         """
         return NotImplemented
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives. `ct` is a value
-        of this type (which is `linear`), or a plain array where only other results have this type. Override
-        it in types whose static fields a cotangent does not share, such as units.
+        """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives.
+
+        Here `ct` is a value with this (`linear`) type, or a plain array if only other results have it.
+        Override this if a cotangent does not share the static fields of its primal, such as units.
         """
         return ct
 
     def cotangent_factor(self, dtype: Any) -> Any:
-        """What the cotangent of a value that is made inside of a derivative is multiplied with to give that
-        of its leaves, such as one in the same unit: a scalar of this type and dtype. Without it, nothing.
+        """A scalar, with this type and `dtype`, that turns a cotangent of this value into one for its leaves.
+
+        This is needed for a value that is made inside a derivative, such as one in the same unit. By default
+        None: the cotangent is used as it is.
         """
         return None
 
     def follows_rules(self) -> bool:
-        """Whether the rules registered for the type apply to this value.
+        """Whether the rules registered for this type apply to this value.
 
-        Without it, they do. Otherwise `default` is called, or the value is materialised.
+        By default they do. If not, `default` is called, or the value is materialised.
         """
         return True
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
-        """For each array leaf, which of its axes is the logical leading axis; None if all rows share the
-        leaf. It lets `lax.scan` and `lax.map` run over rows. Without it, leaves that have the shape of the
-        array are cut along their first axis, if their rows materialise as its rows; else it is materialised.
+        """For each array leaf, the axis that is the logical leading axis, or None if all rows share the leaf.
+
+        This lets `lax.scan` and `lax.map` run over rows. Without it, leaves with the array's shape are sliced
+        along their first axis, provided that the slices materialise to the rows; otherwise the value is
+        materialised.
         """
         return NotImplemented
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        """For each array leaf, the partition spec that follows from `spec`, that of the logical array.
+        """For each array leaf, the partition spec that follows from the logical array's `spec`.
 
-        Without it, leaves of the logical shape take `spec` itself, if their parts are those of the array, and
-        an empty `spec` replicates all leaves. Anything else raises an error that names this hook.
+        Without this hook, leaves with the logical shape take `spec` itself, if slicing them slices the array,
+        and an empty `spec` replicates all leaves. Anything else raises an error that names this hook.
         """
         return NotImplemented
 
@@ -225,17 +245,18 @@ class ArrayValue(Value):
     """
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of the dense array; inferred from `materialise` unless overridden."""
+        """The shape and dtype of the dense array. By default, inferred from `materialise`."""
         with probing():
-            # A new function each time: JAX caches by statics that compare equal, as 1 and 1.0 do.
+            # We need a new function each time: JAX's cache compares statics by `==`, and 1 == 1.0.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
         return jax.core.ShapedArray(out.shape, out.dtype, weak_type=getattr(out, "weak_type", False))
 
     @abc.abstractmethod
     def materialise(self) -> jax.Array:
+        """Computes the dense array. May raise, to refuse."""
         """The dense array that this value stands for. May raise, to refuse."""
 
-    # Each asks `aval`, for a type may say that its own shape is another, such as that of its components.
+    # These ask `aval`, because a type may report another shape than its leaves suggest.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -260,12 +281,12 @@ class ArrayValue(Value):
 
     @property
     def __jax_array__(self) -> Any:
-        # A property, so that outside any `quaxify` it is None and the usual lookups
-        # (`getattr(x, "__jax_array__", None)`) find nothing: `array @ value` then defers to `value`.
+        # A property, so that it is None outside `quaxify`: `getattr(x, "__jax_array__", None)` then finds
+        # nothing, and `array @ value` defers to `value`.
         level = level_of(self)
         caller = calling_frame()
         if level is not None:
-            # An operator of an array defers to ours, which follows rules wherever the value was made.
+            # An operator on an array defers to ours, which follows the rules wherever the value was made.
             reflected = compat.is_operator_of_array(caller)
             return None if reflected and not level.holds(self) else lambda: level.adopt(self)
         if compat.is_check_of_argument(caller):  # its own message would not help
@@ -280,8 +301,10 @@ class ArrayValue(Value):
 
 
 class NoArrayError(TypeError, RuntimeError):
-    """A Value was passed to a function that asks for an array, outside of `quaxify`. It is a `RuntimeError`
-    as well, as where a primitive is bound: there JAX would replace a `TypeError` by its own."""
+    """A Value was passed to a function that asks for an array, outside `quaxify`.
+
+    This is also a `RuntimeError`, because JAX replaces a `TypeError` by its own when a primitive is bound.
+    """
 
 
 def _aval_for_user(value: Value) -> Any:
@@ -292,8 +315,10 @@ def _aval_for_user(value: Value) -> Any:
 
 
 def replace_fields(value: _M, /, **fields: Any) -> _M:
-    """`value` with some fields replaced, without running its constructor and checks: for rules, whose parts
-    fit by construction."""
+    """Replaces some fields of `value` without running its constructor or its checks.
+
+    This is for rules, whose parts fit by construction.
+    """
     new = object.__new__(type(value))
     for f in dataclasses.fields(value):
         object.__setattr__(new, f.name, fields[f.name] if f.name in fields else getattr(value, f.name))
@@ -301,7 +326,7 @@ def replace_fields(value: _M, /, **fields: Any) -> _M:
 
 
 class _Kinds(dict[type, str]):
-    """The kind of the instances of a class, looked up once."""
+    """The kind of each class's instances, looked up once."""
 
     def __missing__(self, cls: type) -> str:
         array = issubclass(cls, jax.Array | jax.core.Tracer)
@@ -313,25 +338,25 @@ KINDS = _Kinds()
 
 
 def kind_of(x: Any) -> str:
-    """Whether `x` is a "value", an "array" or some "other" object."""
+    """Returns "value", "array" or "other"."""
     return KINDS[type(x)]
 
 
 def is_value(x: Any) -> bool:
     """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
-    A Value with missing parts, such as a half made by `eqx.partition`, stands for no array: it does not count
-    as a Value here, but as a pytree like any other.
+    A Value with missing parts, such as a half made by `eqx.partition`, stands for no array. It does not count
+    as a Value here, but as an ordinary pytree.
     """
     return KINDS[type(x)] == "value" and not has_missing_parts(x)
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes of it.
+    """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes.
 
-    A part that is None, or that holds None, counts as missing if its field neither allows None nor defaults
-    to it, and the Value cannot be materialised without it. So does what optax puts in the place of masked
-    arrays. Other parts without leaves, such as `()` or a module of static fields, are metadata.
+    A part counts as missing if it is None (or holds None), its field neither allows None nor defaults to it,
+    and the Value cannot be materialised without it. The masks that optax substitutes for arrays are missing,
+    too. Other parts without leaves, such as `()` or a module with only static fields, are metadata.
     """
     cls: Any = type(value)
     for name in _required_fields(cls):
@@ -342,17 +367,18 @@ def has_missing_parts(value: Value) -> bool:
 
 
 def missing_field(value: Value) -> str:
-    """The first field of a Value whose part is missing."""
+    """The first field whose part is missing."""
     cls: Any = type(value)
     return next(name for name in _required_fields(cls) if _is_missing(getattr(value, name, 0)))
 
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
+    """The fields of a module or named tuple that may not be None."""
     """The fields of a module, or of a named tuple, that may not be None."""
     try:
         hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # in a local class, or no types: any of its fields may then be missing
+    except (NameError, TypeError):  # a local class, or no types: then any field may be missing
         hints = {}
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
@@ -363,8 +389,8 @@ def _required_fields(cls: Any) -> list[str]:
 
 
 def _allows_none(hint: Any) -> bool:
-    """Whether an annotation allows None, for the field or for a part of it."""
-    hint = getattr(hint, "__value__", hint)  # of a `type` statement
+    """Whether an annotation allows None, for the field or for a part."""
+    hint = getattr(hint, "__value__", hint)  # a `type` statement
     return hint is type(None) or any(map(_allows_none, typing.get_args(hint)))
 
 
@@ -376,12 +402,12 @@ def _is_missing(part: Any) -> bool:
     return check(part)
 
 
-_checks: dict[type, Callable[[Any], bool]] = {}  # of the parts of a type, whether they are missing
+_checks: dict[type, Callable[[Any], bool]] = {}  # for each type of part: is this part missing?
 
 
 def _check_of(part: Any) -> Callable[[Any], bool]:
     cls = type(part)
-    names = getattr(cls, "_fields", None) if isinstance(part, tuple) else None  # of a named tuple
+    names = getattr(cls, "_fields", None) if isinstance(part, tuple) else None  # a named tuple
     if part is None or names == ():  # or `optax.MaskedNode`
         return lambda part: True
     if isinstance(part, Value):
@@ -399,7 +425,10 @@ def _check_of(part: Any) -> Callable[[Any], bool]:
 
 
 def _holds_nothing_but_none(node: Any) -> bool:
-    """Whether another node of trees is one of a half. It may hold None beside leaves for its own reasons."""
+    """Whether a node of any other type holds only None.
+
+    Such a node may hold None next to leaves for its own reasons, so we do not ask for more.
+    """
     leaves = jtu.tree_leaves(node, is_leaf=lambda x: x is None)
     return bool(leaves) and all(x is None for x in leaves)
 
@@ -423,18 +452,18 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
     try:
         with probing():
             return not jtu.tree_leaves(jax.eval_shape(lambda x: type(x).materialise(x), value))
-    except Exception:  # a type may refuse in any way, or fail in any without its parts
+    except Exception:  # a type may refuse in any way, or fail without its parts
         return True
 
 
 def materialise(tree: PyTree) -> PyTree:
-    """Replaces every Value in `tree` by the dense array that it stands for, nested ones included.
+    """Replaces every Value in `tree` by its dense array, nested Values included.
 
-    Works inside and outside quaxified functions. The caller asks for it, so no policy applies.
+    This works both inside and outside quaxified functions. You asked for it, so no policy applies.
     """
 
     def dense(leaf: Any) -> Any:
-        while isinstance(leaf := getattr(leaf, "quax_value", leaf), Value):  # of a tracer
+        while isinstance(leaf := getattr(leaf, "quax_value", leaf), Value):  # a tracer's value
             leaf = type(leaf).materialise(leaf)
         return leaf
 
@@ -442,15 +471,17 @@ def materialise(tree: PyTree) -> PyTree:
 
 
 def materialised(value: Any) -> Any:
-    """A Value, or what its hook makes of it, until that is an array, if only to this level: the tracer of
-    another level stays what it is there. Returns anything else unchanged."""
+    """Materialises a Value repeatedly until it is an array, at this level only.
+
+    The tracer of another level stays a tracer. Returns anything else unchanged.
+    """
     while is_value(value):
         value = type(value).materialise(value)
     return value
 
 
 def as_shapes(value: Value) -> Value:
-    """`value` with every leaf replaced by its shape and dtype; by its type, if that is not one of arrays."""
+    """Replaces every array leaf by its shape and dtype, and any other JAX type by an `OfType`."""
 
     def shape(leaf: Any) -> Any:
         aval = jax.typeof(leaf) if _is_array(leaf) else leaf
@@ -462,8 +493,7 @@ def as_shapes(value: Value) -> Value:
 
 
 class OfType:
-    """A leaf of which only the type is known, as `jax.ShapeDtypeStruct` is one for arrays: for the types of
-    hijax that Values hold."""
+    """A leaf that only has a type: like `jax.ShapeDtypeStruct`, for hijax types inside a Value."""
 
     __slots__ = ("aval",)
 
@@ -479,12 +509,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 def aval_of(value: Value) -> Any:
-    """`value.aval()` on the mesh of its leaves, memoised by their avals and the statics."""
+    """Returns `value.aval()` on the mesh of its leaves, memoised by leaf avals and statics."""
     statics: list[Any] = [compat.x64_enabled()]
     leaf_avals: list[Any] = []
     try:
         _describe(value, statics, leaf_avals)
-    except TypeError:  # a leaf that is no array
+    except TypeError:  # a leaf that is not an array
         for leaf in jtu.tree_leaves(value):
             if not hasattr(leaf, "shape") and not _is_array(leaf):
                 raise not_an_array(value, leaf) from None
@@ -492,7 +522,7 @@ def aval_of(value: Value) -> Any:
     key: Any = (*statics, *leaf_avals)
     try:
         aval = _avals.get(key)
-    except TypeError:  # an unhashable static field; a treedef compares its statics, and does not hash them
+    except TypeError:  # an unhashable static field; treedefs compare statics without hashing them
         key = (compat.x64_enabled(), jtu.tree_structure(value), *leaf_avals)
         aval = _avals.get(key)
     if aval is None:
@@ -504,15 +534,15 @@ def aval_of(value: Value) -> Any:
     return aval
 
 
-_checked: set[type] = set()  # the classes whose `aval` was compared with `materialise`
+_checked: set[type] = set()  # classes whose `aval` was compared with `materialise`
 
 
 def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
-    """Works out an aval, unless that needs the same aval.
+    """Computes an aval, or raises if computing it asks for the same aval again.
 
-    At the limit of recursion it would be too late: whoever catches an error on the way, and asks again, would
-    double the time at each turn. For the same reason it is an error for the class at once, up to the first
-    call.
+    Waiting for Python's recursion limit would be too late: code that catches an error on the way and asks
+    again would double the time at each turn. For the same reason, once one such call is found, the class is
+    marked as endless until the outermost call returns.
     """
     cls, now = type(value), running_hooks
     if key in now.inferring or cls in now.endless:
@@ -522,7 +552,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
     try:
         return _make_aval(value, leaf_avals)
     except RecursionError as error:
-        # Each time it asked for the aval of another shape, or of other statics.
+        # Each call asked for the aval of another shape, or with other statics.
         if list(now.inferring.values()).count(cls) < OFTEN:
             raise
         now.endless.add(cls)
@@ -534,7 +564,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
-    """Adds what decides about the aval of a Value: its class and statics, and the avals of its leaves."""
+    """Appends everything that determines an aval: class, statics, and leaf avals."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:
@@ -543,7 +573,7 @@ def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
     for name, static in fields:
         part = getattr(value, name)
         if static:
-            statics += (type(part), part)  # 1, 1.0 and True are equal
+            statics += (type(part), part)  # 1, 1.0 and True compare equal
         elif (kind := KINDS[type(part)]) == "array":
             leaf_avals.append(part.aval)
         elif kind == "value":
@@ -573,7 +603,7 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
         ask = traced(ask)
     try:
         aval = ask(value)
-    except TypeError as error:  # which JAX would replace by its own, when it asks for an aval
+    except TypeError as error:  # JAX would replace a TypeError by its own
         found = " ".join(f"{error!r}".split())
         message = f"{type(value).__name__} has no shape: its hooks raise {found}. {remedy(value, error)}"
         raise ValueError(message.rstrip()) from error
@@ -588,14 +618,16 @@ def _make_aval(value: Value, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _check_aval(value: Value, aval: Any, key: Any) -> None:
-    """Raises an error if `aval` contradicts `materialise`, unless the latter refuses. It is checked for the
-    first value of a class, or for all under `jax_enable_checks`."""
+    """Raises if `aval` contradicts `materialise`, unless the latter refuses.
+
+    We check the first value of each class, or every one under `jax_enable_checks`.
+    """
     cls = type(value)
     _checked.add(cls)
     if cls.aval is ArrayValue.aval or not isinstance(aval, jax.core.ShapedArray):
         return
     try:
-        with probing(), jax.enable_checks(False):  # which would check what `materialise` asks, without end
+        with probing(), jax.enable_checks(False):  # else JAX checks what `materialise` asks, endlessly
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
     except Exception:  # a type may refuse in any way
         return

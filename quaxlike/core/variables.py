@@ -1,4 +1,8 @@
-"""Variables of Flax NNX among the arguments of a quaxified function."""
+"""Variables of Flax NNX among the arguments of a quaxified function.
+
+The invariant is that a Variable has one copy, however often it occurs, so that shared parameters stay shared;
+and that writes to the copy reach the original.
+"""
 
 import sys
 from collections.abc import Callable
@@ -12,17 +16,17 @@ from .values import kind_of
 class Copies:
     """Copies of the Variables, which the function may write to.
 
-    A quaxified function gets a copy of its arguments, with tracers in place of Values. What it changes in the
-    copy of a module has to arrive in the module itself, as with `nnx.jit`. Flax need not be installed.
+    A quaxified function gets a copy of its arguments, with tracers in place of Values. Whatever it changes in
+    the copied module has to arrive in the module itself, as with `nnx.jit`. Flax need not be installed.
     """
 
     def __init__(self) -> None:
         self._variable = sys.modules["flax.nnx"].Variable
-        self._of: dict[int, tuple[Any, Any, Any]] = {}  # the Variable, its copy, and the content of the copy
+        self._of: dict[int, tuple[Any, Any, Any]] = {}  # a Variable, its copy, and the copy's content
         self._trees: list[tuple[Any, Any]] = []
 
     def shared(self, tree: Any, copy: Any) -> Any:
-        """`copy`, a copy of `tree`, with one copy for each Variable, however often it occurs."""
+        """Returns `copy` (a copy of `tree`) with a single copy per Variable."""
         leaves = jtu.tree_leaves(tree, is_leaf=self._is_leaf)
         if not any(isinstance(x, self._variable) for x in leaves):
             return copy
@@ -34,11 +38,11 @@ class Copies:
         return copy
 
     def write_back(self, unwrap: Callable[[Any], Any]) -> None:
-        """Writes to the Variables what was written to their copies, and adds those that are new.
+        """Writes everything that was written to the copies to the Variables, and adds new Variables.
 
         **Arguments:**
 
-        - `unwrap`: turns what a Variable holds inside the function into what it holds outside.
+        - `unwrap`: turns the content of a Variable inside the function into that outside.
         """
         for variable, copy, before in self._of.values():
             if (after := copy.get_raw_value()) is not before:

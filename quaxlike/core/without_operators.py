@@ -1,8 +1,11 @@
-"""The operators, methods and attributes of arrays on types without `ArrayOperators`.
+"""Operators, methods and attributes of arrays, on types without `ArrayOperators`.
 
-Where a level of `quaxify` dispatches on a Value, it has them all, wherever it was made, and in a rule so have
-the Values that its operands are made of. Elsewhere it has none, as `hasattr` says, and what Python raises
-says what to write. Nothing compares Values as pytrees.
+A Value has all of them wherever a level of `quaxify` dispatches on it; inside a rule, so do the Values that
+its operands are made of. Elsewhere it has none: `hasattr` says so, and the error that Python raises says what
+to write.
+
+`==` never compares Values as pytrees. Equinox's own `__eq__` would, and would silently return one bool where
+elementwise comparison was meant.
 """
 
 import functools
@@ -20,8 +23,9 @@ from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
 
-# How messages call the operators: those of two operands, which Python may also ask of the right one,
-# comparisons, and the rest. `__index__` is missing: JAX would take a Value that has it for a static index.
+# What messages call the operators: binary operators (which Python may also look up on the right operand),
+# comparisons, and the rest. `__index__` is missing, since JAX would take a Value that has it for a static
+# index.
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},
     **{"pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
@@ -37,7 +41,10 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 class MissingOperator(TypeError, AttributeError):
-    """Python asks for an operator of a Value that has none: a `TypeError`, and to `hasattr` an absence."""
+    """Python looked for an operator that this Value lacks.
+
+    As a `TypeError`, this is what users expect; as an `AttributeError`, `hasattr` returns False.
+    """
 
 
 def _remedy(value: Value, what: str) -> str:
@@ -52,18 +59,18 @@ def _remedy(value: Value, what: str) -> str:
     return message
 
 
-stand_ins: dict[str, Any] = {}  # the operators and methods of arrays, by name
+stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
 # Operators with two operands ----------------------------------------------------------------------
 
 
 def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
-    """`own` is the name of the operator; `others` of what Python asks the other operand if it declines."""
+    """Defines the binary operator `own`. If it declines, Python asks the other operand for `others`."""
 
     def method(self: Any, other: Any) -> Any:
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
-            return object.__ne__(self, other)  # the opposite of an `==` of its own
+            return object.__ne__(self, other)  # the opposite of the type's own `==`
         if has_operators(self) or not is_operand(other):
             return member(self, other)
         if others is not None and _may_know(self, other, others):
@@ -75,7 +82,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 
 
 def _may_know(value: Value, other: Any, name: str) -> bool:
-    """Whether the operator `name` of the other operand may take a Value that no level dispatches on."""
+    """Whether the other operand's operator `name` may know what to do with this Value."""
     if isinstance(other, Value):
         return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):
@@ -93,10 +100,10 @@ def _may_know(value: Value, other: Any, name: str) -> bool:
 
 
 class _StandIn:
-    """An attribute, method or operator of one operand.
+    """An attribute, method or unary operator.
 
-    No data descriptor, so that a type may have a field of this name; and none on the class, where dataclasses
-    would take it for the default of that field.
+    This is not a data descriptor, so that a type may have a field with the same name. On the class it raises,
+    since dataclasses would take anything else for that field's default.
     """
 
     def __init__(self, name: str, what: str, error: type[Exception], member: Any) -> None:
@@ -111,14 +118,14 @@ class _StandIn:
 
 
 def _iterate(self: Any) -> Any:
-    # Not a `_StandIn`: Python takes any error in looking it up for "not iterable".
+    # Not a `_StandIn`: Python reports any error from looking it up as "not iterable".
     if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
 
 
 class _OfLeaves:
-    """An attribute that is read from the leaves of any Value: no data descriptor, as `_StandIn`."""
+    """An attribute that is read from any Value's leaves. Like `_StandIn`, no data descriptor."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
         self.name, self.read = name, read
@@ -147,8 +154,11 @@ _NUMPY_HIDES_ERRORS = {f.__name__: anywhere(f) for f in (jnp.array_equal, jnp.ar
 
 
 def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """NumPy asks this for each of its functions. They take the dense array, by `__array__`, which may refuse.
-    Those that would take the refusal for the answer False are those of jax.numpy instead."""
+    """Called by NumPy for each of its functions. They get the dense array, from `__array__`.
+
+    `__array__` may refuse. Two functions would take the refusal for the answer False, so for these we call
+    jax.numpy's.
+    """
     if not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
         return NotImplemented
     compare = _NUMPY_HIDES_ERRORS.get(function.__name__)
@@ -161,7 +171,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Sets the operators of mixins that are listed behind `ArrayValue`, whose stand-ins hide them."""
+    """Restores mixins' operators that are listed after `ArrayValue`, where our stand-ins hide them."""
     if all(issubclass(base, Value) for base in cls.__bases__):
         return
     for base in cls.__mro__[cls.__mro__.index(Value) :]:
@@ -185,10 +195,10 @@ def _install() -> None:
     stand_ins["__iter__"] = _iterate
     for name, stand_in in stand_ins.items():
         setattr(Value if name in ("__eq__", "__ne__", "__bool__") else ArrayValue, name, stand_in)
-    stand_ins["__hash__"] = Value.__hash__  # which belongs to `==`
+    stand_ins["__hash__"] = Value.__hash__  # belongs to `==`
     for name, read in _OF_LEAVES.items():
         setattr(ArrayValue, name, _OfLeaves(name, read))
-        # `Tracer` has these names, and says that nothing traced is anywhere.
+        # `Tracer` has these names, too, and raises for everything traced.
         setattr(ValueTracer, name, property(operator.attrgetter(f"quax_value.{name}")))
     of_numpy: tuple[Any, ...] = (ArrayValue, ValueTracer)
     for cls in of_numpy:

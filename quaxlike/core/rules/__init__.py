@@ -1,4 +1,4 @@
-"""Rules: their registration, the choice of one for a primitive, and the checks of its results."""
+"""Rules: how they are registered, chosen for a primitive, and checked."""
 
 from .registry import GLOBAL as GLOBAL
 from .registry import Rule as Rule

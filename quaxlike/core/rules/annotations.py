@@ -1,4 +1,8 @@
-"""Annotations of a rule's operands: the types by which it is dispatched, and the arrays that it is for."""
+"""Annotations of a rule's operands: the types that dispatch it, and the arrays that it accepts.
+
+Plain operands all dispatch as `jax.Array`, whatever they are, so `hint` never contains a number or a NumPy
+type. Otherwise a rule for `float` would match while JAX evaluates eagerly, and no longer under `jit`.
+"""
 
 import dataclasses
 import functools
@@ -23,44 +27,44 @@ NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """What the annotation of an operand means to dispatch."""
+    """What the annotation of an operand means for dispatch."""
 
     hint: Any
-    """The class of the operands, or a union of classes."""
+    """The operand's class, or a union of classes."""
     classes: tuple[Any, ...]
-    """The classes that it names."""
+    """The classes that the annotation names."""
     written: Any
     kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
-    """Each class with its own, if dtypes or shapes decide as well, as in jaxtyping's `Float[Array, "n"]`."""
+    """Each class with its dtypes and shapes, if these matter, as in jaxtyping's `Float[Array, "n"]`."""
 
     @property
     def is_impossible(self) -> bool:
-        """Whether no operand has it."""
+        """Whether no operand can match."""
         return self.hint is Nothing
 
     @property
     def names_array(self) -> bool:
-        """Whether it names `jax.Array`, and neither numbers nor NumPy arrays."""
+        """Whether this names `jax.Array`, and neither numbers nor NumPy arrays."""
         return jax.Array in self.classes and not any(map(_is_number_or_numpy, self.classes))
 
     @property
     def names_operand(self) -> bool:
-        """Whether it names arrays or a type of Values, as parameters of primitives do not."""
+        """Whether this names arrays or a Value type. (Parameters of primitives do not.)"""
         return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
 
     @property
     def names_value(self) -> bool:
-        """Whether it names a type of Values."""
+        """Whether this names a Value type."""
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Whether an operand that counts as a `cls` in dispatch, of this aval, has the dtype and shape."""
+        """Whether an operand that dispatches as `cls`, with this aval, has an accepted dtype and shape."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
 
     def implies(self, other: "Annotation") -> bool:
-        """Whether what this one takes has dtypes and shapes that `other` takes as well."""
+        """Whether `other` accepts every dtype and shape that this accepts."""
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
@@ -72,7 +76,7 @@ class Annotation:
         )
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
-        """Whether no operand of a class has a dtype and shape that both take."""
+        """Whether no operand with this class has a dtype and shape that both accept."""
         own, others = (
             [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
             for x in (self, other)
@@ -84,11 +88,11 @@ class Annotation:
 
 
 class Nothing:
-    """The class of annotations that no operand has, such as `list`."""
+    """The class of an annotation that no operand can match, such as `list`."""
 
 
 def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
-    """Reads an annotation. Numbers and NumPy arrays stand for any plain operand; aliases, for their value.
+    """Reads an annotation. Numbers and NumPy arrays stand for any plain operand; aliases for their value.
 
     **Arguments:**
 
@@ -102,9 +106,9 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
         return Annotation(Nothing, (), hint)
     plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
     if all(kind is None for _, kind in members):
-        # They may be arrays by the time that a primitive gets them.
+        # These may have become arrays by the time a primitive gets them.
         return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
-    # Beside kinds of arrays, a number is an array without axes.
+    # Next to kinds of arrays, a number is an array without axes.
     kinds = [(cls, kind) for cls, kind in members if cls not in plain]
     kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
     return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
@@ -115,8 +119,8 @@ def _union(classes: Iterable[Any]) -> Any:
 
 
 def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, ArrayKind | None]]:
-    """The classes of an annotation without what stands around them, each with dtypes and shape."""
-    import plum  # takes longer than all of this package
+    """Unwraps an annotation into its classes, each with its dtypes and shape."""
+    import plum  # takes longer to import than this whole package
 
     if isinstance(hint, typing.ForwardRef | str):
         hint = names(hint if isinstance(hint, str) else hint.__forward_arg__)
@@ -146,14 +150,14 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
             yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
     else:
         cls = plum.resolve_type_hint(hint if origin is None else origin)
-        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # none else counts
+        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # nothing else counts
             yield jax.Array, None
         elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
             yield cls, None
 
 
 def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
-    """The value of a generic alias (`type A[T] = T | jax.Array`) with these types in it."""
+    """The value of a generic alias (`type A[T] = T | jax.Array`) with its parameters filled in."""
     given = dict(zip(alias.__type_params__, args, strict=False))
     value = alias.__value__
     if isinstance(value, TypeVar):
@@ -164,6 +168,7 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
+    """Whether a class describes plain operands other than `jax.Array`."""
     """Whether a class is one of plain operands other than `jax.Array`."""
     if cls in (object, jax.Array):
         return False
@@ -171,7 +176,7 @@ def _is_number_or_numpy(cls: type) -> bool:
         return True
     try:
         return any(issubclass(number, cls) for number in _NUMBERS)
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol that does not support issubclass
         return False
 
 

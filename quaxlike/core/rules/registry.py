@@ -1,4 +1,11 @@
-"""The registry of rules: `register`, `RuleSet`."""
+"""The registry of rules: `register` and `RuleSet`.
+
+The invariant is that a registration takes effect immediately, even in functions that are already jitted. The
+epoch counts registrations; our caches and JAX's are both keyed on it. A rule that was cached without it would
+outlive its replacement.
+
+Reading annotations is slow and imports plum, so our own rules wait until their primitive is first dispatched.
+"""
 
 import contextlib
 import dataclasses
@@ -33,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """A rule or a type that was written for another library works, but less is certain about it than here.
+    """A rule or a type that was written for another library works, but we can check less of it.
 
     A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or
     another shape, and its type refuses to materialise and says nothing about `own_shapes`. (Under
@@ -49,7 +56,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # rules
 
 
 def warn_once(rule: Any, warning: Warning) -> None:
-    """Warns at the place where the rule was written."""
+    """Warns at the line where the rule was written."""
     if rule not in _warned:
         _warned.add(rule)
         file, _, line = rule.source.rpartition(":")
@@ -66,37 +73,37 @@ class Rule:
     takes_primitive: bool
     keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
     operands: dict[str, Annotation] = dataclasses.field(default_factory=dict[str, Annotation])
-    varargs: Annotation | None = None  # that of any further operands
-    defaults: frozenset[str] = frozenset()  # operands with a default, which other calls leave out
+    varargs: Annotation | None = None  # for any further operands
+    defaults: frozenset[str] = frozenset()  # operands with a default, which other calls omit
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function as its author wrote it; several rules may share it."""
+        """The function as its author wrote it. Several rules may share it."""
         return inspect.unwrap(getattr(self.function, "written_as", self.function))
 
     @property
     def is_for_both_sides(self) -> bool:
-        """Whether it is what `register_on_either_side` adds for a type on both sides."""
+        """Whether `register_on_either_side` added this for a type on both sides."""
         return getattr(self.function, "is_for_both_sides", False)
 
     @functools.cached_property
     def _names_arrays(self) -> tuple[bool, ...]:
-        """Whether it names each of its operands, and any more, as `jax.Array`."""
+        """For each operand, and for any further ones, whether it is annotated as `jax.Array`."""
         more = False if self.varargs is None else self.varargs.names_array
         return (*(annotation.names_array for annotation in self.operands.values()), more)
 
     @functools.cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether it is for certain dtypes or shapes, so that types alone do not tell whether it matches."""
+        """Whether dtypes or shapes matter, so that types alone do not tell if this matches."""
         return any(annotation.kinds for annotation in self.annotations(len(self.operands) + 1))
 
     def annotations(self, n: int) -> list[Annotation]:
-        """Those of `n` operands."""
+        """The annotations of `n` operands."""
         own = list(self.operands.values())
         return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
 
     def is_like(self, other: "Rule") -> bool:
-        """Whether it is for the same operands as another rule."""
+        """Whether this applies to exactly the same operands as `other`."""
         if self.signature != other.signature:
             return False
         n = len(self.operands) + 1
@@ -111,8 +118,8 @@ class Rule:
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # JAX adds parameters in every release. One that the rule does not name and that is unused
-            # (None) is left out, so that the rule keeps working.
+            # JAX adds parameters in every release. We omit one that the rule does not name if it is unused
+            # (None), so that the rule keeps working.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -142,8 +149,8 @@ class Rule:
 class RuleSet:
     """A private set of rules, layered over the global one.
 
-    Pass it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a
-    `quaxify` inside the quaxified function inherits it.
+    Pass it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a nested
+    `quaxify` inherits it.
 
     !!! example
 
@@ -166,7 +173,7 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules whose annotations have been read: those not waiting for their primitive."""
+        """The rules whose annotations have been read. The others wait for their primitive."""
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
@@ -183,20 +190,20 @@ class RuleSet:
             return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
-        """Adds a rule in place of one for the same operands.
+        """Adds a rule, replacing any rule for the same operands.
 
-        **Raises:** `RuleError` if both are written beside each other.
+        **Raises:** `RuleError` if both are written in the same place.
         """
         alike = [r for r in self[rule.primitive] if r.is_like(rule)]
         if rule.is_for_both_sides and not all(r.is_for_both_sides for r in alike):
-            return  # one that is written for these very types goes before
+            return  # a rule written for exactly these types wins
         for replaced in alike:
             if rule.is_for_both_sides or not replaced.is_for_both_sides:
                 check_replacement(replaced, rule)
         self._rules[rule.primitive] = (*(r for r in self[rule.primitive] if r not in alike), rule)
 
     def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
-        """Adds a rule whose annotations are read when `primitive` is first dispatched."""
+        """Adds a rule whose annotations will be read when `primitive` is first dispatched."""
         self._rules.setdefault(primitive, ())
         self._waiting.setdefault(primitive, []).append((function, precedence))
 
@@ -209,15 +216,15 @@ GLOBAL = RuleSet()
 lock = threading.RLock()
 _epoch = 0
 
-# The epoch, as a setting that is part of the keys of JAX's caches: registering a rule after
-# `jax.jit(quaxify(f))` was traced makes JAX trace it again. It is set only once something has been
-# quaxified, since it invalidates every jitted function of the process.
+# The epoch, as a setting in the keys of JAX's caches: registering a rule makes JAX retrace
+# `jax.jit(quaxify(f))`. We set it only once something has been quaxified, since it invalidates every jitted
+# function in the process.
 _jit_epoch = jax.make_user_context(0)
 _in_use = False
 
 
 def epoch() -> int:
-    """The number of registrations so far; caches that depend on rules are keyed on it."""
+    """The number of registrations so far. Caches that depend on rules are keyed on it."""
     return _epoch
 
 
@@ -233,33 +240,33 @@ def register(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a rule for what a primitive does with operands of the annotated types.
+    """Registers a rule: what a primitive does with operands that have the annotated types.
 
-    The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays,
-    Python scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`; or with
-    jaxtyping, as `Float[Array, "n m"]`, for operands of these dtypes and axes alone.
+    The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays, Python
+    scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`. Or use jaxtyping, as in
+    `Float[Array, "n m"]`, to accept only certain dtypes and axes.
 
     **Arguments:**
 
-    - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), a class of hijax's `HiPrim`, or
-        several of them.
+    - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), a subclass of hijax's `HiPrim`,
+      or a sequence of these.
     - `precedence`: decides between rules if neither is more specific. Default 0.
     - `rules`: the [`quaxlike.RuleSet`][] to register in. Default: the global one.
 
     **Returns:**
 
-    A decorator that returns the rule unchanged. The rule takes the operands by position and the
-    primitive's parameters by keyword, and returns an array or a Value (a sequence of them if the
-    primitive has multiple results), or `NotImplemented` to pass on to the next matching rule. If its
-    first parameter is annotated `jax.extend.core.Primitive`, it also receives the primitive. The rule of a
-    `HiPrim` takes the leaves of its operands, and the instance as `prim`; it returns a sequence of results.
+    A decorator that returns the rule unchanged. The rule takes the operands by position and the primitive's
+    parameters by keyword. It returns an array or a Value (a sequence of them if the primitive has multiple
+    results), or `NotImplemented` to pass on to the next matching rule. If its first parameter is annotated
+    `jax.extend.core.Primitive`, it also receives the primitive. A rule for a `HiPrim` takes the leaves of its
+    operands, and the instance as `prim`; it returns a sequence of results.
 
     **Raises:**
 
     `ValueError` for a name that no primitive has, with near misses. `TypeError` for operands without
-    annotations, unless another one is of a Value type, and for a rule that can never match: with a parameter
-    of the primitive as an operand, too many operands, or one of a type that none has. `RuleError` for a
-    second rule for the same operands beside the first.
+    annotations, unless another operand has a Value type, and for a rule that can never match: it takes one of
+    the primitive's parameters as an operand, too many operands, or an operand with an impossible type.
+    `RuleError` for a second rule for the same operands in the same place.
 
     !!! example
 
@@ -321,7 +328,7 @@ def register_on_either_side(
     - `other`: the type of the operand on the other side. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
-    A rule that is registered for exactly `(types, types)` is used instead of this one.
+    A rule that is registered for exactly `(types, types)` takes priority over this one.
 
     **Returns:**
 
@@ -347,7 +354,7 @@ def register_on_either_side(
 
 
 def as_primitives(primitive: Any) -> list[jexc.Primitive]:
-    """What is registered for: a primitive, its name, or several of these."""
+    """Converts the first argument of `register`: a primitive, its name, or several of these."""
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
 
@@ -358,7 +365,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
     if high_level.is_high_level(primitive):
         return high_level.primitive_of(primitive)
     if not isinstance(primitive, str):
-        from ..primitive_names import primitives_of  # for messages alone
+        from ..primitive_names import primitives_of  # only for messages
 
         known = primitives_of(primitive) or (["name"] if inspect.isroutine(primitive) else [])
         hint = " or ".join(f'`@quaxlike.register("{name}")`' for name in known)
@@ -389,7 +396,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 
 
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
-    """The function as a rule of the primitive; as several, if some of its operands have defaults."""
+    """Turns a function into rules for a primitive. There are several if operands have defaults."""
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
     first = hints.get(parameters[0].name) if parameters else None
@@ -404,7 +411,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
-    # A parameter with a default is one of the primitive, unless it must be an operand.
+    # A parameter with a default belongs to the primitive, unless it must be an operand.
     params, arity = compat.parameters_of(primitive), compat.arity_of(primitive)
     defaults = [p.name for p in positional[required:]]
     may_be = list(itertools.takewhile(lambda name: name not in params, defaults))
@@ -433,7 +440,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
 
 
 def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Evaluates names in quotes that annotations hold: in the bound of a type variable, for example."""
+    """Returns a function that evaluates names in quotes, as in the bound of a type variable."""
 
     def evaluate(name: str) -> Any:
         def quoted() -> None: ...
@@ -445,16 +452,16 @@ def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """The annotations of a rule, evaluated. They may name what it closes over: a class defined beside it.
+    """Evaluates a rule's annotations. They may name what the rule closes over, such as a local class.
 
     **Arguments:**
 
-    - `of`: another function whose annotations are meant, with the names of `function`.
+    - `of`: another function whose annotations to evaluate, using the names that `function` sees.
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     around: dict[str, Any] = {}
     for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
-        with contextlib.suppress(ValueError):  # nothing is in it yet
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
             around[name] = cell.cell_contents
     try:
         if of is not None:
@@ -470,7 +477,7 @@ def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = Non
 def _check_annotations(
     function: Callable[..., Any], operands: Sequence[str], hints: Any, annotations: dict[str, Annotation]
 ) -> None:
-    """Raises a `TypeError` for operands without annotations, unless another one is of a Value type."""
+    """Raises a `TypeError` for operands without annotations, unless another one has a Value type."""
     bare = [name for name in operands if name not in hints]
     if bare and not any(annotations[name].names_value for name in operands):
         raise TypeError(
@@ -486,9 +493,12 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` for a rule that can never match: if it takes a parameter of its primitive by
-    position, has another number of operands, or an annotation that no operand has. Only warns if its function
-    has an attribute `may_never_match`."""
+    """Raises a `TypeError` for a rule that can never match.
+
+    That is so if it takes one of the primitive's parameters by position, has another number of operands, or
+    an annotation that no operand can have. This only warns if the function has an attribute
+    `may_never_match`.
+    """
     if (why := _never_matches(rule, params)) is None:
         return
     message = f"The rule {rule} can never match: {why}"
@@ -498,7 +508,7 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
 
 
 def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
-    """Whether a function can be a rule of the primitive, as far as is known before it is used."""
+    """Whether a function can be a rule for a primitive, as far as we know before it is used."""
     params = compat.parameters_of(primitive)
     return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
@@ -525,10 +535,10 @@ def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
 
 
 def check_replacement(old: Rule, new: Rule) -> None:
-    """Raises a `RuleError` if a rule would replace one that is written beside it.
+    """Raises a `RuleError` if a rule would replace one that is written in the same place.
 
-    What a definition made before is replaced when it runs again (a cell of a notebook, a module that is
-    reloaded). A rule that is written elsewhere is replaced with a warning.
+    If a definition runs again (a notebook cell, a reloaded module), it replaces the rule that it made before.
+    A rule that is written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
     if was is now:
@@ -551,7 +561,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """The code of a module that is being executed."""
+    """The code in a module that is currently executing."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:
@@ -566,14 +576,17 @@ def _contains(code: CodeType, other: CodeType) -> bool:
 
 
 def signature_of(types: Iterable[Any], **options: Any) -> "plum.Signature":
-    import plum  # takes longer than all of this package
+    import plum  # takes longer to import than this whole package
 
     return plum.Signature(*types, **options)
 
 
-@typing.no_type_check  # type checks would use more of the stack than is counted here
+@typing.no_type_check  # type checks would use more stack than is counted here
 def require_stack_depth(calls: int = 200) -> None:
-    """Raises a `RecursionError` if fewer nested calls are left. To be called before plum compares types:
-    beartype memoises its errors, and would raise a `RecursionError` again in later calls."""
+    """Raises a `RecursionError` if fewer nested calls than this are left.
+
+    Call this before plum compares types. Beartype memoises its errors, so if the stack ended inside it, it
+    would raise that `RecursionError` again in later calls.
+    """
     if calls:
         require_stack_depth(calls - 1)

@@ -1,4 +1,9 @@
-"""The choice of a rule for a primitive, by the types of its operands, and the checks of its results."""
+"""The choice of a rule for a primitive, and the checks on its results.
+
+The invariant is that the cache only answers what resolution would answer again. It is keyed by types alone,
+so rules that also look at dtypes, shapes or values are stored as one `RulesByOperands`, which decides on
+every call. An entry is stored only if no rule was registered while it was computed.
+"""
 
 import contextlib
 import contextvars
@@ -37,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class AmbiguousRuleError(RuleError, LookupError):
-    """Several rules match the types of the operands, and none is more specific than the others."""
+    """Several rules match the operand types, and none is more specific than the others."""
 
     __module__ = "quaxlike"
 
 
 class Resolver:
-    """The rules of a stack of rule sets, in the order in which they are tried, cached by types."""
+    """Finds rules in a stack of rule sets, outermost priority first, cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
@@ -52,8 +57,10 @@ class Resolver:
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
-        """The rules for `key`: a primitive, followed by one entry for each operand, the class of a Value or
-        None for anything else. Best first; each is tried if the one before returned `NotImplemented`.
+        """The rules for `key`, best first. Each is tried if the previous one returned `NotImplemented`.
+
+        A key is a primitive followed by one entry per operand: the class of a Value, or None for anything
+        else.
 
         **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
         """
@@ -71,24 +78,25 @@ class Resolver:
             else:
                 found += [Checked(r, may_decline) for r in in_order(primitive, operands, matching)]
         with lock:
-            if self._made_at == epoch():  # else a rule was registered in the meantime
+            if self._made_at == epoch():  # otherwise a rule was registered in the meantime
                 self.cache[key] = found
         return found
 
 
-# The rule sets in force in this context; a `quaxify` adds its own while it calls its function.
+# The rule sets in force in this context. A `quaxify` adds its own while calling its function.
 active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
     "quaxlike_rules", default=(GLOBAL,)
 )
 
 
-# The same, as a setting that is part of the keys of JAX's caches: a function that was traced under other
-# layers is traced again.
+# The same, as a setting in the keys of JAX's caches: a function that was traced with other rule sets is
+# traced again.
 _jit_layers = jax.make_user_context((GLOBAL,))
 
 
 @contextlib.contextmanager
 def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
+    """Puts these rule sets in force inside the block."""
     """Puts these rule sets in force inside the block."""
     token = active_layers.set(layers)
     try:
@@ -99,11 +107,11 @@ def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    """The resolver for these layers, as of the last registration."""
+    """The resolver for these rule sets, as of the last registration."""
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
-@functools.lru_cache(maxsize=64)  # those of earlier epochs drop out
+@functools.lru_cache(maxsize=64)  # earlier epochs drop out
 def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
     return Resolver(layers, at)
 
@@ -119,17 +127,17 @@ def in_order(
         if any(r.written is not best[0].written for r in best):
             return [*order, Ambiguity(primitive, operands, best)]
         order.append(best[0])
-        # A function that declines these types also declines them under another signature.
+        # If a function declines these types, it also declines them under another signature.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 
 class RulesByOperands:
-    """The rules of a primitive for operands of certain types, where these do not tell which rules match.
+    """The rules for certain operand types, if types alone do not tell which of them match.
 
-    Some rules are for dtypes or shapes (jaxtyping's `Float[Array, "n"]`), or for types whose instances are
-    recognised by their value, not their class (plum's `__faithful__ = False`). Each call tries those that
-    match its operands.
+    Some rules need certain dtypes or shapes (jaxtyping's `Float[Array, "n"]`), or types whose instances are
+    recognised by value instead of class (plum's `__faithful__ = False`). Each call tries the rules that match
+    its operands.
     """
 
     def __init__(self, types: "plum.Signature", rules: Sequence[Rule], may_decline: bool) -> None:
@@ -155,12 +163,12 @@ class RulesByOperands:
 
 
 def depends_on_operands(rule: Rule) -> bool:
-    """Whether the types of the operands do not tell whether a rule matches."""
+    """Whether operand types alone do not tell if a rule matches."""
     return rule.depends_on_shapes or any(map(is_value_dependent, _hints(rule)))
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Whether a rule may match operands that count as these types in dispatch."""
+    """Whether a rule may match operands that dispatch as these types."""
     if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
@@ -168,7 +176,7 @@ def may_match(rule: Rule, types: "plum.Signature") -> bool:
 
 
 def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
-    """Whether an operand that counts as a `cls` in dispatch is one that the rule takes in place `i`."""
+    """Whether the rule accepts `x`, which dispatches as `cls`, in place `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
     by_value = cls is not jax.Array and is_value_dependent(annotation.hint)
@@ -199,7 +207,7 @@ def is_value_dependent(hint: Any) -> bool:
         return any(map(is_value_dependent, members))
     if not isinstance(hint, type) or not issubclass(hint, Value):
         return False
-    if isinstance(hint, plum.CovariantMeta):  # it tells instances as the class does of which it is made
+    if isinstance(hint, plum.CovariantMeta):  # it recognises instances as the class behind it does
         hint = next(cls for cls in hint.__mro__ if not isinstance(cls, plum.CovariantMeta))
     return not plum.is_faithful(hint)
 
@@ -209,7 +217,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 
 def _implies(a: Rule, b: Rule) -> bool:
-    """Whether rule `b` matches all operands that `a` does."""
+    """Whether rule `b` matches all operands that `a` matches."""
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1
@@ -218,6 +226,8 @@ def _implies(a: Rule, b: Rule) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
+    """Stands for rules without a decided order. Raises the error when called."""
+
     """Stands in for rules whose order is undecided; raises the error when it is called."""
 
     primitive: jexc.Primitive
@@ -238,21 +248,21 @@ class Ambiguity:
 
 
 class Checked:
-    """A rule for operands of certain types, together with the checks of its results.
+    """A rule together with the checks on its results.
 
-    A check costs about as much as tracing the primitive. A rule that has returned a correct result is trusted
-    with the same parameters from then on: for concrete arrays, within one trace, and in other traces for
-    operands of the same shapes and dtypes. Under `jax_enable_checks` it is never trusted.
+    A check costs about as much as tracing the primitive. So once a rule has returned a correct result, we
+    trust it with the same parameters: for concrete arrays, within one trace, and in other traces for operands
+    with the same shapes and dtypes. Under `jax_enable_checks` we never trust it.
 
-    If `may_decline`, each call checks whether the operands follow the rules of their type.
+    If `may_decline`, each call asks whether the operands follow the rules of their type.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        self._right: set[Any] = set()  # trusted parameters; with avals, while tracing
+        self._right: set[Any] = set()  # trusted parameters; while tracing, with avals
         self._is_trusted = False  # with any parameters
-        # A trace, and the parameters that are trusted there.
+        # A trace, and the parameters that are trusted in it.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -293,11 +303,14 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            self._here = weakref.ref(trace), right_here  # one assignment: other threads have other traces
+            self._here = (
+                weakref.ref(trace),
+                right_here,
+            )  # one assignment, since other threads have other traces
         right_here.add(key)
 
 
-_MOST_TRUSTED = 256  # entries of a set of trusted parameters
+_MOST_TRUSTED = 256  # entries in a set of trusted parameters
 
 
 def _aval(x: Any) -> Any:
@@ -307,7 +320,7 @@ def _aval(x: Any) -> Any:
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `out` cannot be the result of `primitive`; only warns if its dtype differs."""
+    """Raises a `RuleError` if `primitive` cannot return `out`; only warns if just the dtype differs."""
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
@@ -351,10 +364,10 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """The avals that the primitive returns for arrays of these shapes; None if they are unknown."""
+    """The avals that the primitive returns for arrays with these shapes; None if unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
-    except Exception:  # the primitive itself may not take types that its rule does
+    except Exception:  # the primitive itself may not accept what its rule accepts
         return None
     return out if primitive.multiple_results else [out]
 
