@@ -1,4 +1,9 @@
-"""Primitives that carry code. Importing this package registers them."""
+"""Primitives that carry code. Importing this package registers their rules.
+
+The invariant is that such a primitive is bound again with all its parameters (name, donation, shardings,
+unroll, policy, ...), adapted to the number of leaves. A parameter that were dropped here would silently
+change how the user's program is compiled.
+"""
 
 from . import calls as calls
 from . import control_flow as control_flow

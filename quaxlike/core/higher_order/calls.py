@@ -1,7 +1,8 @@
-"""Primitives that call a function, once: the same call, applied to the leaves.
+"""Primitives that call a function once. We bind the same call, on leaves.
 
-They are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (with specs for leaves in place of those
-for logical arrays), and our `sequential_vmap_with_vjp` and `custom_dce`.
+These are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (with specs for leaves instead of
+logical arrays), and our own `sequential_vmap_with_vjp` and `custom_dce`. Eagerly, where no transform can tell
+the difference, most just run their jaxpr.
 """
 
 import functools
@@ -31,7 +32,7 @@ from ..values import is_value
 def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
-    # JAX looks for NaN and infinity in the results of a jitted function, not in what it computes on the way.
+    # JAX looks for NaN and infinity in the results of a jitted function, not in its intermediates.
     checked_as_one = eager and (jax.config.jax_debug_nans or jax.config.jax_debug_infs)
     if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
@@ -51,7 +52,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """For each leaf, the sharding that follows from that of the logical array."""
+    """For each leaf, the sharding that follows from the logical array's."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -62,8 +63,14 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tup
 
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """For each leaf, its device-local layout, which orders axes: only leaves of the array's rank have one."""
-    rank = lambda aval: len(getattr(aval, "shape", ()))  # a token has none
+    """For each leaf, its device-local layout.
+
+    A layout orders axes, so only leaves with the array's rank get one.
+    """
+
+    def rank(aval: Any) -> int:
+        return len(getattr(aval, "shape", ()))  # a token has none
+
     return tuple(
         layout if rank(aval) == rank(slot.aval) else None
         for layout, slot in zip(layouts, slots, strict=True)
@@ -84,7 +91,7 @@ def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
 
 @builtin("RematTraced")
 def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint` with `jax_remat3`."""
+    """`jax.checkpoint` under the flag `jax_remat3`."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -98,7 +105,7 @@ def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
 
 @builtin("sequential_call")
 def _sequential_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # there is no vmap under which to keep it sequential
+    if compat.is_eval_trace(trace.parent_trace):  # no vmap that must stay sequential
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what="sequential_vmap_with_vjp")
@@ -113,12 +120,12 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
     rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, call, slots, what=what)
-    # The rule may run after the current traces end, so it must not capture them.
+    # The rule may run after the current traces have ended, so it must not capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         flags = [any(of_slot) for of_slot in per_slot(slots, batched)]
-        # If a part of a Value is batched, all of it is.
+        # If any part of a Value is batched, we batch all of it.
         whole = [
             jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
             for x, has_axis, flag in zip(leaves, batched, spread(flags, slots), strict=True)
@@ -143,7 +150,7 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
         ]
         return flatten(outs)[0], list(spread(out_flags, flat.out))
 
-    # Whatever the jaxpr closes over is left to JAX, which does not allow it to be batched.
+    # We leave whatever the jaxpr closes over to JAX, which does not allow it to be batched.
     of_leaves = custom_vmap(lambda *leaves: jexc.jaxpr_as_fun(flat.jaxpr)(*flat.consts, *leaves))
     of_leaves.def_vmap(rule_on_leaves)
     return unflatten(flat.out, of_leaves(*leaves))
@@ -156,7 +163,7 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what=what)
-    # The rule runs after the current traces end, so it must not capture them.
+    # The rule runs after the current traces have ended, so it must not capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     @functools.cache
@@ -217,8 +224,11 @@ def _shard_map(
 
 
 def _dense_unless_joinable(x: Any, spec: Any) -> Any:
-    """A result, made dense in parts or as a whole if it is a Value whose leaves differ between devices where
-    `spec` assumes that they agree: say, the factor of an adapter that each device scaled differently."""
+    """Makes a Value dense, in parts or as a whole, if `out_specs` cannot join its leaves.
+
+    They cannot be joined if the leaves differ between devices where `spec` assumes that they agree, such as
+    an adapter's factor that each device has scaled differently.
+    """
     to_dense = functools.partial(
         dense,
         what="shard_map (out_specs)",

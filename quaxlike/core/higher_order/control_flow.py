@@ -1,7 +1,9 @@
 """`lax.cond`, `lax.switch`, `lax.while_loop`, `lax.fori_loop`, `lax.scan` and `lax.map` on Values.
 
-The results of branches, and the carry of a loop before and after an iteration, are brought to one form. A
-scan runs over the rows of Values where their type can cut them.
+The results of all branches, and a loop's carry before and after an iteration, must have the same form: XLA
+knows only leaves. So we search for a common form, and give up after a few changes, because some forms never
+settle (a LoRA's rank may grow in every iteration). A scan runs over the rows of Values whose type can be
+sliced into rows.
 """
 
 import functools
@@ -88,7 +90,7 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     return unflatten(carry, out)
 
 
-# A form may depend on that of another carry, but some never settle: a rank may grow with each iteration.
+# One carry's form may depend on another's, but some never settle: a rank may grow in every iteration.
 _MOST_CHANGES = 2
 
 
@@ -99,30 +101,36 @@ def carry_fixed_point(
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
-    """Finds the form that a loop's carry keeps from one iteration to the next.
+    """Finds a form that a loop's carry keeps from one iteration to the next.
 
     A plain array that becomes a Value is lifted by the type's `promote`, or else the Value is materialised.
-    Two different Values are converted to a form that both can have; if there is none, the error names the
-    carry. A Value, or a part of one, whose form changes with each iteration is materialised.
+    Two different Values are converted to a common form; if there is none, the error names the carry. If the
+    form of a Value, or of a part, changes in every iteration, it is materialised.
 
     **Arguments:**
 
     - `body_for`: makes the body for a carry in the given slots, and converts its results to the targets.
     - `beside`: the slots of the body's other operands.
-    - `stacked`: how many loops run at once, each until its own end, as axes: their carries are selected leaf
-        by leaf, so that a Value without these axes in all its leaves is materialised.
+    - `stacked`: how many axes the predicate has, i.e. several loops run at once, each until its own end.
+      Their carries are selected leaf by leaf, so a Value without these axes in all its leaves is
+      materialised.
 
     **Returns:**
 
-    The leaves of `init` in that form, the slots of the carry, and the body.
+    The leaves of `init` in this form, the slots of the carry, and the body.
     """
     leaves, slots = flatten(init)
-    allowed = lambda slot: slot if has_in_leaves(slot, stacked) else slot.dense()
-    started = lambda slot, x: hooks.placeholders.start(slot, x) if hooks.placeholders else slot
+
+    def allowed(slot: LeafLayout) -> LeafLayout:
+        return slot if has_in_leaves(slot, stacked) else slot.dense()
+
+    def started(slot: LeafLayout, x: Any) -> LeafLayout:
+        return hooks.placeholders.start(slot, x) if hooks.placeholders else slot
+
     if hooks.placeholders:
         slots = hooks.placeholders.starts(slots, init, beside)
     carry = tuple(map(allowed, slots))
-    changes = [0] * len(init)  # how often a Value has had to change its form
+    changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
         if changes[i] > _MOST_CHANGES:
@@ -138,7 +146,10 @@ def carry_fixed_point(
         except OperandMismatch as mismatch:
             if hooks.placeholders is None:
                 raise
-            results_for = lambda carry: body_for(carry, None).out
+
+            def results_for(carry: Sequence[LeafLayout]) -> tuple[LeafLayout, ...]:
+                return body_for(carry, None).out
+
             lifted = hooks.placeholders.revealed(init, carry, results_for, mismatch.cls, unify)
             if lifted is None:
                 raise
@@ -151,7 +162,7 @@ def carry_fixed_point(
             joined(i, a if b.treedef is None else started(a, x), b)
             for i, (x, a, b) in enumerate(zip(init, carry, after, strict=True))
         )
-        if unified == carry:  # only the results have to be converted
+        if unified == carry:  # only the results must be converted
             rest = (None,) * (len(body.out) - len(carry))
             body = body_for(carry, (*carry, *rest))
             break
@@ -202,7 +213,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
-    """`x`, made dense in parts or as a whole if it is a Value that its type cannot cut into rows."""
+    """Makes a Value dense, in parts or as a whole, if its type cannot slice it into rows."""
     if not is_value(x) or _is_cut(slot := flatten([x])[1][0]):
         return x
     if _is_cut(with_dense_parts(slot)):
@@ -222,7 +233,7 @@ def _is_cut(slot: LeafLayout) -> bool:
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
-    """The leaves that are scanned over, rows first; the slots of one row; which leaves all rows share."""
+    """The leaves to scan over (rows first), the slot of one row each, and which leaves all rows share."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     shared: list[bool] = []
@@ -251,7 +262,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """The position of each leaf among the inputs: leaves that all rows share become constants of the loop."""
+    """The position of each leaf among the inputs. Leaves that all rows share become constants of the loop."""
     if not any(shared):
         return None
     first_carried = n_consts + sum(shared)
@@ -261,7 +272,7 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
 
 
 def _stacking(slot: LeafLayout, length: int) -> LeafLayout:
-    """The slot, made dense in parts or as a whole if stacking its leaves does not stack the arrays."""
+    """Makes a slot dense, in parts or as a whole, if stacking its leaves does not stack the arrays."""
     if stacks(slot, length):
         return slot
     in_parts = with_dense_parts(slot)

@@ -1,6 +1,15 @@
-"""`jax.custom_jvp` and `jax.custom_vjp`: the user's functions, called with Values.
+"""`jax.custom_jvp` and `jax.custom_vjp`: calls the user's functions with Values.
 
-The primitive is bound again on the leaves.
+We bind the primitive again, as a custom derivative of a function on leaves. Three facts make this subtle.
+
+- JAX calls the primal function, the forward function and the jvp rule at different times, but needs the same
+  leaves from each. So whichever runs first decides the slots of the results (`_Results`), and the others must
+  conform. A mismatch would shift every leaf after it.
+- Once a function has been staged, it is too late to change the form of its results. So we trace the
+  derivative at that point, only to learn which results have tangents with their own form (`decide_by`).
+- JAX's `WrappedFun` keeps what a call returned on the side in its `stores`, which may be filled only once. We
+  call it several times, so we reset them; a function that wraps another shares its stores, or a level below
+  could not.
 """
 
 import contextlib
@@ -130,9 +139,9 @@ def _custom_vjp(
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
-    # The leaves of Values among the operands are residuals too: pulling back a dense cotangent needs
-    # them. They are forwarded instead of stored again. Where other residuals hold them too, they stay
-    # identical, so that patterns are recognised as equal.
+    # The leaves of Values among the operands are residuals too, since pulling back a dense cotangent needs
+    # them. We forward them instead of storing them again. If other residuals hold them as well, they stay
+    # identical objects, so that patterns are recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -189,8 +198,8 @@ def _custom_vjp(
     return [trace.box(x) for x in unflatten(results.slots, out)]
 
 
-# Hijax: with `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level primitives. What is
-# bound instead is a custom derivative again, of functions of the leaves.
+# Hijax: under `jax_custom_jvp3` and `jax_custom_vjp3`, custom derivatives are high-level primitives. We bind
+# a custom derivative of functions on leaves instead.
 
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
@@ -199,8 +208,12 @@ CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 def custom_derivative(
     trace: QuaxTrace, primitive: jexc.Primitive, name: str, hi: Any, operands: Sequence[Any]
 ) -> list[Any]:
-    """A call of a `custom_jvp` or `custom_vjp` function, which is the high-level primitive `hi`; `name` is
-    one of `CUSTOM`."""
+    """Calls a `custom_jvp` or `custom_vjp` function, given as the high-level primitive `hi`.
+
+    **Arguments:**
+
+    - `name`: one of `CUSTOM`.
+    """
 
     source = compat.debug_info_of(hi.traced.jaxpr).func_src_info
 
@@ -248,7 +261,7 @@ def _unboxed(trace: QuaxTrace, outs: Sequence[Any]) -> list[Any]:
 
 
 def _zero_of_jax(x: Any) -> Any:
-    """A tangent or cotangent with a zero in JAX's own form."""
+    """Converts a symbolic zero to JAX's own form."""
     return ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x
 
 
@@ -294,13 +307,14 @@ def _call_custom_vjp(
 
 _HINT = "Its derivative is not a Value of its type with the same pattern."
 
+# The functions whose derivatives are being traced for `decide_by`, by source: most call themselves.
 _deciding: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
     "deciding_results", default=frozenset()
 )
 
 
 class _Results:
-    """The slots of the results, which whichever of the user's functions runs first decides."""
+    """The slots of the results. Whichever of the user's functions runs first decides them."""
 
     slots: tuple[LeafLayout, ...] = ()
     decided = False
@@ -308,9 +322,12 @@ class _Results:
     def decide_by(
         self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
-        """Traces the derivative of a function that is staged: once it is differentiated, it is too late to
-        give the results another form. If it raises, it decides nothing: it may never be needed. Most
-        derivatives call the function itself, which is known by its `source`."""
+        """Traces the derivative of a function that is being staged, to learn the form of its results.
+
+        Once it is differentiated, it is too late to change that form. If the trace raises, nothing is
+        decided, since the derivative may never be needed. Most derivatives call the function itself, which we
+        recognise by its `source`.
+        """
         if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
@@ -329,7 +346,7 @@ class _Results:
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(WHAT, "its derivative", None, None)
                 compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
-        except Exception:  # whatever the user's rule raises
+        except Exception:  # the user's rule may raise anything
             self.decided = False
         finally:
             _deciding.reset(token)
@@ -347,8 +364,10 @@ class _Results:
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
     ) -> Sequence[Any]:
-        """The results of a differentiated function, dense where they are not linear or their tangents are
-        dense, but for those whose tangents are kept as they are."""
+        """The results of a differentiated function, made dense where they (or their tangents) must be.
+
+        Results marked as `kept` stay as they are.
+        """
         if self.decided:
             return self._conform(outs)
         return [
@@ -359,8 +378,9 @@ class _Results:
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """As `flatten`, for a function that is differentiated: a Value whose tangents do not have its form is
-        made dense."""
+        """Like `flatten`, but for a differentiated function: makes a Value dense unless its tangent has its
+        form.
+        """
         if not self.decided:
             outs = [
                 dense(x, WHAT, hint=_HINT) if is_value(x) and not has else x
@@ -377,13 +397,14 @@ class _Results:
 
 
 class _Residuals:
-    """The layout of the residuals, and of the leaves of the results that have no tangents."""
+    """The layout of the residuals, and of the results' leaves that have no tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
-    places: tuple[int | None, ...] = ()  # for each leaf, its index if it is a leaf of the operands
+    places: tuple[int | None, ...] = ()  # for each leaf, its index if it is an operand's leaf
 
     @property
     def size(self) -> int:
+        """The number of stored leaves."""
         """The number of leaves that are stored."""
         return self.places.count(None)
 
@@ -414,22 +435,26 @@ def _reset(fun: lu.WrappedFun) -> None:
 
 
 def _may_be_differentiated(trace: Any) -> bool:
-    """Whether a function that is called under `trace` may be differentiated: always, but for `vmap` and
-    `quaxify` alone."""
-    while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # that of a `vmap`
+    """Whether a function called under `trace` may be differentiated: always, unless under `vmap` or `quaxify`
+    alone.
+    """
+    while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves, without the tangents of those that the array does not depend on, such as frozen weights."""
+    """Stops the gradient at leaves that the array does not depend on, such as frozen weights."""
     live = [flag for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
 
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
-    """`flat`, which calls `original`, in its place. It counts as a transformation of `original`, so that it
-    has the stores of that as well: a level below, or a transform between them, calls it and resets it."""
+    """Puts `flat`, which calls `original`, in its place.
+
+    It counts as a transformation of `original`, so that it shares its stores: a level below, or a transform
+    in between, calls it and then resets it.
+    """
     return _in_place_of(original.with_unknown_names(), flat)
 
 

@@ -1,7 +1,8 @@
 """Primitives that are evaluated inline.
 
-They are composites, those that `define_primitive` or Equinox's `create_vprim` made, and JAX's high-level
-primitives with their jvp rules (`lax.custom_root` is one from 0.12).
+These are composites, primitives made by `define_primitive` or Equinox's `create_vprim`, and JAX's high-level
+primitives with their jvp rules (since 0.12, `lax.custom_root` is one). Inlining must not replace the
+primitive's own derivative by one of its implementation, so `call_inline` keeps its jvp and transpose rules.
 """
 
 import functools
@@ -30,7 +31,7 @@ from .tangents import cotangents_in, cotangents_out
 
 @builtin("composite", "eval_jaxpr")
 def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    # The composite itself is dropped: its name promises a backend certain operands, and these are others.
+    # We drop the composite itself. Its name promises certain operands to a backend, and ours differ.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
 
@@ -73,14 +74,14 @@ def call_inline(
     transpose: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None,
     operands: Sequence[Any],
 ) -> list[Any]:
-    """Runs the implementation of a primitive, with the primitive's own derivative and transpose.
+    """Runs a primitive's implementation, with the primitive's own derivative and transpose.
 
     **Arguments:**
 
-    - `name`: that of the primitive.
-    - `jvp`: takes the operands and their tangents, and returns the results and theirs.
+    - `name`: the primitive's name.
+    - `jvp`: takes the operands and their tangents, and returns the results and their tangents.
     - `transpose`: takes the cotangents of the results and the operands, with an `UndefinedPrimal` for each
-        that it is linear in, and returns those of the operands. Default: transposes the implementation.
+      linear operand; returns the operands' cotangents. Default: transposes the implementation.
     """
     call = jax.custom_jvp(implementation)
 
@@ -123,7 +124,7 @@ def _with_transpose(
 
     debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if not can_transpose:  # but the implementation can be, as far as JAX allows
+    if not can_transpose:  # but JAX may be able to transpose the implementation
         return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -150,7 +151,7 @@ def _with_transpose(
 
 
 def _zero(x: Any, like: Any) -> Any:
-    """`x`, a tangent or cotangent; if it is zero in whatever form, as rules of primitives take it."""
+    """Replaces any form of zero by the form that primitives' rules take."""
     return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 
@@ -173,8 +174,11 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
-    """The implementation that Equinox maps to batch a primitive of its own. (`primitive.impl` may refuse to
-    be mapped, to catch tracers that were closed over.)"""
+    """The implementation that Equinox maps when it batches one of its primitives.
+
+    `primitive.impl` may refuse to be mapped, because Equinox uses it to catch tracers that were closed over.
+    There is no public name for this (as of Equinox 0.13).
+    """
     from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
 
     return _primitive._vprim_impl_registry[primitive]  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,9 @@
-"""Linear functions of Values: `lax.custom_linear_solve`, and calls of functions with a custom transpose."""
+"""Linear functions of Values: `lax.custom_linear_solve`, and functions with a custom transpose.
+
+A linear solve maps a space to itself. So the solution must have the same leaves as the right-hand side, and
+both must be linear in all of them; otherwise its derivative, which solves again with tangents, would not fit.
+Whatever does not satisfy this becomes dense.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,8 +24,8 @@ from ..policy import dense
 from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
-# Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results;
-# returns one for each operand, of which those of the linear ones count.
+# Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results. Returns one
+# cotangent per operand; only the linear ones count.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = Primitive("linear_call_on_leaves")
@@ -28,10 +33,10 @@ _linear_call_p.multiple_results = True
 
 
 def linear_call(fun: compat.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
-    """Calls the jaxpr `fun`, which has a custom transpose, on the operands.
+    """Calls the jaxpr `fun`, with a custom transpose.
 
-    As `jax.custom_derivatives.linear_call`, but differentiable with respect to all operands, and under
-    `vmap`. Which operands it is linear in shows when it is transposed.
+    This is like `jax.custom_derivatives.linear_call`, but it can be differentiated with respect to all
+    operands, and batched. Which operands it is linear in is only known when it is transposed.
     """
     return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
@@ -45,7 +50,7 @@ def _abstract(*_: Any, fun: compat.ClosedJaxpr, **__: Any) -> Sequence[Any]:
 
 
 def jvp_along(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """`jax.jvp`, where tangents may be symbolic zeros."""
+    """`jax.jvp`, but tangents may be symbolic zeros."""
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*xs: Any) -> Any:
@@ -103,7 +108,7 @@ def _batch(
 
 _linear_call_p.def_impl(_evaluate)
 _linear_call_p.def_abstract_eval(_abstract)
-_linear_call_p.to_lojax = _evaluate  # hijax: how it is lowered if `fun` has high-level primitives
+_linear_call_p.to_lojax = _evaluate  # hijax: how to lower it if `fun` has high-level primitives
 ad.primitive_jvps[_linear_call_p] = _jvp
 ad.primitive_transposes[_linear_call_p] = _transpose
 batching.primitive_batchers[_linear_call_p] = _batch
@@ -124,7 +129,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[2][1], *b_slots)
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
-    # The primitive is linear in the leaves of `b`, so a type that is not has to be dense here.
+    # The primitive is linear in the leaves of `b`, so any other Value has to be dense here.
     b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
@@ -148,7 +153,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            # Dense, but still with its own unit, say.
+            # Dense, but (say) still with its own unit.
             own = [with_dense_parts(slot) if held(slot.like) else slot.dense() for slot in flat.out]
             targets = own if _leaves_agree(own, to_slots) else to_slots
             flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)
@@ -170,7 +175,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
 
 
 def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
-    """`x`, made dense in parts or as a whole if it is not linear in all of its leaves."""
+    """Makes `x` dense, in parts or as a whole, if it is not linear in all its leaves."""
     if is_value(x) and x.linear and not is_a_space(x):
         x = map_parts(lambda part: _as_a_space(part, [part]), x)
     return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not is_a_space(x) else x

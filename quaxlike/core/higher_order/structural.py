@@ -1,8 +1,11 @@
-"""Primitives that move data without looking at it, and so act on each leaf of a Value, and a few others.
+"""Primitives that move data without looking at it, and so act on each leaf; and a few others.
 
-Among them are Equinox's own primitives, which have no public names. Debug callbacks receive the Value itself.
-(`pure_callback` and `io_callback` take arrays: for them a Value is materialised, under the policy, as for any
-primitive without a rule.) Pallas kernels and references take plain arrays only.
+Some of these are Equinox's own primitives, which have no public names. Debug callbacks receive the Value
+itself. (`pure_callback` and `io_callback` take arrays: for them a Value is materialised, under the policy, as
+for any primitive without a rule.) Pallas kernels and references accept only plain arrays.
+
+A rule belongs here only if it is right for *every* type. Anything that depends on what the leaves mean must
+be left to the type's own rules.
 """
 
 import functools
@@ -41,6 +44,7 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
     """The name of a result for `jax.checkpoint`, with `jax_remat3`."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
@@ -49,7 +53,7 @@ def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands,
 
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Makes each leaf vary over the axes over which it does not vary yet."""
+    """Makes each leaf vary over the axes that it does not vary over yet."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
@@ -84,7 +88,7 @@ def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Opera
 
 @builtin("select_n")
 def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Selects between whole Values if the predicate is a scalar; otherwise it would look at elements."""
+    """Selects between whole Values if the predicate is a scalar. Otherwise it selects elements."""
     which, *cases = operands
     if is_value(which) or np.shape(which) != ():
         return by_default(trace, primitive, operands, params)
@@ -101,6 +105,7 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    """Writes a Value into a buffer that a library allocated, which is first lifted to its type."""
     """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
@@ -113,10 +118,13 @@ def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("add_any", "add_jaxvals")
 def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Adds two cotangents: leaf by leaf for Values of the same pattern that are linear in their leaves."""
+    """Adds two cotangents. Linear Values with the same pattern are added leaf by leaf."""
     x, y = operands
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
-        add = lambda p, q: primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
+
+        def add(p: Any, q: Any) -> Any:
+            return primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
+
         return jtu.tree_map(add, x, y)
     out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
     return by_default(trace, primitive, operands, params) if out is NotImplemented else out
@@ -124,7 +132,7 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
 
 @builtin("convert_element_type")
 def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Converts a Value to the dtype that it has, as loops do to a carry that starts from weak types."""
+    """Converts a Value to the dtype that it already has, as loops do if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
@@ -140,7 +148,7 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Indices that are a Value of an outer level are checked where that uses them."""
+    """If indices are a Value of an outer level, that level checks them where it uses them."""
     return operands[0]
 
 
@@ -150,6 +158,7 @@ builtin("select_if_vmap")(select)
 
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
+    """Writes a Value into a buffer in one of Equinox's loops, which is first lifted to its type."""
     """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):

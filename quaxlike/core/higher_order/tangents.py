@@ -1,8 +1,11 @@
-"""Tangents and cotangents of Values, as leaves and as the functions of users take and return them.
+"""Tangents and cotangents of Values: as leaves, and as users' functions take and return them.
 
-A tangent of a Value that is linear in its leaves is a Value of the same class and pattern; so is a cotangent,
-if each leaf is an element. Other Values are first converted to a linear form, by making parts that are not
-linear dense; the tangent (cotangent) is that of the conversion.
+The tangent of a linear Value is a Value with the same class and pattern; so is its cotangent, if each leaf is
+an element. Any other Value is first converted to a linear form, by making its nonlinear parts dense, and we
+take the tangent (cotangent) of that conversion.
+
+Patterns (indices, codes, keys) are never added or scaled. A derivative with another pattern therefore becomes
+dense, or is an error: its numbers would be attributed to the wrong elements.
 """
 
 import functools
@@ -38,7 +41,7 @@ _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
 def made_linear(x: Any, what: str, hint: str) -> Any:
-    """`x` with the parts that are not linear made dense, under the policy."""
+    """Makes the nonlinear parts of `x` dense, under the policy."""
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
@@ -78,7 +81,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _with_leaves(constant: Value) -> Any:
-    """Makes a Value without leaves dense, or those that it holds."""
+    """Makes a Value without leaves dense, or the Values inside it."""
     return map_parts(_with_leaves, constant) if held(constant) else materialised(constant)
 
 
@@ -95,7 +98,7 @@ def _linear_part(x: Value) -> Any:
 def _of_inexact(
     f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`f` as a function of the leaves that have tangents, together with those leaves."""
+    """`f` as a function of the leaves that have tangents, followed by these leaves."""
 
     def fun(*moving: Any) -> Any:
         leaf = iter(moving)
@@ -107,8 +110,10 @@ def _of_inexact(
 def is_forwarded(
     slot: LeafLayout, tangent: Any, forwarded: dict[int, tuple[LeafLayout, Sequence[Any]]]
 ) -> bool:
-    """Whether the tangent of a Value is that of an operand, forwarded, as in an identity function. A branch
-    may have widened the operand to the form of the Value."""
+    """Whether a result's tangent is simply an operand's tangent, as in an identity function.
+
+    A branch may have widened the operand to the form of the result.
+    """
     if slot.treedef is None or id(tangent) not in forwarded:
         return False
     operand = forwarded[id(tangent)][0]
@@ -183,9 +188,12 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """The cotangents of the leaves that have any, from a cotangent whose form is not that of the Value."""
+    """The leaves' cotangents, given a cotangent with another form than the Value."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
-    alike = lambda x: map_parts_as(ct, materialised, _linear_part(x))
+
+    def alike(x: Value) -> Any:
+        return map_parts_as(ct, materialised, _linear_part(x))
+
     fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
@@ -201,22 +209,26 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Whether nothing is lost if `ct` is made dense: it is an array with names, say, or a unit, which is that
-    of a cotangent and means nothing here."""
+    """Whether making `ct` dense discards nothing that a cotangent needs.
+
+    It may be an array with names or a unit, which mean nothing here.
+    """
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
 def _dense_cotangent(ct: Any) -> Any:
-    """A cotangent as an array: if it is a Value that refuses to materialise, its only leaf."""
+    """A cotangent as an array. For a Value that refuses to materialise, this is its only leaf."""
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
     return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
 
 
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
-    """The cotangents of the leaves of a Value that refuses to materialise, which is differentiated by its
-    leaves: those of a cotangent of its class, whatever its static fields are (a product is in another unit),
-    or a dense one. None if they do not correspond."""
+    """The leaves' cotangents for a Value that refuses to materialise, and so is differentiated by its leaves.
+
+    These are the leaves of a cotangent with its class, whatever the static fields are (a product has another
+    unit), or a dense cotangent. None if they do not correspond.
+    """
     if not refuses(slot.like):
         return None
     x = slot.unflatten(primals)

@@ -1,5 +1,8 @@
-"""The equation that makes a Value of its leaves, which `trace.stage` binds inside of a transform: the Value
-where a level meets it, and derivatives and batches of it where the transform does."""
+"""The equation that makes a Value from its leaves, bound by `trace.stage` inside a transform.
+
+If a level meets this equation, its result is the Value. If the transform meets it, we provide its derivative
+and its batching rule, which must equal those of `materialise`: to the transform, the Value *is* an array.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ def _aval(*avals: Any, treedef: Any) -> Any:
 
 @value_p.def_impl
 def _undispatched(*leaves: Any, treedef: Any) -> Any:
-    """No level took the Value, as when a function that was traced within `quaxify` is called outside."""
+    """Raises, since no level took the Value. (Say, a function traced within `quaxify` is called outside.)"""
     raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
 
 
@@ -48,8 +51,10 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """The tangent is a Value whose parts are dense where they are not linear, as in units of NF4; if the type
-    itself is not linear, an array."""
+    """The tangent is a Value in which every nonlinear part is dense, such as NF4 inside a unit.
+
+    If the type itself is not linear, the tangent is an array.
+    """
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
     if not has_tangent(jax.typeof(out)) or all(type(t) is ad.Zero for t in tangents):
@@ -98,7 +103,7 @@ def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
 
 
 def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> tuple[Any, int]:
-    """A stack of Values is a Value, if leaves that are stacked make one."""
+    """Stacks Values into a Value, if stacked leaves make one."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     leaves = [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
@@ -107,7 +112,10 @@ def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> 
     one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0
-    to_dense = lambda *row: dense(jtu.tree_unflatten(treedef, row), "a stack of Values", hint=_HINT)
+
+    def to_dense(*row: Any) -> Any:
+        return dense(jtu.tree_unflatten(treedef, row), "a stack of Values", hint=_HINT)
+
     return jax.vmap(to_dense)(*leaves), 0
 
 

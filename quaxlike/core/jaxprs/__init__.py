@@ -1,1 +1,1 @@
-"""Jaxprs on Values: the layout of operands as leaves; running, rewriting and caching a jaxpr."""
+"""Jaxprs on Values: how operands are laid out as leaves; running, rewriting and caching a jaxpr."""

@@ -1,4 +1,10 @@
-"""Jaxprs on Values: run equation by equation, traced as a flat jaxpr on leaves, or cached for a rule."""
+"""Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
+
+The invariant is that a cached program was traced under exactly the settings that are in force now. Keys hold
+the jaxpr object itself (weakly), the slots, the rules, the policy and JAX's trace context. If one were
+missing, a call would replay rules or shapes that no longer apply. We never store a program that closes over a
+tracer: it would outlive its trace.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +30,7 @@ from .unify import convert_to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """One equation, with indices into a list for its variables."""
+    """One equation, with its variables as indices into a list."""
 
     eqn: Any
     primitive: jexc.Primitive
@@ -32,18 +38,18 @@ class _Step:
     inputs: list[int]
     outputs: list[int]
     dead: list[int]  # variables that are not read again
-    named: bool  # has a name stack of its own
-    in_context: bool  # traced under a setting that matters even when it is run eagerly
-    takes_functions: bool  # custom derivatives and shard_map, which take functions when bound
-    makes_values: bool  # of plain arrays
+    named: bool  # has its own name stack
+    in_context: bool  # traced under a setting that matters even eagerly
+    takes_functions: bool  # custom derivatives and shard_map take functions when bound
+    makes_values: bool  # from plain arrays
 
 
 class _JaxprPlan:
-    """A jaxpr, laid out once so that running it needs no lookups."""
+    """A jaxpr laid out once, so that running it needs no dict lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
-        self.start: list[Any] = []  # the initial values: those of literals, else None
+        self.start: list[Any] = []  # initial values: literals, else None
         places: dict[Any, int] = {}
 
         def place(atom: Any) -> int:
@@ -70,7 +76,7 @@ class _JaxprPlan:
             flags = (named, compat.has_context(eqn), takes_functions, makes_values(eqn.primitive, eqn.params))
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Fast path: most functions of jax.numpy are a single equation on their own operands.
+        # Fast path: most jax.numpy functions are a single equation on their own operands.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
@@ -81,10 +87,10 @@ _plan = compat.weakly_cached(_JaxprPlan)
 def evaluate(
     trace: QuaxTrace | None, jaxpr: compat.ClosedJaxpr, operands: Sequence[Any], *, inlined: bool = False
 ) -> list[Any]:
-    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace. Without a
-    `trace` it takes plain arrays only.
+    """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
 
-    What is staged gets the source lines of the equations, or those of the caller if `inlined`.
+    Without a `trace`, it only takes plain arrays. Staged equations get the source lines of the jaxpr's own
+    equations, or the caller's if `inlined`.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
@@ -134,9 +140,9 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
 
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Runs one of the user's functions on Values, under a new trace of the level of `trace`."""
-    # It may run after the quaxified function has returned, as a backward pass does; a `quaxify` in it still
-    # inherits the rules.
+    """Runs one of the user's functions on Values, under a new trace of the same level."""
+    # This may run after the quaxified function has returned, as a backward pass does. A `quaxify` inside must
+    # still inherit the rules.
     with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         running.levels.append(inner)
@@ -146,17 +152,21 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
         finally:
             running.levels.pop()
         with jexc.set_current_trace(parent):
-            unwrap = lambda x: inner.unwrap(x) if isinstance(x, ValueTracer) else x
-            is_leaf = lambda x: not isinstance(x, list | tuple)
-            return jtu.tree_map(unwrap, outs, is_leaf=is_leaf)
+
+            def unwrap(x: Any) -> Any:
+                return inner.unwrap(x) if isinstance(x, ValueTracer) else x
+
+            return jtu.tree_map(unwrap, outs, is_leaf=lambda x: not isinstance(x, list | tuple))
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
+    """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of the operands."""
+
     """A jaxpr on leaves: its inputs are `consts`, then the leaves of the operands."""
 
     jaxpr: compat.ClosedJaxpr  # closes over concrete constants
-    consts: tuple[Any, ...]  # those that an outer transform traces; they lead the inputs
+    consts: tuple[Any, ...]  # traced by an outer transform; the first inputs
     out: tuple[LeafLayout, ...]
 
 
@@ -178,11 +188,11 @@ def subjaxpr(
 
     **Arguments:**
 
-    - `trace`: the level whose rules are used.
+    - `trace`: the level that supplies the rules.
     - `targets`: for each result, the slot to convert it to; None leaves it unchanged.
-    - `order`: the position of each leaf of the operands among the flat inputs. Default: in order.
-    - `what`: the name of the caller, for messages.
-    - `closed`: whether concrete constants may stay inside the jaxpr; else they lead the inputs as well.
+    - `order`: where each leaf of the operands is among the flat inputs. Default: in order.
+    - `what`: the caller's name, for messages.
+    - `closed`: whether concrete constants may stay inside the jaxpr. If not, they become leading inputs.
     """
     key = (
         tuple(slots),
@@ -244,7 +254,7 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Makes several jaxprs of the same operands take the constants of all of them."""
+    """Makes several jaxprs on the same operands take all their constants."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
         return list(flats), ()
@@ -264,17 +274,17 @@ def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, .
 
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
-_LOSSES_RAISED = on_materialise("error")
-_MOST_STRUCTURES = 1024  # structures of operands that are cached for a rule
+_RAISES_IF_DENSE = on_materialise("error")
+_MOST_STRUCTURES = 1024  # structures of operands that we cache per rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:
-    """Traces a rule once for operands of the same structures; the primitive must have one result.
+    """Traces a rule once for operands with the same structure. The primitive must have one result.
 
-    The layers of a model repeat the same product, so the computation of the rule is cached as a jaxpr, by the
-    structures and avals of the operands. If an outer transform is tracing, its equations are bound again;
-    eagerly it runs as one compiled function. Use it only for pure, expensive rules: the lookup costs more
-    than a cheap rule.
+    The layers of a model repeat the same product, so we cache the rule's computation as a jaxpr, keyed by the
+    structures and avals of the operands. If an outer transform is tracing, the jaxpr's equations are bound
+    again; eagerly, it runs as one compiled function. Use this only for pure, expensive rules: the lookup
+    costs more than a cheap rule.
     """
     known: dict[Any, _TracedRule | None] = {}
     lock = threading.Lock()
@@ -307,7 +317,7 @@ def cached_trace(rule: _Fn) -> _Fn:
 
 @dataclasses.dataclass(frozen=True)
 class _TracedRule:
-    """The computation of a rule on leaves, and the slot of its result."""
+    """A rule's computation on leaves, and the slot of its result."""
 
     jaxpr: compat.ClosedJaxpr
     out: tuple[LeafLayout, ...]
@@ -323,7 +333,7 @@ def _trace_rule(
     slots: tuple[LeafLayout, ...],
     params: dict[str, Any],
 ) -> _TracedRule | None:
-    """Traces a rule; returns None if it must be called each time."""
+    """Traces a rule; returns None if it must be called every time."""
     out: tuple[LeafLayout, ...] = ()
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -335,9 +345,10 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
-    # Each loss is to be reported at its own place. What JAX caches here is without losses, and serves every
-    # mode: the keys of its caches, which cost more than the rest of a small trace, stay as they are.
-    token = entered.set((*entered.get(), _LOSSES_RAISED))
+    # Everything that a rule materialises must be reported where it happens, so we only cache rules that
+    # materialise nothing. Such a trace serves every policy, hence we set the mode without changing JAX's
+    # cache keys: that would take longer than tracing a small rule.
+    token = entered.set((*entered.get(), _RAISES_IF_DENSE))
     try:
         jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
     except (_NotReplayable, MaterialisationError):

@@ -26,14 +26,20 @@ _R = TypeVar("_R")
 
 
 def is_linear(value: Any) -> bool:
-    """Whether a Value is linear in its leaves: both its type and the Values that it holds declare so, or
-    refuse to materialise."""
+    """Whether a Value is linear in its leaves.
+
+    It is if its type and every Value inside it declare so. A type that refuses to materialise may be treated
+    as if it did.
+    """
     return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
 
 
 def _is_its_leaves(value: Value) -> bool:
-    """Whether only the leaves of a Value can be differentiated: it refuses to materialise, and its type does
-    not say whether it is linear. Types that were written for quax do not."""
+    """Whether a Value can only be differentiated by its leaves.
+
+    This holds if it refuses to materialise, and its type does not say whether it is linear. Types that were
+    written for quax do not.
+    """
     cls = type(value)
     says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
     if says or not refuses(value):
@@ -54,7 +60,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`fn` with its results kept; not for arguments that cannot be hashed, such as unhashable statics."""
+    """Memoises `fn`, except for arguments that cannot be hashed, such as unhashable statics."""
     cached = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)
@@ -68,7 +74,7 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def held(value: Value) -> list[Value]:
-    """The Values that a Value holds, directly or nested."""
+    """The Values inside a Value, at any depth."""
     outer = [
         x for x in jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x)) if is_value(x)
     ]
@@ -76,37 +82,39 @@ def held(value: Value) -> list[Value]:
 
 
 def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
-    """`value` with `f` applied to those of its fields that are Values."""
+    """Applies `f` to each field that is a Value."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return replace_fields(value, **{name: f(x) for name, x in fields.items() if is_value(x)})
 
 
 def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
-    """`value` with the parts that are not linear in their leaves made dense; all of it if its type is not."""
+    """Makes dense only what is not linear: some parts, or the whole value if its type is not."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
     return value if is_linear(value) else to_dense(value)
 
 
 def has_tangent(aval: Any) -> bool:
-    """Whether a leaf of this aval has tangents; else it belongs to the pattern."""
+    """Whether a leaf has tangents. If not, it belongs to the pattern."""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Whether any leaf of the value has no tangents."""
+    """Whether any leaf has no tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Whether two Values differ only in the numbers of their differentiable leaves: they have the same static
-    fields and shapes, and their patterns are known to be equal."""
+    """Whether two Values differ at most in the numbers of their differentiable leaves.
+
+    They have the same static fields and shapes, and their patterns are known to be equal.
+    """
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return of_x == of_y and have_leaves_alike(p, q)
 
 
 def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:
-    """Whether the leaves of two Values have the same shapes, and their patterns are known to be equal."""
+    """Whether the leaves have the same shapes, and their patterns are known to be equal."""
     return len(p) == len(q) and all(map(_belong_together, p, q))
 
 
@@ -125,15 +133,20 @@ def _known_equal(p: Any, q: Any) -> bool:
 
 
 def as_cotangent(value: Any) -> Any:
-    """A cotangent as the backward function of a custom_vjp receives it: `Value.cotangent` is applied to it
-    and to the Values that it holds."""
-    held = lambda x: x is not value and is_value(x)
-    inner = jtu.tree_map(lambda x: as_cotangent(x) if is_value(x) else x, value, is_leaf=held)
+    """Converts a cotangent to what the backward function of a custom_vjp receives.
+
+    Applies `Value.cotangent` to it and to every Value inside.
+    """
+
+    def as_part(x: Any) -> Any:
+        return as_cotangent(x) if is_value(x) else x
+
+    inner = jtu.tree_map(as_part, value, is_leaf=lambda x: x is not value and is_value(x))
     return type(value).cotangent(inner)
 
 
 def is_derivative(x: Any, of: Value) -> bool:
-    """Whether the leaves of `x` are tangents or cotangents of those of the Value `of`."""
+    """Whether the leaves of `x` are tangents or cotangents for the leaves of the Value `of`."""
     return (
         type(x) is type(of)
         and is_linear(of)

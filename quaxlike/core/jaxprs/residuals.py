@@ -1,8 +1,9 @@
-"""What the gradient of a scan keeps of each iteration, made less.
+"""Reduces the residuals that a scan stores for its gradient.
 
-JAX stacks what a body has computed and its derivative needs, even if that equals an input or was computed
-twice. So what differentiation takes for a constant is made one before the scan, and no conversion is made
-twice.
+JAX stacks everything that the derivative of a body needs, once per iteration, even if it equals an input or
+was computed twice. For a frozen weight this would store a copy per layer. So an input that only passes
+through `stop_gradient` becomes a constant of the differentiation, before the scan, and a repeated conversion
+is computed once. The body still computes the same numbers.
 """
 
 from typing import Any
@@ -51,6 +52,7 @@ def _renamed(atoms: Any, equal: dict[Any, Any]) -> list[Any]:
 
 
 with_few_residuals = compat.weakly_cached(_with_few_residuals)
-"""`with_few_residuals(jaxpr, carried)`: a body that computes the same from inputs of which some are to be
-constants in differentiation, and which those are. Inputs at places of `carried` are not: each iteration has
-its own."""
+"""`with_few_residuals(jaxpr, carried)`: an equivalent body, and the inputs to treat as constants.
+
+Inputs in `carried` are never constants, since every iteration has its own.
+"""

@@ -1,7 +1,11 @@
-"""Values as flat arrays: the layout of the operands and results of a primitive that carries code.
+"""Values as flat arrays: how the operands and results of a primitive that carries code are laid out.
 
-A *slot* describes one logical operand or result: the treedef of a Value and the avals of its leaves,
-or no treedef and one aval for a plain array. Slots are hashable, and contain no data.
+A *slot* describes one logical operand or result: a Value's treedef and the avals of its leaves, or no treedef
+and one aval for a plain array. Slots are hashable and contain no data, so they may be cache keys.
+
+The invariant is that slots are equal only if their contents may take each other's place in a compiled
+program. `LeafLayout.__eq__` is therefore written by hand: a treedef compares statics by `==`, and cannot be
+compared with None.
 """
 
 import dataclasses
@@ -39,10 +43,10 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeafLayout:
-    treedef: Any  # of a Value; None for a plain array
+    treedef: Any  # a Value's; None for a plain array
     avals: tuple[Any, ...]
     constant: Any = None  # what is known to fill a plain array: see core/plain_arrays.py
-    reason: str = ""  # why the array is plain, for messages
+    reason: str = ""  # why this is plain, for messages
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafLayout) or self.avals != other.avals:
@@ -70,19 +74,19 @@ class LeafLayout:
 
     @functools.cached_property
     def classes(self) -> tuple[Any, ...]:
-        """The classes of the Value in this slot, and of those that it holds."""
+        """The class of the Value in this slot, followed by the classes of the Values inside it."""
         return () if self.treedef is None else _classes(self.treedef)
 
     @functools.cached_property
     def like(self) -> Any:
-        """The Value of this slot, with shapes in place of leaves; the aval of a plain array."""
+        """The Value in this slot, with shapes for leaves; for a plain array, its aval."""
         if self.treedef is None:
             return self.avals[0]
         return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
 
     @functools.cached_property
     def linear(self) -> bool:
-        """Whether the slot holds a Value that is linear in its leaves."""
+        """Whether this slot holds a Value that is linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
@@ -91,7 +95,7 @@ class LeafLayout:
         return self.avals[0] if self.treedef is None else aval_of(self.like)
 
     def has_structure_of(self, other: "LeafLayout") -> bool:
-        """Whether both are plain, or both Values of the same class and statics."""
+        """Whether both are plain, or both are Values with the same class and statics."""
         return LeafLayout(self.treedef, ()) == LeafLayout(other.treedef, ())
 
     def has_form_of(self, other: "LeafLayout") -> bool:
@@ -100,7 +104,7 @@ class LeafLayout:
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "LeafLayout") -> bool:
-        """Whether something in the other slot fits into this one unchanged."""
+        """Whether anything in the other slot fits into this one unchanged."""
         common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
         return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
@@ -108,7 +112,7 @@ class LeafLayout:
         return LeafLayout(self.treedef, tuple(avals), self.constant)
 
     def strong(self) -> "LeafLayout":
-        """The same slot without weak types."""
+        """This slot without weak types."""
         return self.with_avals([strong(a) for a in self.avals])
 
     def dense(self, reason: str = "") -> "LeafLayout":
@@ -129,18 +133,21 @@ class LeafLayout:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Whether `x` is a Value whose cotangents are of its type."""
+    """Whether `x` is a Value whose cotangents have its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
 
 
 def is_a_space(x: Any) -> bool:
-    """Whether any numbers in the leaves of `x` make a Value, which is linear in them."""
+    """Whether any numbers in the leaves of `x` form a Value, and it is linear in them."""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Whether a Value that decides about control flow refuses to materialise, and has one leaf of its shape
-    and dtype. If the type was written for quax, that is what decides."""
+    """Whether a Value that decides about control flow is read by its only leaf.
+
+    That is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
+    written for quax rely on this.
+    """
     form = [(a.shape, a.dtype) for a in slot.avals]
     if slot.treedef is None or form != [(slot.aval.shape, slot.aval.dtype)] or not refuses(slot.like):
         return False
@@ -161,10 +168,10 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 @functools.lru_cache(maxsize=4096)
 def _gives_leaves_back(slot: LeafLayout) -> bool:
-    """Whether `materialise` followed by its transpose returns the leaves. Otherwise the cotangents of the
-    leaves are not elements of the dense cotangent: that of a repeated leaf, say, is the sum of several.
+    """Whether `materialise`, followed by its transpose, returns the leaves.
 
-    A type that has a pattern, or refuses to materialise, is taken at its word.
+    If not, the cotangents of the leaves are not elements of the dense cotangent: for a leaf that is repeated,
+    say, they are sums over several. If a type has a pattern, or refuses to materialise, we take its word.
     """
     if not all(map(has_tangent, slot.avals)):
         return True
@@ -180,8 +187,10 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
-    """For each leaf, whether derivatives of the array by it are not all zero, as they are by a frozen leaf. A
-    type that refuses to materialise has no frozen leaves."""
+    """For each leaf, whether the array's derivative by it can be nonzero.
+
+    It is zero for a frozen leaf. A type that refuses to materialise has no frozen leaves.
+    """
     moving = [has_tangent(a) for a in slot.avals]
 
     def tangent(leaves: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -207,8 +216,10 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 
 
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
-    """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves. Never if a static
-    field has an entry for each axis: it would be wrong for a row."""
+    """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves.
+
+    This is never so if a static field has one entry per axis, since that entry would be wrong for a row.
+    """
     ndim = len(slot.aval.shape)
     return (
         ndim > 0
@@ -219,7 +230,7 @@ def has_rows_in_leaves(slot: LeafLayout) -> bool:
 
 
 def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
-    """The axis along which each leaf of a Value is cut into rows: from its type, or else its leaves."""
+    """The axis along which each leaf is sliced into rows, from the type or else from the leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -227,12 +238,12 @@ def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
 
 
 def row_aval(aval: Any) -> Any:
-    """The aval of one row of an array of this aval."""
+    """The aval of one row of an array."""
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
 def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
-    """Whether the first `ndim` axes of the array are the first axes of each leaf."""
+    """Whether the first `ndim` axes of the array are the first axes of every leaf."""
     for _ in range(0 if slot.treedef is None else ndim):
         axes = axes_of_rows(slot)
         if axes is NotImplemented or any(axis != 0 for axis in axes):
@@ -243,10 +254,10 @@ def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
-    """Whether cutting the leaves along an axis (into halves, or rows) cuts the Value.
+    """Whether slicing the leaves along an axis (into halves, or rows) slices the Value.
 
-    Each leaf must have the shape of the array, whatever the sizes are, and the parts must materialise as
-    those of the array. For a type that refuses to materialise, the shapes decide.
+    Each leaf must have the shape of the array at any size, and its parts must materialise to the parts of the
+    array. We try it with numbers. For a type that refuses to materialise, the shapes decide.
     """
     shape = slot.aval.shape
     if any(a.shape != shape for a in slot.avals):
@@ -261,7 +272,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     )
     try:
         found = [(x.aval.shape, x.aval.dtype) for x in (whole, part)]
-    except Exception:  # a type whose shapes are fixed
+    except Exception:  # a type with fixed shapes
         return False
     if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
@@ -317,7 +328,7 @@ def _leaf_aval(value: Value, leaf: Any) -> Any:
 
 @memoised
 def _classes(treedef: Any) -> tuple[Any, ...]:
-    leaf = jax.ShapeDtypeStruct((), np.float32)  # any; a Value of None alone counts as none
+    leaf = jax.ShapeDtypeStruct((), np.float32)  # any shape; a Value with None alone counts as none
     value = jtu.tree_unflatten(treedef, [leaf] * treedef.num_leaves)
     return tuple(map(type, (value, *held(value))))
 
@@ -331,7 +342,7 @@ def unflatten(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
 
 
 def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Cuts `items` into pieces of the given sizes; the last piece is the rest."""
+    """Cuts `items` into pieces with the given sizes; the last piece is the rest."""
     out, at = [], 0
     for size in sizes:
         out.append(items[at : at + size])
@@ -344,8 +355,8 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
     **Arguments:**
 
-    - `parts`: each array or Value that it holds, in the order of its leaves, and whether its first axis is
-        the leading one; otherwise all rows share it.
+    - `parts`: each array or Value inside it, in the order of its leaves, and whether its first axis is the
+      leading one; otherwise all rows share it.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:
@@ -362,8 +373,12 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
-    """The result of `shard_spec` for a Value made of `parts`: each array or Value that it holds, in the order
-    of its leaves, and the spec for it."""
+    """The result of `shard_spec` for a Value made of `parts`.
+
+    **Arguments:**
+
+    - `parts`: each array or Value inside it, in the order of its leaves, with its own spec.
+    """
     specs: list[jax.P] = []
     for part, spec in parts:
         own = part.shard_spec(spec) if is_value(part) else [spec]
@@ -384,7 +399,7 @@ def per_slot(slots: Sequence[LeafLayout], items: Sequence[Any]) -> list[Sequence
 
 
 def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
-    """For each leaf of the slot, the partition spec that follows from that of the logical array."""
+    """For each leaf, the partition spec that follows from the logical array's."""
     if slot.treedef is None or len(slot) == 0:
         return (spec,) * len(slot)
     specs = slot.like.shard_spec(spec)

@@ -1,4 +1,9 @@
-"""Unification of the two sides of branches, loop carries and buffers that hold Values."""
+"""Unifies the two sides of branches, loop carries and buffers that hold Values.
+
+The invariant is that unification never changes a value: both sides are converted to a form that each can have
+exactly, or become dense under the policy, or an error names both. It reads only slots (statics and shapes),
+never data, so that a traced program and an eager one agree on the form.
+"""
 
 import dataclasses
 import functools
@@ -20,14 +25,14 @@ from .slots import LeafLayout, flatten
 
 
 class OperandMismatch(TypeError):
-    """Operands are incompatible, such as metres and seconds; for rules to raise.
+    """Operands are incompatible, such as metres and seconds. For rules to raise.
 
-    If it is raised inside a loop, plain arrays in the loop's carry are tried as placeholders, which an
+    If this is raised inside a loop, plain arrays in the loop's carry are tried as placeholders, which one
     iteration turns into Values: see `Value.promote`.
 
     **Arguments:**
 
-    - `cls`: the Value type whose rule raises it.
+    - `cls`: the Value type whose rule raises this.
     """
 
     def __init__(self, message: str, cls: type[Value] = Value) -> None:
@@ -40,14 +45,14 @@ class StructureError(OperandMismatch):
 
 
 def without_placeholder(x: Any) -> Any:
-    """The plain array that a guess stands for (see core/plain_arrays.py); anything else unchanged."""
+    """The plain array for which a guess stands (see core/plain_arrays.py); anything else unchanged."""
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
 
 
 def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
-    """The slot that both sides can be converted to with `convert_to`."""
+    """The slot to which both sides can be converted by `convert_to`."""
     if a.treedef is None and b.treedef is None:
         known = either(a.constant, b.constant)
         a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
@@ -61,7 +66,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
-    orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # a plain array first, to be lifted
+    orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # lift a plain array first
     for first, second in orders:
         form = _widened(first, second)
         if form.treedef is None:
@@ -81,7 +86,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to a form that `like` has or can be widened to; returns it unchanged if there is none.
+    """Converts `x` to a form that `like` has or can be widened to. If there is none, returns `x`.
 
     **Arguments:**
 
@@ -90,7 +95,8 @@ def widened(x: Any, like: Any) -> Any:
     if not is_value(like):
         return x
     out: Any = NotImplemented
-    # An array is lifted, and so is a Value of a class that `like` holds: one that lost its names, say.
+    # We lift an array. We also lift a Value whose class occurs inside `like`, such as one that has dropped
+    # its names in a loop.
     if not is_value(x) or (type(x) is not type(like) and type(x) in map(type, held(like))):
         out = type(like).promote(x, like)
     if out is NotImplemented and is_value(x):
@@ -106,7 +112,10 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """As `widened`, for a part of a Value: it is made dense (under the policy) beside an unlifted array."""
+    """Like `widened`, but for a field: becomes dense if the other side is a plain array.
+
+    This respects the policy. It is not needed if the plain array can be lifted instead.
+    """
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
@@ -118,13 +127,13 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value that cannot take the form of the other: dense, under the policy."""
+    """The result of `widen` for a Value that cannot take the other's form: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """`a` with the parts that have another form in `b` made dense; all of it, if more than parts differs."""
+    """Makes the parts of `a` dense that have another form in `b`; all of it if more than parts differ."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -141,12 +150,12 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: LeafLayout) -> LeafLayout:
-    """The slot of a Value once the Values that it holds are made dense; that of an array is unchanged."""
+    """The slot of a Value after the Values inside it are made dense; an array's slot is unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialised, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:
-    """Whether there is a form that both can be converted to."""
+    """Whether there is a form to which both can be converted."""
     slots: list[LeafLayout] = []
     jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
     first, second = slots
@@ -158,7 +167,7 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
-    """As `widened`, for slots. Memoised: each level of a nest of Values asks for those below it."""
+    """Like `widened`, but for slots. Memoised, because each level of nested Values asks for all below it."""
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
@@ -169,7 +178,7 @@ def _widened_in(context: Hashable, slot: LeafLayout, like: LeafLayout) -> LeafLa
 
 
 def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
-    """The slot of the result of `change` for the content of a slot."""
+    """The slot of `change(x)` for the content `x` of a slot."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out
@@ -203,19 +212,22 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """`x` with the parts that are arrays in `like` made dense, under the policy."""
+    """Makes the parts of `x` dense that are arrays in `like`, under the policy."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 
 def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
-    """`x` with `f` applied to the Values in it that are arrays in `like`."""
+    """Applies `f` to the Values in `x` that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {
         field.name: (getattr(x, field.name), getattr(like, field.name)) for field in dataclasses.fields(x)
     }
-    change = lambda p, q: map_parts_as(q, f, p) if is_value(q) else f(p)
+
+    def change(part: Any, other: Any) -> Any:
+        return map_parts_as(other, f, part) if is_value(other) else f(part)
+
     return replace_fields(x, **{name: change(*both) for name, both in parts.items() if is_value(both[0])})
 
 

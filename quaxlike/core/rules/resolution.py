@@ -306,7 +306,7 @@ class Checked:
             self._here = (
                 weakref.ref(trace),
                 right_here,
-            )  # one assignment, since other threads have other traces
+            )  # at once, for other threads
         right_here.add(key)
 
 
