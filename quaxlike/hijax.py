@@ -327,7 +327,10 @@ class Unwrap(_Leafwise):
         (t,), out = tangents, self(*primals)
         moving = self.kind.to_tangent_aval()
         known = iter(() if isinstance(t, Zero) else Unwrap(moving)(t))
-        zero = lambda a: Zero(a.to_tangent_aval())
+
+        def zero(a: Any) -> Any:
+            return Zero(a.to_tangent_aval())
+
         return out, [
             next(known) if has_tangent(a) and not isinstance(t, Zero) else zero(a) for a in self.out_aval
         ]

@@ -64,9 +64,12 @@ class BOFTArray(MethodArray):
             if k:  # it mixes halves of blocks: those at even places of a group come first
                 order = jnp.concatenate([jnp.arange(start, 2 ** (k + 1), 2) for start in (0, 1)])
                 mixed = jnp.eye(2 ** (k + 1), dtype=blocks.dtype)[order]
-                mix = lambda m, k=k: KroneckerMatrix(
-                    Identity(n // 2**k, blocks.dtype), KroneckerMatrix(m, Identity(b // 2, blocks.dtype))
-                )
+
+                def mix(m: Any, k: Any = k) -> Any:
+                    return KroneckerMatrix(
+                        Identity(n // 2**k, blocks.dtype), KroneckerMatrix(m, Identity(b // 2, blocks.dtype))
+                    )
+
                 chain = [mix(mixed), *chain, mix(mixed.T)]
             for rotation in chain:
                 x = self.on(RotatedArray, rotation).with_base(x)

@@ -55,7 +55,9 @@ class DeLoRAArray(MethodArray):
         return True
 
     def composed(self) -> LoraArray:
-        norm = lambda x, axis: jnp.maximum(_norm(x, axis), jnp.asarray(1e-4, x.dtype))
+        def norm(x: Any, axis: Any) -> Any:
+            return jnp.maximum(_norm(x, axis), jnp.asarray(1e-4, x.dtype))
+
         scale = self.strength[..., None] / (self.a.shape[-2] * norm(self.a, -1) * norm(self.b, -2))
         return self.low_rank(scale[..., None] * self.a * self.column_norms[..., None, :], self.b)
 

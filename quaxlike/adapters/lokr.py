@@ -142,7 +142,10 @@ def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any
     both = any(layer.array.first_b is not None for layer in layers.values())
     for name, (first, second) in shapes.items():
         x = layers[name].array
-        low = lambda shape, r=x.rank: r < max(shape) / 2
+
+        def low(shape: Any, r: Any = x.rank) -> Any:
+            return r < max(shape) / 2
+
         if low(second) == (x.second_b is None) or (low(first) and both) == (x.first_b is None):
             raise ValueError(
                 f"PEFT's LoKr of rank {x.rank} has low-rank matrices where that is less than half of their "

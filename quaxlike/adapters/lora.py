@@ -343,7 +343,10 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
     """The adapter that gives the same weight when it is put on `w`."""
     if x.w is w or eqx.tree_equal(x.w, w) is True:
         return x.replace(taken=None)
-    kind = lambda x: f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
+
+    def kind(x: Any) -> Any:
+        return f"{x.dtype} {type(x).__name__ if is_value(x) else 'array'} of shape {x.shape}"
+
     if is_value(w) or is_value(x.w) or kind(w) != kind(x.w):
         raise ValueError(
             f"As {name}, `base` has {kind(w)}, and the adapted base {kind(x.w)}: the "
@@ -378,7 +381,10 @@ def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict
     """The embeddings whose tokens are trained; by default that of the inputs, whatever the model calls it."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
-    is_embedding = lambda x: (layout := layouts[x]) is not None and layout.kind == "embedding"
+
+    def is_embedding(x: Any) -> Any:
+        return (layout := layouts[x]) is not None and layout.kind == "embedding"
+
     return {"embed_tokens": sorted(layouts, key=is_embedding, reverse=True)} if tokens else {}
 
 

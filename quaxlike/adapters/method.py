@@ -83,7 +83,10 @@ class MethodArray(AdaptedArray):
 
     def widen(self, like: Value) -> Any:
         """As the array that it is computed as, beside one of another type or with other axes."""
-        axes = lambda x: (type(x), x.out_axes, x.in_axes)
+
+        def axes(x: Any) -> Any:
+            return (type(x), x.out_axes, x.in_axes)
+
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
@@ -94,7 +97,9 @@ class MethodArray(AdaptedArray):
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        composed = lambda values: [x.composed() if isinstance(x, MethodArray) else x for x in values]
+        def composed(values: Any) -> Any:
+            return [x.composed() if isinstance(x, MethodArray) else x for x in values]
+
         values = map_values(composed, values)
         return quaxify(primitive.bind)(*values, **primitive.get_bind_params(params))
 

@@ -134,7 +134,10 @@ def _read_randlora(layer: Layer) -> Any:
     for part, x in (("a", a), ("b", b)):  # which the file has again for each layer
         if layer.has(part) and not np.array_equal(layer.read(part, *x.shape), x):
             raise layer.error(part, "is not the matrix that all layers share")
-    short = lambda: a.shape[-1] < few or len(b) < many or b.shape[1] < bases
+
+    def short() -> Any:
+        return a.shape[-1] < few or len(b) < many or b.shape[1] < bases
+
     if a.shape[:-1] != (r, 1) or b.shape[2:] != (r,) or short():
         raise layer.error(
             "scale",

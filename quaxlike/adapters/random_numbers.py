@@ -5,6 +5,7 @@ The generator is the Mersenne Twister of NumPy's `RandomState`. Numbers agree bi
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,8 +58,13 @@ def randlora_projections(
         a = generator.uniform_bfloat16((rank, 1, n), -1 / math.sqrt(n), 1 / math.sqrt(n))
         bound = 1 / math.sqrt(rank)
         b = np.concatenate([generator.uniform_bfloat16((m, 1, rank), -bound, bound) for _ in range(bases)], 1)
-        half = lambda x: x.astype(jnp.bfloat16).astype(np.float32)
-        normed = lambda x: half(half(x) / half(np.float32(np.std(x.astype(np.float64), ddof=1))))
+
+        def half(x: Any) -> Any:
+            return x.astype(jnp.bfloat16).astype(np.float32)
+
+        def normed(x: Any) -> Any:
+            return half(half(x) / half(np.float32(np.std(x.astype(np.float64), ddof=1))))
+
         return normed(a), normed(b)
     s = math.sqrt(n) if sparsity == "very_sparse" else 3
     signs = []

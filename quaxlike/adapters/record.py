@@ -47,13 +47,19 @@ def number(default: float | int) -> Option:
 
 def by_pattern(each: Option) -> Option:
     """Values for some layers, by patterns of their names."""
-    fits = lambda x: isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
+
+    def fits(x: Any) -> Any:
+        return isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
+
     return Option({}, f"{each.expected}, by pattern", fits)
 
 
 def one_of(default: Any, *others: Any) -> Option:
     allowed = (default, *others)
-    found = lambda x: any(type(x) is type(y) and x == y for y in allowed)
+
+    def found(x: Any) -> Any:
+        return any(type(x) is type(y) and x == y for y in allowed)
+
     return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
 
 
@@ -318,6 +324,9 @@ def as_written(x: float) -> float | int:
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
     """Last components of these names, where these do not also end others; else whole names."""
-    last = lambda name: name.rpartition(".")[2]
+
+    def last(name: Any) -> Any:
+        return name.rpartition(".")[2]
+
     theirs = {last(name) for name in others if name not in chosen}
     return sorted({name if last(name) in theirs else last(name) for name in chosen})

@@ -139,7 +139,10 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     between = [-1 - k for k in range(len(columns))]
     groups = (between, columns)
     own, precision = it.own["rotation"], {"precision": it.params["precision"]}
-    renamed = lambda labels, old, new: [new[old.index(i)] if i in old else i for i in labels]
+
+    def renamed(labels: Any, old: Any, new: Any) -> Any:
+        return [new[old.index(i)] if i in old else i for i in labels]
+
     if not {*columns} & {*it.out}:  # x is rotated, since the axes are summed over
         x = _inexact(x, w)
         dtype = common_dtype(rotation, x)

@@ -42,7 +42,10 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
         options = defaults | options
         if options["a"] is not None or options["b"] is not None:
             return {}
-        size = lambda w, axes: math.prod(w.shape[axis] for axis in axes)
+
+        def size(w: Any, axes: Any) -> Any:
+            return math.prod(w.shape[axis] for axis in axes)
+
         inputs = max(size(w, layout.in_axes) for w, layout in weights)
         outputs = max(size(w, layout.out_axes) for w, layout in weights)
         seed = options["seed"]

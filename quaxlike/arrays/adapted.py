@@ -194,7 +194,10 @@ class AdaptedArray(GradientsArray):
         if not knows_axes(self):
             return NotImplemented
         sharded = (*spec, *[None] * (self.ndim - len(spec)))
-        own = lambda labels: jax.P(*[None if i < 0 else sharded[i] for i in labels])
+
+        def own(labels: Any) -> Any:
+            return jax.P(*[None if i < 0 else sharded[i] for i in labels])
+
         return part_specs((getattr(self, name), own(labels)) for name, labels in labels_of(self).items())
 
 
@@ -275,7 +278,10 @@ def _array_fields(cls: Any) -> list[str]:
 def _words(cls: Any) -> dict[str, list[Any]]:
     """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
     own: dict[str, int] = {}
-    label = lambda word: word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
+
+    def label(word: Any) -> Any:
+        return word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
+
     axes = {name: cls.part_axes[name] for name in _array_fields(cls) if name in cls.part_axes}
     return {name: [label(word) for word in words.split()] for name, words in axes.items()}
 

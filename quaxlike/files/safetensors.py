@@ -322,7 +322,10 @@ def _if_later(tensors: Tensors) -> str:
     """What an error adds if a later version of quaxlike wrote the file, perhaps with types of its own."""
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
-    numbers = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
+
+    def numbers(version: Any) -> Any:
+        return [int(n) for n in re.findall(r"\d+", version)[:3]]
+
     if numbers(writer) <= numbers(__version__):
         return ""
     return f". The file is of quaxlike {writer}, this is {__version__}: install quaxlike>={writer}"

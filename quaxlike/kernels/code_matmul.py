@@ -107,7 +107,10 @@ def code_matmul(
         x_known, codes, scale = kept
         if isinstance(cotangent, SymbolicZero):
             return None, None, None
-        by_scale = lambda scale: derivative(x_known, codes, scale).astype(jnp.float32)
+
+        def by_scale(scale: Any) -> Any:
+            return derivative(x_known, codes, scale).astype(jnp.float32)
+
         of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
         factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
         each, of_row = rounded_rows(cotangent[None] * factor, activations)

@@ -244,7 +244,10 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
     and of `acc` (group, 2·quad), (group, 2·quad + 1), (group + 8, 2·quad), (group + 8, 2·quad + 1).
     """
     short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    registers = lambda *numbers: "{" + ", ".join(f"${i}" for i in numbers) + "}"
+
+    def registers(*numbers: Any) -> Any:
+        return "{" + ", ".join(f"${i}" for i in numbers) + "}"
+
     return inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32 {registers(0, 1, 2, 3)}, "
         f"{registers(4, 5, 6, 7)}, {registers(8, 9)}, {registers(10, 11, 12, 13)};",

@@ -65,7 +65,10 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
     kept = [x_names[i] for i in batch]
     kept += [name for name in (*x_names, *y_names) if name not in sums and name not in kept]
     rule = Partitioning(f"{' '.join(x_names)}, {' '.join(y_names)} -> {' '.join(kept)}", sums)
-    product = lambda x, y: [lax.dot_general(x, y, dimension_numbers, **params)]
+
+    def product(x: Any, y: Any) -> Any:
+        return [lax.dot_general(x, y, dimension_numbers, **params)]
+
     return rule.apply_to_types(product)(x, y)[0]
 
 

@@ -37,7 +37,10 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
     constvars: dict[Hashable, Any] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         known[var] = constvars.setdefault(_of_array(const), var)
-    read = lambda atom: atom if isinstance(atom, Literal) else known.get(atom, atom)
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else known.get(atom, atom)
+
     eqns = []
     for eqn, number in zip(jaxpr.eqns, numbers, strict=True):
         operands = list(map(read, eqn.invars))

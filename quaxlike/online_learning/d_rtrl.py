@@ -129,11 +129,17 @@ def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
 def _instant(op: Op, num_batch: int, like: Any) -> Callable[..., Any]:
     if op.has_rule("instant"):
         return lambda *args: op.run("instant", *args, like=like)
-    xy_to_dw = lambda x, g, weights: op.run("xy_to_dw", x, g, weights, like=weights)
+
+    def xy_to_dw(x: Any, g: Any, weights: Any) -> Any:
+        return op.run("xy_to_dw", x, g, weights, like=weights)
+
     if not num_batch:
         return xy_to_dw
+
     # Examples one at a time, each as a batch of one.
-    fn = lambda x, g, weights: xy_to_dw(x[None], g[None], weights)
+    def fn(x: Any, g: Any, weights: Any) -> Any:
+        return xy_to_dw(x[None], g[None], weights)
+
     for _ in range(num_batch):
         fn = jax.vmap(fn, in_axes=(0, 0, None))
     return fn

@@ -155,7 +155,10 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
     env |= dict(zip(opened.invars, args, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
     for eqn in opened.eqns:
         operands = [read(atom) for atom in eqn.invars]
         written = eqn if call is None or any(lines_of(eqn)) else call
@@ -175,8 +178,13 @@ def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
     """The equation with the functions that it carries in forward-differentiable form."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
-    retraced = lambda inner: jax.make_jaxpr(lambda *args: inline(inner, args))(*inner.in_avals)
-    change = lambda x: retraced(x) if isinstance(x, compat.ClosedJaxpr) else x
+
+    def retraced(inner: Any) -> Any:
+        return jax.make_jaxpr(lambda *args: inline(inner, args))(*inner.in_avals)
+
+    def change(x: Any) -> Any:
+        return retraced(x) if isinstance(x, compat.ClosedJaxpr) else x
+
     params = {
         key: tuple(map(change, x)) if isinstance(x, tuple) else change(x) for key, x in eqn.params.items()
     }

@@ -124,9 +124,15 @@ class Learner(abc.ABC):
                 for of, by in ((traces, signals), (last_traces, last_signals)):
                     if group.states[0] in by:
                         found = self._solve(here, of, r, relation, _components(group, _conjugated(by)))
-                        add = lambda total, x: total + _of_dtype(x, total.dtype)
+
+                        def add(total: Any, x: Any) -> Any:
+                            return total + _of_dtype(x, total.dtype)
+
                         cotangents[relation.op] = jax.tree.map(add, cotangents[relation.op], found)
-            operands = lambda p: _operands(step, p, traced.state, traced.inputs).items()
+
+            def operands(p: Any) -> Any:
+                return _operands(step, p, traced.state, traced.inputs).items()
+
             by_params = jax.vjp(lambda p: {k: weights for k, (_, weights) in operands(p)}, params)[1]
             grads = [g + h for g, h in zip(grads, by_params(cotangents)[0], strict=True)]
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
@@ -143,7 +149,10 @@ class Learner(abc.ABC):
 
             avals = [step.state_avals[i] for i in group.states]
             if any(any(reached(output, avals, k)) for k in range(len(avals))):
-                of_output = lambda last, output=output: loss(traced.output_of(output(*last)))
+
+                def of_output(last: Any, output: Any = output) -> Any:
+                    return loss(traced.output_of(output(*last)))
+
                 found = jax.grad(of_output)([jnp.zeros(aval.shape, aval.dtype) for aval in avals])
                 signals |= zip(group.states, found, strict=True)
         return signals

@@ -160,7 +160,10 @@ class Positions:
             if place[0] is not None:
                 raise self.mixed(eqn, k)
         rows = [{k: place[1:] for k, place in places.items()} for places in xs]
-        body = lambda carry: self.run(eqn.params["jaxpr"], [*consts, *carry, *rows])
+
+        def body(carry: Any) -> Any:
+            return self.run(eqn.params["jaxpr"], [*consts, *carry, *rows])
+
         carry = self._carried(eqn, lambda carry: body(carry)[: m - n], carry)
         return [*carry, *({k: (None, *p) for k, p in places.items()} for places in body(carry)[m - n :])]
 

@@ -244,7 +244,10 @@ class Step:
         for i, aval in enumerate(self.state_avals):
             if jnp.issubdtype(aval.dtype, jnp.inexact):
                 members.setdefault(root(i), []).append(i)
-        parts = lambda i: (False, True) if jnp.iscomplexobj(self.state_avals[i]) else (False,)
+
+        def parts(i: Any) -> Any:
+            return (False, True) if jnp.iscomplexobj(self.state_avals[i]) else (False,)
+
         return [
             Group(
                 tuple(m),

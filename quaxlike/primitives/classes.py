@@ -1,6 +1,6 @@
-"""Classes of JAX primitives that behave alike, by name, for rules that are written as tables.
+"""Names of JAX primitives that behave alike, for rules that are written as tables.
 
-Releases of JAX differ in a few primitives; each class holds those that the installed one has.
+JAX releases differ in a few primitives; each class only holds what the installed release has.
 
 !!! example
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def installed(names: str) -> tuple[str, ...]:
-    """The space-separated names that are primitives of the installed JAX."""
+    """Splits a string at spaces, and keeps the primitives that the installed JAX has."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 
@@ -45,27 +45,27 @@ ZERO_PRESERVING = installed(
     "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
     "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
 )
-"""Functions of one array, element by element, that map zero to zero."""
+"""Elementwise functions of one array that map zero to zero."""
 
 ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
     "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
     "logistic not one_minus_square population_count rsqrt"
 )
-"""Functions of one array, element by element."""
+"""Elementwise functions of one array."""
 
 COMPARISONS = installed("eq ne lt le gt ge eq_to le_to lt_to")
-"""Functions of two arrays, element by element, whose results are booleans."""
+"""Elementwise functions of two arrays that return booleans."""
 
 ELEMENTWISE_BINARY = COMPARISONS + installed(
     "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "
     "polygamma zeta random_gamma_grad shift_left shift_right_logical shift_right_arithmetic complex"
 )
-"""Functions of two arrays, element by element. One of them may have shape ()."""
+"""Elementwise functions of two arrays. One of these may have shape ()."""
 
 REARRANGEMENTS = installed(
     "broadcast_in_dim expand_dims reshape rev slice split squeeze tile transpose unstack"
 )
-"""Functions of one array whose results consist of its elements, moved, repeated or left out."""
+"""Functions of one array that move, repeat or omit its elements."""
 
 REDUCTIONS = installed("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor")
 """Reductions of one array over `axes`."""

@@ -1,7 +1,8 @@
-"""`custom_dce`: functions with a rule for computing less when not all of their results are used.
+"""`custom_dce`: functions with a rule for computing less if some results are not used.
 
-A function may be called after the trace that it was made under has ended. Then it can no longer use the
-tracers of that trace that it has closed over, and keeping them would be a leak: other values replace them.
+The invariant is that nothing which outlives a trace holds its tracers. JAX eliminates dead code after the
+trace has ended, and calls the user's rule then. A tracer in the rule's closure would be a leak, so we extract
+the tracers from closures beforehand, make them operands, and fill in others when the rule runs.
 """
 
 import contextlib
@@ -37,25 +38,25 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# This is part of the keys of JAX's caches, so that a new rule retraces what was traced with the old one.
+# This is part of JAX's cache keys, so that a new rule retraces whatever was traced with the old one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
 
 
 class custom_dce(Generic[_P, _T]):
-    """Gives a function a rule for dead code: what to compute when only some of its results are used.
+    """Gives a function a rule for dead code: what to compute if only some results are used.
 
-    `jax.jit` drops unused results, but it cannot look into a kernel, which computes all of its results or
-    none. With a rule, another kernel can be called for some of them. The rule is called when code is staged
+    `jax.jit` drops unused results, but it cannot look into a kernel, which computes all its results or none.
+    With a rule, you can call another kernel for some of them. The rule is called when code is staged
     (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never eagerly, and never when
-    all of the results are used. Inputs that it does not need are not computed.
+    all results are used. Inputs that it does not need are not computed.
 
-    The rule applies under every transform. The rule's computation is what is differentiated: results that
-    neither the caller nor the backward pass uses are not computed in either. To this end, the backward pass
-    starts from the inputs, not from residuals of the forward pass; XLA merges what both compute. But a
-    derivative that the function declares (by `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`,
-    itself or in what it calls) holds, whichever results are used.
+    The rule applies under every transform. JAX differentiates the rule's computation, so that results which
+    neither the caller nor the backward pass needs are never computed. To this end, the backward pass starts
+    from the inputs instead of residuals; XLA merges what both passes compute. If the function declares a
+    derivative, itself or in a function that it calls (by `jax.custom_vjp`, `jax.custom_jvp` or
+    `jax.lax.stop_gradient`), then this derivative holds, whichever results are used.
 
     !!! example
 
@@ -80,14 +81,13 @@ class custom_dce(Generic[_P, _T]):
 
     **Arguments:**
 
-    - `fun`: the function, of arrays and trees of them. Leaves of arguments and results that are not
-        arrays (activation functions, say) pass through.
-    - `static_argnums`: positions of arguments that are passed on as they are.
+    - `fun`: a function on pytrees. Leaves that are not arrays (activation functions, say) pass through.
+    - `static_argnums`: positions of arguments to pass on unchanged.
 
     The interface is that of `jax.experimental.custom_dce`, which JAX had until 0.9.
     """
 
-    functions_held = ("fun", "_rule", "__wrapped__")  # may have closed over tracers: see `extract_tracers`
+    functions_held = ("fun", "_rule", "__wrapped__")  # may hold tracers: see `extract_tracers`
 
     @checked
     def __init__(self, fun: Callable[_P, _T], *, static_argnums: int | Sequence[int] = ()) -> None:
@@ -97,7 +97,7 @@ class custom_dce(Generic[_P, _T]):
         functools.update_wrapper(self, fun, updated=())
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
-        self.identity = object()  # shared by copies over other tracers
+        self.identity = object()  # shared by copies with other tracers
 
     def def_dce(self, rule: _R) -> _R:
         """Sets the rule.
@@ -105,10 +105,9 @@ class custom_dce(Generic[_P, _T]):
         **Arguments:**
 
         - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`, then
-            a tree of bools in the structure of the result, which says what is used, then the other arguments.
-            It returns the function's result, in which None may stand for an unused array or tree, and one
-            array for all arrays of a tree, also of the whole result. Unused results that it does return are
-            ignored.
+          a tree of bools that says which results are used, then the other arguments. It returns the
+          function's result. In it, None may stand for an unused array or tree, and one array for all arrays
+          in a tree (or in the whole result). Any unused results are ignored.
 
         **Returns:** the rule.
         """
@@ -137,7 +136,8 @@ class custom_dce(Generic[_P, _T]):
         return self if instance is None else jtu.Partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # Methods of a `jax.custom_jvp`, `custom_vjp` or `custom_vmap`, and other attributes of the function.
+        # Other attributes of the function, such as the methods of a `jax.custom_jvp`, `custom_vjp` or
+        # `custom_vmap`.
         if name == "fun" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.fun, name)
@@ -165,7 +165,7 @@ class custom_dce(Generic[_P, _T]):
         return list(bound.args)
 
     def _separate(self, args: list[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """The static and the other arguments by position, the static ones in their given order."""
+        """Static and other arguments by position; the static ones in their given order."""
         positions = []
         for i in self.static_argnums:
             if not -len(args) <= i < len(args):
@@ -189,8 +189,8 @@ def _call(
 ) -> Any:
     """Calls a `custom_dce` function under a trace."""
     arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
-    # The rule runs after this trace has ended, so tracers that it has closed over become operands. Those that
-    # the function has closed over are found when it is traced.
+    # The rule runs after this trace has ended, so tracers in its closure become operands. Those in the
+    # function's closure are found when it is traced.
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
@@ -226,7 +226,7 @@ def _call(
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """A tree whose leaves are arrays and other objects, without the arrays."""
+    """A tree of arrays and other objects, with the arrays taken out."""
 
     tree: Any
     mask: Sequence[bool]  # which leaves are arrays
@@ -245,7 +245,7 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule of one call, which outlives the trace of the call and holds none of its tracers."""
+    """The rule for one call. It outlives that call's trace, so it holds none of its tracers."""
 
     name: str
     identity: object
@@ -255,11 +255,11 @@ class _Narrow:
     held: Any  # the user's rule and the static arguments
     num_captured: int
     num_consts: int
-    avals: Sequence[Any]  # of the captured tracers, then of the arguments; the constants come before
+    avals: Sequence[Any]  # captured tracers, then arguments; after the constants
     given: _Mixed
     returned: _Mixed
     out_avals: Sequence[Any]
-    declares: Any  # the function's jaxpr, if it has derivatives of its own
+    declares: Any  # the function's jaxpr, if it declares derivatives
 
     def __call__(self, used: Used) -> Narrowed:
         if used in self.refused:
@@ -279,7 +279,7 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # Functions that the rule calls are narrowed too, and operands that only they needed are dropped.
+        # This also narrows functions that the rule calls, and drops operands that only they needed.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         used_ins = (*[False] * self.num_consts, *used_ins)
@@ -300,7 +300,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """The rule's result for each leaf; None where it returned nothing."""
+        """The rule's result for each leaf; None if it returned nothing there."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
@@ -333,8 +333,10 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """The calls whose rule is being traced. If the rule calls its own function, the rule is not applied to
-    the same call again, which would recurse for ever."""
+    """The calls whose rule is being traced.
+
+    A rule may call its own function, but is not applied to the same call again: it would recurse forever.
+    """
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 
 
@@ -367,11 +369,11 @@ class _Hole:
 
 
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
-    """Extracts the tracers that functions in a tree reach by closure, default, partial or method.
+    """Extracts the tracers that functions reach by closure, default, partial or method.
 
     Objects with `__jax_array__` are converted to arrays first.
 
-    **Returns:** the tree without tracers, and each tracer once. `fill_tracers` puts values in their place.
+    **Returns:** the tree without tracers, and each tracer once. See `fill_tracers` for the inverse.
     """
     tracers: list[Any] = []
 
@@ -390,8 +392,11 @@ def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
 
 
 def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
-    """The tree that was passed to `extract_tracers`, with `values` in place of the tracers."""
-    fill = lambda x: values[x.index] if isinstance(x, _Hole) else x
+    """The inverse of `extract_tracers`, with `values` instead of the tracers."""
+
+    def fill(x: Any) -> Any:
+        return values[x.index] if isinstance(x, _Hole) else x
+
     return _Copy(fill).tree(template) if values else template
 
 
@@ -401,12 +406,14 @@ def becomes_array(x: Any) -> bool:
 
 
 class _Copy:
-    """Copies functions with everything they hold. Each function is copied once, and before what it holds,
-    since functions may hold themselves and each other."""
+    """Copies functions and everything inside them.
+
+    Each function is copied once, and before its contents, since functions may hold themselves and each other.
+    """
 
     def __init__(self, of_leaf: Callable[[Any], Any]) -> None:
         self._of_leaf = of_leaf
-        self._copies: dict[int, tuple[Any, Any]] = {}  # by identity; the original is kept alive
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by id; this keeps the original alive
 
     def tree(self, value: Any) -> Any:
         return jtu.tree_map(self._leaf, value, is_leaf=becomes_array)
@@ -438,7 +445,7 @@ class _Copy:
         for cell, old in zip(cells, fn.__closure__ or (), strict=True):
             try:
                 contents = old.cell_contents
-            except ValueError:  # a variable that is not assigned yet
+            except ValueError:  # a variable without a value yet
                 continue
             cell.cell_contents = self.tree(contents)
         new.__defaults__ = self.tree(fn.__defaults__)

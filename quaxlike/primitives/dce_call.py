@@ -1,8 +1,8 @@
-"""The primitive of `custom_dce`: a call of a jaxpr, with a rule for computing some of its results.
+"""The primitive behind `custom_dce`: calls a jaxpr, with a rule for computing some results.
 
-Every transform gives an equation of the same primitive, with the jaxpr and rule of the transformed function.
-The derivative is a separate equation, so that the function computes only its used results, and the derivative
-only its used tangents.
+Every transform gives an equation of the same primitive, with the transformed jaxpr and rule; otherwise the
+rule would not survive `vmap` or `grad`. The derivative is a separate equation, so that the function computes
+only its used results, and the derivative only its used tangents.
 """
 
 import functools
@@ -25,20 +25,20 @@ Narrowed = tuple[Any, Used]
 """A closed jaxpr for the used results, and a mask of the operands that it takes."""
 
 Rule = Callable[[Used], Narrowed]
-"""The computation of some, but not all, of the results."""
+"""Computes some, but not all, of the results."""
 
 
 class RuleInProgressError(Exception):
-    """A rule calls its own function in a way that would apply the rule to the same call again."""
+    """A rule calls its own function such that the rule would apply to the same call again."""
 
 
 dce_call_p = Primitive("custom_dce_call")
-"""Operands: the inputs of `jaxpr`. Parameters: `jaxpr`, closed; `rule`; `name` of the function."""
+"""Operands: the inputs of `jaxpr`. Parameters: `jaxpr` (closed), `rule`, and the function's `name`."""
 dce_call_p.multiple_results = True
 
 
 def memoised(rule: Rule) -> Rule:
-    """Remembers what a rule returned, so that equal equations carry the same jaxpr."""
+    """Memoises a rule, so that equal equations carry the same jaxpr."""
     known: dict[Used, Narrowed] = {}
     lock = threading.Lock()
 
@@ -77,13 +77,13 @@ def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn
 
 
 def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
-    """The rule of an equation of which only the `used` results are left."""
+    """The rule for an equation that has only the `used` results left."""
 
     @memoised
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # It needs an operand that is gone, since the rule for more results did not need it.
+            # It needs an operand that is gone, because the rule for more results did not need it.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -91,7 +91,7 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code in a loop that calls functions with rules; its carry is unchanged."""
+    """Eliminates dead code in a loop that calls functions with rules. Its carry is unchanged."""
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
     jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
@@ -149,7 +149,7 @@ _DECLARED = _IN_REVERSE | {"custom_jvp_call", "stop_gradient"}
 
 
 def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
-    """Whether a jaxpr has derivatives other than those of its computation."""
+    """Whether a jaxpr contains a declared derivative."""
     calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
     return any(
         name in by or any(declares_derivative(inner, by) for inner in jaxprs_in_params(params))
@@ -158,12 +158,16 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """What a rule computes, with the derivative that the function declares for these results. It takes the
-    operands that either needs: dead code may be eliminated before the derivative is taken."""
+    """The rule's computation, with the derivative that the function declares for these results.
+
+    This takes all operands that either needs, since dead code may be eliminated before differentiation.
+    """
     of_function, needed = compat.dce(function, used)
     taken = tuple(a or b for a, b in zip(used_ins, needed, strict=True))
     of_rule, of_derivative = split(taken, used_ins)[0], split(taken, needed)[0]
-    differentiated = lambda *operands: jaxpr_as_fun(of_function)(*split(of_derivative, operands)[0])
+
+    def differentiated(*operands: Any) -> list[Any]:
+        return jaxpr_as_fun(of_function)(*split(of_derivative, operands)[0])
 
     def narrowed(*operands: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*split(of_rule, operands)[0])
@@ -175,9 +179,12 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
         zeros = map(SymbolicZero.from_primal_value, out)
         return out, [zero if t is None else t for t, zero in zip(found, zeros, strict=True)]
 
-    if declares_derivative(of_function, _IN_REVERSE):  # has no other: what JAX makes of it cannot be mapped
+    if declares_derivative(of_function, _IN_REVERSE):  # JAX's own version of any other rule cannot be batched
         with_derivative = jax.custom_vjp(narrowed)
-        forward = lambda *operands: (with_derivative(*operands), jax.vjp(differentiated, *operands)[1])
+
+        def forward(*operands: Any) -> tuple[Any, Any]:
+            return with_derivative(*operands), jax.vjp(differentiated, *operands)[1]
+
         with_derivative.defvjp(forward, lambda pull, cotangents: pull(cotangents))
     else:
         with_derivative = in_both_modes = jax.custom_jvp(narrowed)
@@ -188,8 +195,11 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """A jaxpr from the primals and the nonzero tangents to the results' tangents, and a mask of these
-    results: those whose tangent can be nonzero, or with `instantiate` all that can have one."""
+    """A jaxpr from primals and nonzero tangents to tangents of the results, and a mask of those results.
+
+    The mask holds every result whose tangent can be nonzero; with `instantiate`, every one that can have a
+    tangent.
+    """
     outputs: Used = ()
     n = len(nonzero)
 
@@ -255,8 +265,10 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first example of results that are unbatched in the function: the rule computes the same for
-    each example, if in more steps."""
+    """Takes the first example of results that are not batched in the function.
+
+    The rule computes the same for each example, though perhaps in more steps.
+    """
 
     def first(*operands: Any) -> list[Any]:
         out = jaxpr_as_fun(jaxpr)(*operands)
@@ -273,7 +285,7 @@ def _evaluate(*operands: Any, jaxpr: Any, rule: Rule, name: str) -> list[Any]:
 dce_call_p.def_impl(_evaluate)
 dce_call_p.def_effectful_abstract_eval(lambda *_, jaxpr, **__: (jaxpr.out_avals, jaxpr.effects))
 mlir.register_lowering(dce_call_p, mlir.lower_fun(_evaluate, multiple_results=True))
-dce_call_p.to_lojax = _evaluate  # hijax: how it is lowered if `jaxpr` has high-level primitives
+dce_call_p.to_lojax = _evaluate  # hijax: how to lower it if `jaxpr` has high-level primitives
 batching.fancy_primitive_batchers[dce_call_p] = _batch
 ad.primitive_jvps[dce_call_p] = _jvp
 ad.primitive_transposes[dce_call_p] = _transpose

@@ -1,4 +1,4 @@
-"""A JAX primitive from one function."""
+"""`define_primitive`: makes a JAX primitive from one function."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from .primitive import DefinedPrimitive, Rules, where
 _lock = threading.Lock()
 _defined: dict[str, DefinedPrimitive] = {}
 
-# Our own parameters, and one of JAX's `apply_primitive`.
+# Our own parameters, and one that JAX's `apply_primitive` takes.
 _RESERVED = ("in_tree", "forms", "prim")
 
 _DefinedT = TypeVar("_DefinedT", bound=DefinedPrimitive)
@@ -41,11 +41,11 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Makes a function a JAX primitive, and derives all rules that JAX needs for it.
+    """Makes a function a JAX primitive, and derives all the rules that JAX needs.
 
-    The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: an equation of it,
-    or of a primitive derived from it, is in the jaxpr, for interpreters such as
-    [`quaxify`][quaxlike.quaxify] to dispatch on. It is replaced by its function when it is lowered.
+    The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: the jaxpr contains it (or a
+    primitive derived from it), so that interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on it.
+    It is replaced by its function only when it is lowered.
 
     !!! example
 
@@ -61,37 +61,37 @@ def define_primitive(
         jax.grad(lambda x: scaled_tanh_p(x, scale=2.0))(0.5)
         ```
 
-    A hand-written rule replaces the derived one. Rules are traced through, not hidden in a derived primitive,
-    so that a rule may use the primitive itself. Where a rule takes or returns a tree of tangents, cotangents
-    or dims, `None` in place of a leaf or of a whole operand is a zero (or, for dims, "not mapped"). If a rule
-    returns `NotImplemented`, the derived one is used.
+    A hand-written rule replaces the derived one. JAX traces through the rule, so it may use the primitive
+    itself. If a rule takes or returns a tree of tangents, cotangents or dims, then `None` instead of a leaf
+    or a whole operand is a zero (or, for dims, "not mapped"). If a rule returns `NotImplemented`, the derived
+    one is used.
 
     **Arguments:**
 
-    - `name`: the primitive's name, an identifier that no primitive of JAX has, nor one defined in this way.
-        If another library has one, rules for either are registered by the primitive itself, not by its name.
-    - `impl`: a function of arrays (or pytrees of them) by position and static parameters by
-        keyword. Derivatives are derived from it; side effects such as printing are repeated where they
-        recompute it.
+    - `name`: the primitive's name. This must be an identifier that no JAX primitive has, nor any other
+      primitive defined in this way. If another library uses the same name, register rules by the primitive
+      itself, not by its name.
+    - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Its
+      derivatives may recompute it, which repeats side effects such as printing.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
     - `cpu`, `gpu`, `tpu`: implementations for one platform each, chosen when the primitive is lowered.
-    - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. The arguments are tuples
-        as long as the operands; the primitive itself gives the primal result.
+    - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. Both arguments are tuples with one
+      entry per operand; the primitive itself gives the primal result.
     - `vjp`: `vjp(cotangent, *operands, **params) -> (cotangent of each operand, ...)`. Forward-mode
         differentiation is still derived.
     - `vjp_with_results`: whether to call `vjp` with the primal result as well,
         `vjp(cotangent, result, *operands, **params)`.
-    - `transpose`: for a primitive that is linear in some of its operands,
-        `transpose(cotangent, *operands, **params) -> (cotangent, ...)`; operands (leaves) that
-        cotangents are wanted for are `jax.interpreters.ad.UndefinedPrimal`s.
+    - `transpose`: for a primitive that is linear in some operands, `transpose(cotangent, *operands, **params)
+      -> (cotangent, ...)`. The operands (leaves) that need a cotangent are
+      `jax.interpreters.ad.UndefinedPrimal`s.
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
         The axis of the result may be anywhere.
-    - `partitioning`: how the primitive can be split over devices, for implementations that the
-        compiler cannot look into; a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that
-        makes one from the operands' types (leaves) and the parameters.
+    - `partitioning`: how to split the primitive over devices, for implementations that the compiler cannot
+      look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
+      from the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
-    - `replace`: whether a primitive of this name may be redefined, as when a notebook cell runs again. Rules
-        that were registered for the old primitive do not apply to the new one.
+    - `replace`: whether an existing primitive with this name may be redefined, as when you run a notebook
+      cell again. Rules that were registered for the old primitive do not apply to the new one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -112,7 +112,7 @@ def define_primitive(
                 f"a primitive called {name!r} was already defined from {where(_defined[name].impl_fn)}; "
                 "pass `replace=True` to redefine it"
             )
-        # Another library may have one of this name: primitives are told apart by identity.
+        # Another library may use this name, too: primitives are told apart by identity.
         if name in compat.public_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         platforms: dict[str | None, Callable[..., Any] | None]
@@ -134,7 +134,7 @@ def define_primitive(
 
 
 def _install(p: DefinedPrimitive) -> None:
-    """Registers the rules of a primitive, defined or derived, in the tables of JAX."""
+    """Adds a primitive's rules (defined or derived) to JAX's tables."""
     ad.primitive_jvps[p] = functools.partial(derive.jvp, p)
     ad.primitive_transposes[p] = functools.partial(derive.transpose, p)
     batching.fancy_primitive_batchers[p] = functools.partial(derive.batch, p)

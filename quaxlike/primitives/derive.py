@@ -1,7 +1,7 @@
-"""Derivatives, transposes and batching of a primitive, by its hand-written rule or by a form.
+"""Differentiates, transposes and batches a primitive, by a hand-written rule or by a form.
 
-Batching is kept outermost: the derivative of a batched primitive is the batched derivative of its parent, so
-that a hand-written derivative applies under `vmap` in either order.
+Batching stays outermost: the derivative of a batched primitive is the batched derivative of its parent. So a
+hand-written derivative applies under `vmap` in either order.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 def result_tangents(
     p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
-    """The tangents of the results, as symbolic zeros where they are zero."""
+    """The tangents of the results, as symbolic zeros where they vanish."""
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):
@@ -127,7 +127,7 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` is about the tangents that the form produces, `cotangents` about all of the parent's results.
+    # `nonzero` is about the tangents that this form produces, `cotangents` about all results of the parent.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     full = merge(cotangents, live, [None] * cotangents.count(False))
     out = _vjp_by_hand(parent, full, primals, results, below)
@@ -200,7 +200,7 @@ def _batched_cotangents(
     live, _ = split(nonzero, cotangents)
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
-    # The cotangent of an operand that all examples share is the sum of theirs.
+    # If all examples share an operand, its cotangent is the sum over them.
     placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
@@ -292,7 +292,7 @@ def with_form(params: Params, form: Any) -> Params:
 
 
 def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """The leaves of `value`, which has the structure `tree`, with None allowed for a leaf or for all."""
+    """The leaves of `value`, which has the structure `tree`. None may stand for a leaf, or for all."""
     if value is None:
         return [None] * tree.num_leaves
     try:

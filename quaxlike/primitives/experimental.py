@@ -1,11 +1,7 @@
-"""Rules of a primitive for `jax.experimental`: Taylor coefficients for jet, costs for roofline.
+"""Rules for `jax.experimental`: Taylor coefficients for jet, costs for roofline.
 
-The rule for jet needs only the primitive's derivative: the coefficients of `f(x(t))` are those of
-`f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
-
-FLOPs are those of the function that the primitive was defined from, with every iteration of a `scan` counted,
-or the result of its slot `flops`. Bytes are those of its operands and results, as for a kernel that keeps
-intermediate results on the chip.
+The rule for jet needs only the primitive's derivative: the coefficients of `f(x(t))` are those of `f'(x(t))
+x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
 """
 
 import functools
@@ -23,7 +19,7 @@ from .derive import result_tangents
 from .forms import Params, merge, split, zero_tangent
 from .primitive import DefinedPrimitive
 
-# They are experimental: a later release may lack them.
+# These modules are experimental: a later release may not have them.
 try:
     from jax.experimental import jet as jax_jet
 except ImportError:
@@ -35,7 +31,7 @@ except ImportError:
 
 
 def register(p: DefinedPrimitive) -> None:
-    """Registers the rules of a primitive with `jax.experimental.jet` and `jax.experimental.roofline`."""
+    """Registers a primitive with `jax.experimental.jet` and `jax.experimental.roofline`."""
     if jax_jet is not None:
         jax_jet.jet_rules[p] = functools.partial(jet, p)
     if roofline is not None:
@@ -45,11 +41,11 @@ def register(p: DefinedPrimitive) -> None:
 def jet(
     p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """The results, and for each its Taylor coefficients from the first order on.
+    """The results, and for each its Taylor coefficients from the first order onward.
 
     **Arguments:**
 
-    - `series`: the coefficients of each operand, without factorials.
+    - `series`: each operand's coefficients, without factorials.
     """
     out = p.bind(*primals, **params)
     results = out if p.multiple_results else [out]
@@ -90,7 +86,7 @@ def _derivative(
     params: Params,
 ) -> list[Any]:
     primals = merge(live, moving, held)
-    if p.root.rules.vjp_with_results:  # the results that its derivative takes move too
+    if p.root.rules.vjp_with_results:  # if its derivative takes the results, they move too
         out = p.bind(*primals, **params)
         results = out if p.multiple_results else [out]
     found = result_tangents(p, primals, results, merge(live, tangents, list(map(zero_tangent, held))), params)
@@ -98,7 +94,7 @@ def _derivative(
 
 
 def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
-    """Whether an operand is known to be constant: integers, and operands with zero series in jet."""
+    """Whether an operand is known to be constant: integers, and operands with a zero series."""
     if not _is_inexact(primal):
         return True
     return not any(isinstance(term, jax.core.Tracer) or np.any(np.asarray(term)) for term in terms)
@@ -129,6 +125,9 @@ def _flops(eqn: JaxprEqn) -> int:
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if inner is not None:
         return eqn.params.get("length", 1) * _flops_of(inner)
-    call = lambda *operands: eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
+    def call(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]  # pyright: ignore
     return roofline.roofline(call)(*shapes)[1].flops

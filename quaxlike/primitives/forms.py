@@ -1,7 +1,7 @@
 """The derived forms of a primitive, each computed from its parent.
 
 A form is a static parameter of a derived primitive. It says how the derived primitive's operands and results
-relate to its parent's, and evaluates the derived primitive with the parent's function.
+relate to its parent's, and evaluates the derived primitive using the parent's function.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ Params = dict[str, Any]
 Arrays = Sequence[Any]
 
 Flat = Callable[..., list[Any]]
-"""A function of flat operands with a list of flat results."""
+"""Takes flat operands, and returns a list of flat results."""
 
 
 def merge(mask: Sequence[bool], chosen: Sequence[_T], others: Sequence[_T]) -> list[_T]:
-    """The inverse of `split`: items of `chosen` where the mask is true, of `others` elsewhere."""
+    """The inverse of `split`: takes from `chosen` if the mask is true, else from `others`."""
     chosen_, others_ = iter(chosen), iter(others)
     return [next(chosen_) if m else next(others_) for m in mask]
 
 
 def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]]:
-    """The items where the mask is true, and the others."""
+    """The items for which the mask is true, and the others."""
     chosen = [x for m, x in zip(mask, items, strict=True) if m]
     others = [x for m, x in zip(mask, items, strict=True) if not m]
     return chosen, others
@@ -38,7 +38,7 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
 def of_chosen(
     fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
 ) -> tuple[list[Any], Flat]:
-    """The operands where the mask is true, and `fn` as a function of these, with the chosen `results`."""
+    """The operands for which the mask is true, and `fn` as a function from these to the chosen `results`."""
     chosen, held = split(mask, operands)
     return chosen, lambda *chosen: split(results, fn(*merge(mask, chosen, held)))[0]
 
@@ -48,14 +48,14 @@ class Jvp:
     """Tangents of the parent's results. Operands: primals, [results], tangents."""
 
     nonzero: tuple[bool, ...]
-    """For each operand of the parent, whether it has a tangent here."""
+    """For each parent operand, whether it has a tangent here."""
     outputs: tuple[bool, ...]
-    """For each result of the parent, whether its tangent is produced here."""
+    """For each parent result, whether its tangent is produced here."""
     with_results: bool = False
     """Whether the parent's results are operands, kept for a hand-written `vjp`."""
 
     def groups(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
-        """The operands as primals, results and tangents."""
+        """Splits the operands into primals, results and tangents."""
         n = len(self.nonzero)
         m = n + len(self.outputs) * self.with_results
         return list(operands[:n]), list(operands[n:m]), list(operands[m:])
@@ -71,9 +71,9 @@ class Vjp:
     """Cotangents of the parent's operands. Operands: primals, cotangents."""
 
     nonzero: tuple[bool, ...]
-    """For each operand of the parent, whether its cotangent is produced here."""
+    """For each parent operand, whether its cotangent is produced here."""
     cotangents: tuple[bool, ...]
-    """For each result of the parent, whether it has a cotangent here."""
+    """For each parent result, whether it has a cotangent here."""
 
     def evaluate(self, parent: Flat, *operands: Any) -> list[Any]:
         primals, cotangents = operands[: len(self.nonzero)], operands[len(self.nonzero) :]
@@ -83,12 +83,12 @@ class Vjp:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """The parent transposed in the operands it is linear in. Operands: the others, cotangents."""
+    """The parent, transposed in its linear operands. Operands: the others, cotangents."""
 
     linear: tuple[ShapedArray | None, ...]
-    """For each operand of the parent, its type where the cotangent is produced here."""
+    """For each parent operand, its type if the cotangent is produced here."""
     cotangents: tuple[bool, ...]
-    """For each result of the parent, whether it has a cotangent here."""
+    """For each parent result, whether it has a cotangent here."""
 
     @property
     def mask(self) -> tuple[bool, ...]:
@@ -107,7 +107,7 @@ class Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """The parent mapped over an axis of its operands; every result has the axis in front."""
+    """The parent, mapped over an axis of its operands; every result has the axis in front."""
 
     dims: tuple[int | None, ...]
     size: Any
@@ -115,7 +115,7 @@ class Batching:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # A device that holds a part of the axis gets the size of its part from the operands.
+        # A device that holds a part of this axis gets the size of its part from the operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,
@@ -143,7 +143,7 @@ def zero_tangent(primal: Any) -> ad.Zero:
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """The tangents of `fn`'s results; None for those that are zero for all operands."""
+    """The tangents of the results; None if a tangent is zero for all operands."""
     with take_current_trace() as parent:
         trace = ad.JVPTrace(parent, TraceTag())
         live, held = split(nonzero, primals)

@@ -1,6 +1,6 @@
-"""Partitioning of a primitive over devices, if the compiler cannot see into it.
+"""Partitions a primitive over devices, if the compiler cannot see into it.
 
-Plain JAX code needs none of this, since the compiler partitions it by itself. Kernels are opaque to it.
+Plain JAX code does not need this, since the compiler partitions it by itself. Kernels are opaque to it.
 """
 
 import dataclasses
@@ -23,6 +23,32 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
+    """Says along which dimensions a primitive can be split over devices.
+
+    !!! example
+
+        ```python
+        from quaxlike.primitives import Partitioning
+
+        # x: (m, k), w: (n, k). Rows and columns of the result are independent. If
+        # `k` is split, every device computes one summand of the result.
+        Partitioning("m k, n k -> m n", sums=("k",))
+        ```
+
+    **Arguments:**
+
+    - `rule`: names the dimensions of each operand (each leaf, in order) and each result. A dimension can be
+      split if its name is in a result.
+    - `sums`: names that are not in any result but can be split as well: each device then computes a summand
+      of every result.
+    - `first`: names that take precedence, in this order, if the same devices could split several. Default:
+      first the names that results are split over, then those for operands.
+    - `shared`: operands (leaves) that enter every result additively, such as a bias. If a summed dimension is
+      split, they are divided by the number of devices.
+
+    **Raises:** `ValueError` for a rule that cannot be parsed.
+    """
+
     """Says along which dimensions a primitive can be split over devices.
 
     !!! example
@@ -79,7 +105,7 @@ class Partitioning:
         return [part.split() for part in self.rule.split("->")[1].split(",")]
 
     def batched(self, dims: Sequence[int | None]) -> "Partitioning":
-        """The rule for operands with a batch axis at `dims`, and results with the axis in front."""
+        """The rule if operands have a batch axis at `dims`, and results have it in front."""
         taken = _names(self.operands) | _names(self.results)
         batch = next(n for n in map("batch{}".format, range(len(taken) + 1)) if n not in taken)
         operands = [
@@ -96,12 +122,12 @@ class Partitioning:
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """The mesh axes that each name is split over, as far as the devices can share its dimensions evenly.
+        """The mesh axes to split each name over, as far as devices can share its dimensions evenly.
 
         **Arguments:**
 
-        - `arrays`: names, shape and spec of each array, in order of precedence.
-        - `mesh`: the mesh of the specs.
+        - `arrays`: each array's names, shape and spec, highest precedence first.
+        - `mesh`: the mesh that the specs refer to.
         """
         wishes: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
@@ -113,7 +139,7 @@ class Partitioning:
         out: dict[str, Any] = {}
         for name in dict.fromkeys((*self.first, *wishes)):
             for axes in wishes.get(name, ()):
-                # The leading axes that are still free; those after them are gathered.
+                # The leading axes that are still free; any further ones are gathered.
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
@@ -134,17 +160,19 @@ class Partitioning:
         return summand
 
     def apply(self, fn: Flat) -> Flat:
-        """`fn`, partitioned over the devices that its operands and results are spread over."""
+        """Partitions `fn` over the devices that its operands and results are spread over."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
-            # Results take precedence; a dimension that is summed over gets the axes of its operands that are
-            # left.
+            # Results take precedence. A summed dimension gets whichever axes of its operands are left.
             arrays = [*zip(self.results, results, strict=True), *operands]
             spread = self.spread(
                 [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
             )
-            sharding = lambda names: NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
+
+            def sharding(names: Sequence[str]) -> NamedSharding:
+                return NamedSharding(mesh, PartitionSpec(*map(spread.get, names)))
+
             arg_shardings = tuple(sharding(names) for names in self.operands)
             part = self.part(fn, spread, mesh)
 
@@ -166,18 +194,20 @@ class Partitioning:
         return partitioned
 
     def apply_to_types(self, fn: Flat) -> Flat:
-        """The same for meshes with explicit axes, where the operands' types say how they are spread."""
+        """Like `apply`, for meshes with explicit axes, where the operands' types say how they are spread."""
 
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            mapped = (
-                compat.mapped_mesh_axes()
-            )  # a `vmap` has them, and gathers what else is divided over them
+            # A `vmap` owns these axes, and gathers anything else that is divided over them.
+            mapped = compat.mapped_mesh_axes()
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)
             spread = self.spread(list(arrays), mesh)
-            spec = lambda names: PartitionSpec(*map(spread.get, names))
+
+            def spec(names: Sequence[str]) -> PartitionSpec:
+                return PartitionSpec(*map(spread.get, names))
+
             parts = [
                 x
                 if sharding.mesh.empty or sharding.spec == spec(names)

@@ -1,4 +1,9 @@
-"""The class of primitives that are defined from one function."""
+"""The class of primitives defined from one function.
+
+The invariant is that a primitive's parameters are static and hashable, and its operands are flat: JAX's
+transforms only know such equations. Trees and forms are parameters (`in_tree`, `forms`), which rules never
+see.
+"""
 
 import dataclasses
 import functools
@@ -65,7 +70,7 @@ class Slot:
         self._rule: Callable[..., Any] | None = None
 
     def register(self, rule: _F) -> _F:
-        """Puts `rule` into the slot, in place of an existing one, and returns it."""
+        """Puts `rule` into the slot, replacing any existing one, and returns it."""
         if not callable(rule):
             raise TypeError(
                 f"slot {self.name!r} of primitive {self.primitive_name!r} takes a function; found {rule!r}"
@@ -75,6 +80,7 @@ class Slot:
 
     @property
     def registered(self) -> bool:
+        """Whether the slot has a rule."""
         """Whether the slot holds a rule."""
         return self._rule is not None
 
@@ -99,25 +105,25 @@ class Slot:
 class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
-    It is an ordinary `jax.extend.core.Primitive`: equations carry it, and rules can be registered for it. Its
-    derivatives and batched forms are primitives too, so that they can be recognised in a jaxpr and given
-    their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands), `transpose_p`
-    (itself, transposed in operands it is linear in) and `batch_p` (itself, mapped over an axis). Each of them
-    has the same four in turn. The parameters of a derived primitive are those of its root and `forms`, a
-    tuple whose last entry says how its operands and results relate to its parent's; it always has multiple
-    results.
+    This is an ordinary `jax.extend.core.Primitive`: equations carry it, and you can register rules for it.
+    Its derivatives and batched forms are primitives too, so that you can recognise them in a jaxpr and give
+    them their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands),
+    `transpose_p` (itself, transposed in its linear operands) and `batch_p` (itself, mapped over an axis).
+    Each has the same four in turn. A derived primitive has its root's parameters, and in addition `forms`;
+    the last entry of this tuple says how its operands and results relate to its parent's. It always has
+    multiple results.
 
     **Attributes:**
 
-    - `root`: the primitive this one was derived from; itself for one that was defined.
-    - `parent`: the primitive this one is a form of; None for one that was defined.
-    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None for one that was defined.
-    - `impl_fn`: the function the root was defined from.
+    - `root`: the primitive that this was derived from; itself if it was defined.
+    - `parent`: the primitive that this is a form of; None if it was defined.
+    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None if it was defined.
+    - `impl_fn`: the function that defined the root.
     """
 
-    # The interpreter of Values recognises all of these primitives by this.
+    # The interpreter recognises all these primitives by this name.
     family: ClassVar[str] = "defined"
-    # Whether another primitive has taken its name, by `define_primitive(..., replace=True)`.
+    # Whether another primitive has taken this name, by `define_primitive(..., replace=True)`.
     is_replaced = False
 
     def __init__(
@@ -142,8 +148,8 @@ class DefinedPrimitive(Primitive):
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX caches traces by function object and static arguments, so trace these instead of closures over
-        # the parameters.
+        # JAX caches traces by function object and static arguments, so we trace these instead of closures
+        # over the parameters.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
@@ -229,11 +235,11 @@ class DefinedPrimitive(Primitive):
             return self._slots.setdefault(name, Slot(self.name, name))
 
     def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """The primitive's function, on flat operands of the types `avals`."""
+        """The jaxpr of this primitive's function, on flat operands."""
         return self._trace((None, _sorted_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
-        """The structure of the primitive's result for flat operands of the types `avals`."""
+        """The structure of the result for flat operands."""
         return self._results_tree(tuple(avals), _sorted_items(params))
 
     def nonzero_tangents(
@@ -262,7 +268,7 @@ class DefinedPrimitive(Primitive):
     def _derived(self, form: type[Form]) -> "DefinedPrimitive":
         with _lock:
             if form not in self._forms:
-                # Another backend's kernel can be mapped over an axis, not differentiated.
+                # Another backend's kernel can be mapped over an axis, but not differentiated.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
                     f"{self.name}.{form.__name__.lower()}",
@@ -276,7 +282,7 @@ class DefinedPrimitive(Primitive):
             return self._forms[form]
 
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """The primitive's function of flat operands, which returns a list of results."""
+        """The function on flat operands, returning a list of results."""
         if self.parent is not None:
             form, below = without_form(params)
             return functools.partial(form.evaluate, self.parent._flat(platform, below))
@@ -284,7 +290,7 @@ class DefinedPrimitive(Primitive):
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
     def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """The primitive's function of flat operands, which returns the tree of results."""
+        """The function on flat operands, returning a tree of results."""
         if self.parent is not None:
             return self._flat(platform, params)
         in_tree, static = without_tree(params)
@@ -306,7 +312,7 @@ class DefinedPrimitive(Primitive):
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
         if jax.sharding.get_abstract_mesh().manual_axes:
-            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some of the axes
+            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some axes
         out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
         if platform is not None:
             expected: Any = self.jaxpr(avals, params).out_avals
@@ -327,7 +333,7 @@ class DefinedPrimitive(Primitive):
         if self.form != "batch":
             return None
         form, below = without_form(params)
-        if form.axis_name is not None:  # the examples may exchange data, so they stay together
+        if form.axis_name is not None:  # examples may exchange data, so they stay together
             return None
         avals = [
             aval if dim is None else mapped_aval(form.size, dim, aval)
@@ -391,13 +397,13 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def where(fn: Callable[..., Any]) -> str:
-    """The name of a function and the line where it is defined, for messages."""
+    """A function's name and the line where it is defined, for messages."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# Rules see the operands of a primitive as trees, and its parameters without the form and the tree.
+# Rules see operands as trees, and parameters without the form and the tree.
 
 
 def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:

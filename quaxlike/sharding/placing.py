@@ -118,7 +118,10 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 def unnested(value: Any) -> Any:
     """A Value with float32 scales in place of doubly quantised ones, so that more axes can be spread."""
-    is_quantized = lambda x: isinstance(x, AbstractQuantizedArray)
+
+    def is_quantized(x: Any) -> Any:
+        return isinstance(x, AbstractQuantizedArray)
+
     return jtu.tree_map(
         lambda x: with_most_leading_axes(x) if is_quantized(x) else x, value, is_leaf=is_quantized
     )
@@ -213,7 +216,10 @@ def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         ```
     """
     shapes = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x, model)
-    put = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def put(x: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     return _each(shapes, mesh, specs, put)
 
 
@@ -276,7 +282,9 @@ def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) 
             is_leaf=is_value,
         )
 
-    is_spec = lambda x: x is None or isinstance(x, jax.P) or is_value(x)
+    def is_spec(x: Any) -> Any:
+        return x is None or isinstance(x, jax.P) or is_value(x)
+
     try:
         jtu.tree_map(lambda spec, part: None, specs, model, is_leaf=is_spec)
     except ValueError as error:

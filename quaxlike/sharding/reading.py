@@ -41,7 +41,10 @@ class RowReader:
         first = self.read(0, min(self.step, self.count))
         if not goes_by_rows(first):
             return None
-        longer = lambda x: (x.shape[0] * self.count // first.shape[0], *x.shape[1:])
+
+        def longer(x: Any) -> Any:
+            return (x.shape[0] * self.count // first.shape[0], *x.shape[1:])
+
         raw = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(longer(x), x.dtype), first)
         made = eqx.filter_eval_shape(self.then, raw)
         return made if goes_by_rows(made) else None

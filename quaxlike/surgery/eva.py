@@ -91,7 +91,10 @@ def input_maxima(
         eight = ql.quantize(mlp, "int8", activations="int8", maxima=maxima)
         ```
     """
-    largest = lambda x: jnp.max(jnp.abs(x), initial=0)
+
+    def largest(x: Any) -> Any:
+        return jnp.max(jnp.abs(x), initial=0)
+
     return _measured("input_maxima", fn, where, fan_in_fan_out, layout, largest, jnp.maximum)
 
 

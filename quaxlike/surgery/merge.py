@@ -120,7 +120,10 @@ def _is_near(weight: Any, lora: AdaptedArray) -> bool:
     dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))
     if isinstance(dense, jax.core.Tracer) or isinstance(whole, jax.core.Tracer):
         return True
-    norm = lambda x: jnp.linalg.norm(jnp.nan_to_num(x))
+
+    def norm(x: Any) -> Any:
+        return jnp.linalg.norm(jnp.nan_to_num(x))
+
     eps = max(float(jnp.finfo(x.dtype).eps) for x in (weight, lora))
     allowed = 8 * eps * norm(jnp.abs(dense) + jnp.abs(whole))
     if isinstance(weight, AbstractQuantizedArray):  # the nearest codes, or those that `exact` chose

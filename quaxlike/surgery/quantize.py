@@ -341,7 +341,10 @@ def fake_quantize(
 
 def is_quantised(model: PyTree) -> bool:
     """Whether any weight is quantised, or the base of any adapter."""
-    is_one = lambda x: isinstance(x, AbstractQuantizedArray)
+
+    def is_one(x: Any) -> Any:
+        return isinstance(x, AbstractQuantizedArray)
+
     return any(map(is_one, jtu.tree_leaves(model, is_leaf=is_one)))
 
 

@@ -89,7 +89,10 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
         layers = {name: int(m[1]) for name in records if (m := _LAYER.search(name))}
         n = 1 + max(layers.values(), default=-1)
         eighth = n // 8
-        matters = lambda i: i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
+
+        def matters(i: Any) -> Any:
+            return i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
+
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
         return {**_rule(output_layer(records), "q6_k"), **_rule(more, "q6_k"), "all-linear": most}
 

@@ -86,7 +86,10 @@ def _chosen(
 
 def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
     """The arrays that a regular expression or a sequence of names selects."""
-    hits = lambda pattern, names: {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
+
+    def hits(pattern: Any, names: Any) -> Any:
+        return {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
+
     forms = [(name, parts) for name in arrays for parts in _parts(model, name, arrays)]
     wanted, named, only_in_one = set[str](), set[str](), dict[str, set[str]]()
     for pattern in [where] if isinstance(where, str) else where:

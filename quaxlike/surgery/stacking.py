@@ -139,7 +139,10 @@ def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
     if not isinstance(first, AdaptedArray) or not knows_axes(first):
         return {}
     parts = {name: getattr(first, name) for name in frozen_parts(first)}
-    same = lambda name, part: all(getattr(leaf, name) is part for leaf in leaves)
+
+    def same(name: Any, part: Any) -> Any:
+        return all(getattr(leaf, name) is part for leaf in leaves)
+
     return {name: part for name, part in parts.items() if part is not None and same(name, part)}
 
 

@@ -82,7 +82,9 @@ class Summary:
             numbers = of.logical_bytes, of.stored_bytes, of.trainable
             return path, kind, shape, axes, *(f"{n:,}" for n in numbers)
 
-        shape = lambda row: f"{row.dtype}[{','.join(map(str, row.shape))}]"
+        def shape(row: Any) -> Any:
+            return f"{row.dtype}[{','.join(map(str, row.shape))}]"
+
         rows = [cells(row.path, row.type, shape(row), _axes(row.layout), row) for row in self.rows]
         return [*rows, cells("total", f"{self.trainable_share:.3%} trained", f"{self.size:,}", "", self)]
 

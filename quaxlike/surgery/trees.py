@@ -97,7 +97,10 @@ def _is_box(node: Any) -> bool:
 
 def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
     """All arrays and Values of a model with their key paths."""
-    is_array = lambda leaf: is_value(leaf) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
+    def is_array(leaf: Any) -> Any:
+        return is_value(leaf) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
+
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
     return [(path, leaf) for path, leaf in leaves if is_array(leaf)]
 
@@ -207,7 +210,10 @@ def _difference(x: Any, y: Any, path: tuple[Any, ...]) -> str | None:
         if forms[0] != forms[1]:
             return f"{name} is {forms[0]} in one and {forms[1]} in the other"
         return None if same_values(x, y) else f"{name} has other values"
-    one_level = lambda tree: jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+
+    def one_level(tree: Any) -> Any:
+        return jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+
     (children, structure), (others, other_structure) = one_level(x), one_level(y)
     if jtu.treedef_is_leaf(structure) or jtu.treedef_is_leaf(other_structure):
         return None if _same_object(x, y) else f"{name} is {_short(x)} in one and {_short(y)} in the other"

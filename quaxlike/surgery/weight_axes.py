@@ -44,7 +44,10 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 
 def _general(layer: Any, shape: _Shape) -> Layout:
     """`LinearGeneral`, `DenseGeneral`: (batch, in, out), several axes of each."""
-    count = lambda x: len(x) if isinstance(x, tuple | list) else 1
+
+    def count(x: Any) -> Any:
+        return len(x) if isinstance(x, tuple | list) else 1
+
     n_out, n_in = count(getattr(layer, "out_features", getattr(layer, "features", 1))), count(layer.axis)
     return Layout(tuple(range(-n_out, 0)), tuple(range(-n_in - n_out, -n_out)))
 

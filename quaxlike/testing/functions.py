@@ -154,7 +154,10 @@ def _outputs(tree: Any) -> Any:
 
 def _two_levels(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     outer = [x for x in jtu.tree_leaves(args, is_leaf=is_value) if is_value(x)][::2]
-    chosen = lambda x: not is_value(x) or any(x is value for value in outer)
+
+    def chosen(x: Any) -> Any:
+        return not is_value(x) or any(x is value for value in outer)
+
     return quaxify(quaxify(fn), filter_spec=chosen)(*args)
 
 
@@ -163,7 +166,9 @@ def _stack(leaves: list[Any]) -> list[Any]:
 
 
 def _tangents(varied: list[Any]) -> list[Any]:
-    waves = lambda x: jnp.cos(jnp.arange(jnp.size(x))).reshape(jnp.shape(x)).astype(x.dtype)
+    def waves(x: Any) -> Any:
+        return jnp.cos(jnp.arange(jnp.size(x))).reshape(jnp.shape(x)).astype(x.dtype)
+
     return jtu.tree_map(waves, varied)
 
 

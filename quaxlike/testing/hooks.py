@@ -59,7 +59,10 @@ class Subject:
 
     def stack(self) -> Any:
         """Two different values of the same form, stacked along a leading axis of their leaves."""
-        other = lambda x: (1.5 * x).astype(x.dtype) if is_inexact(x) else x
+
+        def other(x: Any) -> Any:
+            return (1.5 * x).astype(x.dtype) if is_inexact(x) else x
+
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
@@ -196,7 +199,10 @@ def _linear(s: Subject) -> bool:
     varied, build = s.varied()
     if not varied:
         return True
-    dense = lambda leaves: reveal(build(leaves))
+
+    def dense(leaves: Any) -> Any:
+        return reveal(build(leaves))
+
     other = [plain(x) for x in varied]
     both = dense([a + b for a, b in zip(varied, other, strict=True)])
     advice = f"{s.cls.__name__} is not linear in its leaves: leave out `linear = True`"

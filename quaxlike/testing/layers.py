@@ -37,8 +37,12 @@ _layer_vjp.defvjp(lambda w, y: (layer(w, y), (w, y)), lambda res, ct: (None, ct 
 
 
 def _solve(w, y):
-    matvec = lambda x: 3.0 * x + w @ x
-    solver = lambda matvec, b: lax.fori_loop(0, 40, lambda _, x: (b - w @ x) / 3.0, jnp.zeros_like(b))
+    def matvec(x):
+        return 3.0 * x + w @ x
+
+    def solver(matvec, b):
+        return lax.fori_loop(0, 40, lambda _, x: (b - w @ x) / 3.0, jnp.zeros_like(b))
+
     return lax.custom_linear_solve(matvec, y, solver, symmetric=True)
 
 

@@ -170,5 +170,8 @@ def _difference(found: Any, expected: Any) -> str:
 
 def _numbers(tree: Any) -> dict[str, Any]:
     """The concrete arrays in a tree."""
-    concrete = lambda x: isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+
+    def concrete(x: Any) -> Any:
+        return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)
+
     return {jtu.keystr(path): x for path, x in jtu.tree_leaves_with_path(tree) if concrete(x)}

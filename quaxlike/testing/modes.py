@@ -118,5 +118,8 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
 
 def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
     """The results on plain arrays."""
-    on = lambda mode, program, arrays: _ON_ARRAY[mode](program.run, arrays)
+
+    def on(mode: Any, program: Any, arrays: Any) -> Any:
+        return _ON_ARRAY[mode](program.run, arrays)
+
     return _compiled(programs, on, (dense, stack))

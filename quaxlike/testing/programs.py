@@ -247,7 +247,9 @@ def shard_map_with_array(x):
 
 @program(dense_unless_linear=True)
 def custom_linear_solve(x):
-    solve = lambda matvec, b: b * 0.5
+    def solve(matvec, b):
+        return b * 0.5
+
     return lax.custom_linear_solve(lambda v: v * 2.0, x, solve, solve, symmetric=True)
 
 

@@ -44,9 +44,15 @@ class Keeps(ArrayValue):
     def default(primitive: Any, values: Any, params: Any) -> Any:
         like = next(x for x in values if isinstance(x, Keeps))
         arrays = [x.array if isinstance(x, Keeps) else x for x in values]
-        bind = lambda *arrays: primitive.bind(*arrays, **primitive.get_bind_params(params))
+
+        def bind(*arrays: Any) -> Any:
+            return primitive.bind(*arrays, **primitive.get_bind_params(params))
+
         out = (quaxify(bind) if any(map(is_value, arrays)) else bind)(*arrays)
-        boxed = lambda x: replace_fields(like, array=x) if is_plain(x) else x
+
+        def boxed(x: Any) -> Any:
+            return replace_fields(like, array=x) if is_plain(x) else x
+
         return [boxed(x) for x in out] if primitive.multiple_results else boxed(out)
 
 

@@ -226,7 +226,10 @@ def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> Non
     jaxpr = jax.make_jaxpr(of_moving)(*of)
     if not _is_forbidden(getattr(jaxpr, "jaxpr", jaxpr)):
         return
-    pull = lambda cotangents: jax.linear_transpose(of_moving, *of)(cotangents)
+
+    def pull(cotangents: Any) -> Any:
+        return jax.linear_transpose(of_moving, *of)(cotangents)
+
     try:
         jax.eval_shape(pull, jax.eval_shape(of_moving, *of))
     except _ForbiddenError:

@@ -132,7 +132,10 @@ def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T
 
     trees = summands if compensate is None else (*summands, compensate)
     sums = map_with_path(sum_leaves, *trees)
-    is_sum = lambda node: isinstance(node, _Sum)
+
+    def is_sum(node: Any) -> Any:
+        return isinstance(node, _Sum)
+
     total = jax.tree.map(lambda s: s.total, sums, is_leaf=is_sum)
     compensation = jax.tree.map(lambda s: s.compensation, sums, is_leaf=is_sum)
     return total, compensation

@@ -112,7 +112,10 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
             return _set_leaf(path, node, new, idxs, args)
         # The node has matched its counterpart, which it must do once: go on with its children.
         passed = cast(ScatterArgs, {**node.scatter_args, **args})
-        child = lambda at, inner, new: _set(inner, new, idxs, passed, path + at)
+
+        def child(at: Any, inner: Any, new: Any) -> Any:
+            return _set(inner, new, idxs, passed, path + at)
+
         return tree_map_with_path(child, node, new, is_leaf=lambda inner: inner is not node)
 
     return map_with_path(visit, item, value, is_leaf=lambda node: isinstance(node, HasScatterArgs))

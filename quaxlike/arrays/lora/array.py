@@ -222,7 +222,10 @@ class LoraArray(AdaptedArray):
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
         """New entries add the mean of what the adapter adds to the others."""
-        part = lambda x, own: resize(x, own.index(axis)) if axis in own else x
+
+        def part(x: Any, own: Any) -> Any:
+            return resize(x, own.index(axis)) if axis in own else x
+
         w, a, b = labels(self)
         out = self.replace(w=part(self.w, w), a=part(self.a, a), b=part(self.b, b), taken=None)
         if self.magnitude is None:

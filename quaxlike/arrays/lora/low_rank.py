@@ -74,7 +74,10 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
     core = lora.scaling * jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
     u, s, vt = svd(core, None)
-    matmul = lambda x, y: jnp.matmul(x, y, precision="highest")
+
+    def matmul(x: Any, y: Any) -> Any:
+        return jnp.matmul(x, y, precision="highest")
+
     return matmul(left[0], u), s, matmul(vt, jnp.swapaxes(right[0], -1, -2))
 
 

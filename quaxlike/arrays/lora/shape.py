@@ -113,7 +113,10 @@ def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: 
     found = quaxify(primitive.bind)(x.replace(magnitude=None), *starts, **params)
     scale = jnp.broadcast_to(arrange(*row_scale(x), range(x.ndim)), x.shape)
     scales = primitive.bind(scale, *starts, **params)
-    scaled = lambda piece, scale: multiply(piece.materialise(), scale)
+
+    def scaled(piece: Any, scale: Any) -> Any:
+        return multiply(piece.materialise(), scale)
+
     return jtu.tree_map(scaled, found, scales, is_leaf=is_value)
 
 

@@ -37,7 +37,9 @@ class TransparentValue(AdaptedArray):
     def default(
         primitive: jexc.Primitive, values: Sequence[ArrayLike | Value], params: dict[str, Any]
     ) -> Any:
-        under = lambda values: [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
+        def under(values: Any) -> Any:
+            return [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
+
         plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
@@ -214,7 +216,10 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
     whole_rows = tuple(slice_sizes) == (1, size) and tuple(d.collapsed_slice_dims) == (0,)
     if x.transposed or not whole_rows or tuple(d.start_index_map) != (0,) or d.operand_batching_dims:
         return NotImplemented
-    look_up = lambda w, at: lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
+
+    def look_up(w: Any, at: Any) -> Any:
+        return lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
+
     start = jnp.asarray(start)
     known = jnp.asarray(x.indices, start.dtype).reshape((1,) * (start.ndim - 1) + (-1,))
     at = jnp.clip(start, 0, n - 1) if params["mode"] == lax.GatherScatterMode.CLIP else start

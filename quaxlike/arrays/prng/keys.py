@@ -104,7 +104,10 @@ def _implementation(name: str) -> Any:
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
     """JAX's dtype for keys of a generator, and the number of words of a key."""
-    make = lambda: jax.random.key(0, impl=_implementation(impl))
+
+    def make() -> Any:
+        return jax.random.key(0, impl=_implementation(impl))
+
     words = jax.eval_shape(lambda: jax.random.key_data(make()))
     return jax.eval_shape(make).dtype, words.shape[-1]
 

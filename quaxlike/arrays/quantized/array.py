@@ -163,7 +163,10 @@ class BlockArray(AbstractQuantizedArray):
         inner = (*codes.shape[-1 if order is None else -2 : -1], codes.shape[-1] if count is None else count)
         packed = codes if count is not None else codec.pack(codes)
         if order is not None:
-            flat = lambda leaf: leaf.reshape(*leaf.shape[:-2], -1)
+
+            def flat(leaf: Any) -> Any:
+                return leaf.reshape(*leaf.shape[:-2], -1)
+
             packed, scale = flat(packed), jax.tree.map(flat, scale)
         return cls(
             codes=jnp.asarray(packed),
@@ -224,7 +227,10 @@ class CacheArray(AbstractQuantizedArray):
         """
         block = find_codec(cls, codec).block
         block = None if block is None or block >= shape[-1] else block
-        make = lambda x: cls.quantize(x, codec=codec, block_size=block)
+
+        def make(x: Any) -> Any:
+            return cls.quantize(x, codec=codec, block_size=block)
+
         of = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
 

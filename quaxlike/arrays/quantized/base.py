@@ -420,11 +420,17 @@ class AbstractQuantizedArray(GradientsArray):
             return self._materialised().transpose(self.permutation)
         # Each device decodes its rows, or parts of them if no block is shared between devices.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
-        last = lambda j, leaf: "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
+
+        def last(j: Any, leaf: Any) -> Any:
+            return "k" if cut and leaf.shape[-1] > 1 else f"own{j}"
+
         names = [lead if leaf.ndim == len(lead) else [*lead, last(j, leaf)] for j, leaf in enumerate(leaves)]
         inner = ["k"] if cut else [f"inner{i}" for i in range(len(self.inner_shape))]
         rule = Partitioning(f"{', '.join(map(' '.join, names))} -> {' '.join([*lead, *inner])}")
-        decode = lambda *leaves: [treedef.unflatten(leaves)._materialised()]
+
+        def decode(*leaves: Any) -> Any:
+            return [treedef.unflatten(leaves)._materialised()]
+
         return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
 
     def _materialised(self) -> Array:
@@ -483,7 +489,10 @@ class AbstractQuantizedArray(GradientsArray):
         params: Any = {"shape": shape, "block_size": max(self.block, 1), "transpose": transpose}
         if self.activations is not None and not transpose:
             (codes, scale), decode = found
-            unrounded = lambda x, *leaves: block_matmul(x, leaves, decode, out_dtype=x.dtype, **params)
+
+            def unrounded(x: Any, *leaves: Any) -> Any:
+                return block_matmul(x, leaves, decode, out_dtype=x.dtype, **params)
+
             y = code_matmul(
                 x, codes, scale, activations=self.activations, derivative=unrounded,
                 limit=self.input_limit, rounds_gradients=self.rounds_gradients,
@@ -503,7 +512,10 @@ class AbstractQuantizedArray(GradientsArray):
             block = self.block
             # Keeps rows of codes if no block crosses them, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
-            flat = lambda leaf, size: leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
+
+            def flat(leaf: Any, size: Any) -> Any:
+                return leaf.reshape((shape[0], shape[1] // size) if by_rows else -1)
+
             scale = scale if isinstance(scale, NestedScales) else flat(scale, block)
             return (flat(codes, 2), scale, jnp.asarray(self.codec.all_values)), NIBBLES
         rows = math.prod(codes.shape[:-1]) * self.matrix[0]
@@ -539,7 +551,10 @@ class AbstractQuantizedArray(GradientsArray):
         out = out.with_gradients(like.gradients)
         if out._form() == like._form():
             return out
-        scaled = lambda w: w.times(jnp.float32(1))
+
+        def scaled(w: Any) -> Any:
+            return w.times(jnp.float32(1))
+
         if scaled(out)._form() == like._form():
             return scaled(out)
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
@@ -570,8 +585,11 @@ class AbstractQuantizedArray(GradientsArray):
                 f"{reason}. Shard leading axes only, or quantise with `block_size` dividing the last axis "
                 "and without double quantisation."
             )
+
         # Entries for a whole row are replicated; but a block that is given as long as a row cannot be cut.
-        once = lambda leaf: leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
+        def once(leaf: Any) -> Any:
+            return leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
+
         return [
             jax.P(*lead, *([None] * len(inner) if once(leaf) else inner)) for leaf in jax.tree.leaves(self)
         ]

@@ -39,7 +39,10 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return NotImplemented
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
-    stored = lambda axes: [w.permutation[axis] for axis in axes]
+
+    def stored(axes: Any) -> Any:
+        return [w.permutation[axis] for axis in axes]
+
     x_names = name_axes(x, (*of_x.contracting, *of_x.batch), stored((*of_w.contracting, *of_w.batch)))
     x_free = [name for name in x_names if name < 0]
     out_names = (*stored(of_w.batch), *in_order(on_left, stored(of_w.free), x_free))
@@ -158,7 +161,10 @@ def _contract_slices(
         return _reorder(jnp.asarray(y, dtype), names, out_names)
     x, w = vary_alike((x, w))
     total = jnp.zeros_like(x, np.float32, shape=jax.eval_shape(product, x, w, jnp.int32(0)).shape)
-    step = lambda total, i: (total + product(x, w, i), None)
+
+    def step(total: Any, i: Any) -> Any:
+        return (total + product(x, w, i), None)
+
     total, _ = lax.scan(step, total, jnp.arange(w.stored_shape[0]))
     return total.astype(dtype)
 
@@ -233,7 +239,10 @@ def _ragged_dot_general(
 
     def of_tile(part: Array, expert: Array) -> Array:
         shape = [*(part.shape[-1 - name] for name in x_free), *sizes]
-        nothing = lambda part, expert: jnp.zeros_like(part, np.float32, shape=shape)
+
+        def nothing(part: Any, expert: Any) -> Any:
+            return jnp.zeros_like(part, np.float32, shape=shape)
+
         return lax.cond(expert < len(counts), product, nothing, part, expert)
 
     parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)

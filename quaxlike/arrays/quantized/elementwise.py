@@ -76,7 +76,9 @@ def _square(w: AbstractQuantizedArray, **params: Any) -> Any:
 
 @register("integer_pow")
 def _integer_pow(w: AbstractQuantizedArray, *, y: int, **params: Any) -> Any:
-    power = lambda x: x**y
+    def power(x: Any) -> Any:
+        return x**y
+
     return _of_each(w, power, power) if y > 0 else NotImplemented
 
 

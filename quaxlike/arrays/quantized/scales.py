@@ -39,7 +39,10 @@ class BlockScales(eqx.Module):
 
     def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
         """These scales times a scalar or factors `(*lead, 1)`, and the codec that reads them."""
-        wide = lambda x: x.astype(jnp.float32)
+
+        def wide(x: Any) -> Any:
+            return x.astype(jnp.float32)
+
         scaled = self
         if self.outer is not None:
             outer = self.outer / factor if codec.over else wide(self.outer) * factor

@@ -360,7 +360,10 @@ def _with_all_axes(
     num_out = num_batch + len(dims.offset_dims)
     order = [*(i for i in range(num_out) if i not in dims.offset_dims), *dims.offset_dims]
     squeezed = [place for place, axis in zip(places, kept, strict=True) if axis in gone]
-    move = lambda out: lax.transpose(lax.squeeze(out, squeezed), [order.index(i) for i in range(num_out)])
+
+    def move(out: Any) -> Any:
+        return lax.transpose(lax.squeeze(out, squeezed), [order.index(i) for i in range(num_out)])
+
     return quaxify(move)(out)
 
 

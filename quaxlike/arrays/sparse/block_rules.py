@@ -69,7 +69,10 @@ def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequenc
         (axis,) = touched
         line = lines(x, axis, clamped_start(starts[axis], x.shape[axis], 1))
         return line if line is NotImplemented else jnp.expand_dims(line, axis)
-    cut = lambda leaf, i: dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
+
+    def cut(leaf: Any, i: Any) -> Any:
+        return dynamic_slice_in_dim(leaf, starts[i], slice_sizes[i], i)
+
     return _cut(x, cut, touched)
 
 

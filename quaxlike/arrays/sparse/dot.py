@@ -116,11 +116,17 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     shape, w = w.shape, unstacked(w)
     into, out_of = [*of_w.batch, *of_w.free], [*of_w.batch, *of_w.contracting]
-    sizes = lambda axes: [shape[axis] for axis in axes]
+
+    def sizes(axes: Any) -> Any:
+        return [shape[axis] for axis in axes]
+
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
         return NotImplemented
     inside = w.is_stored
-    place = lambda axes: flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
+
+    def place(axes: Any) -> Any:
+        return flattened([w.indices[axis] for axis in axes], sizes(axes), inside)
+
     kept = [x.shape[axis] for axis in of_x.free]
     x = x.transpose(*of_x.batch, *of_x.contracting, *of_x.free).reshape(
         math.prod(sizes(out_of)), math.prod(kept)

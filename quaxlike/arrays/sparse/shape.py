@@ -89,7 +89,10 @@ def _broadcast_in_dim(
     grown = [axis for axis in range(len(shape)) if axis not in from_axis or x.sizes[from_axis[axis]] == 1]
     grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
     repeats = (x.nse, *(shape[axis] for axis in grown))
-    repeat = lambda array: jnp.broadcast_to(array.reshape(-1, *[1] * len(grown)), repeats).reshape(-1)
+
+    def repeat(array: Any) -> Any:
+        return jnp.broadcast_to(array.reshape(-1, *[1] * len(grown)), repeats).reshape(-1)
+
     inside = repeat(x.is_stored)
     indices: list[Array] = []
     for axis, size in enumerate(shape):
@@ -141,7 +144,10 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
 def _padded(x: SparseArray, nse: int) -> SparseArray:
     """The same array, padded to `nse` elements."""
     extra = nse - x.nse
-    end = lambda array, fill: jnp.pad(array, [(0, 0)] * x.num_batch + [(0, extra)], constant_values=fill)
+
+    def end(array: Any, fill: Any) -> Any:
+        return jnp.pad(array, [(0, 0)] * x.num_batch + [(0, extra)], constant_values=fill)
+
     out = x.replace(data=end(x.elements, 0), indices=tuple(map(end, x.indices, x.sizes)))
     if x.order is None:
         return out
@@ -188,7 +194,10 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
     n, shape = x.num_batch, x.shape
     touched = [axis for axis, size in enumerate(shape) if slice_sizes[axis] != size]
     batch = [axis for axis in touched if axis < n]
-    cut = lambda leaf, axis: dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
+
+    def cut(leaf: Any, axis: Any) -> Any:
+        return dynamic_slice_in_dim(leaf, starts[axis], slice_sizes[axis], axis)
+
     x = cut_batch(x, cut, batch)
     if len(batch) == len(touched):
         return x

@@ -50,7 +50,9 @@ def dot_stack(
     x = x.transpose(*of_x.batch, *of_x.free, *of_x.contracting)
     w = transpose_batch(w, (*batch, *own))
 
-    product: Callable[[Any, Array], Array] = lambda w, x: matmul(w, x, axis - num_batch)
+    def product(w: Any, x: Array) -> Array:
+        return matmul(w, x, axis - num_batch)
+
     for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
     y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the other axis of the matrix)
@@ -111,7 +113,9 @@ class AbstractSparseArray(ArrayValue):
         return NotImplemented if same else dense_when_incompatible(self)
 
     def _layout(self) -> Any:
-        shapes = lambda x: jax.tree.map(lambda leaf: leaf.shape, x, is_leaf=is_value)
+        def shapes(x: Any) -> Any:
+            return jax.tree.map(lambda leaf: leaf.shape, x, is_leaf=is_value)
+
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return type(self), [x if field.metadata.get("static") else shapes(x) for field, x in fields]
 

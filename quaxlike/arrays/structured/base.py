@@ -128,7 +128,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         if places is None:
             return NotImplemented
         x = self.stacked()
-        by = lambda part, rows: diagonal[..., rows] * part
+
+        def by(part: Any, rows: Any) -> Any:
+            return diagonal[..., rows] * part
+
         return x.with_parts({name: by(part, places[name][0]) for name, part in x.parts.items()})
 
     def matmul(self: _M, other: "StructuredMatrix", precision: Any = None) -> _M | NotImplementedType:
@@ -225,7 +228,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         if any(axis is not None for axis in spec[batch:]):
             return NotImplemented  # a block of rows is not a matrix of this type
         sharded = (*spec[:batch], *[None] * (batch - len(spec)))
-        own = lambda part, core: jax.P(*sharded[batch - (part.ndim - core) :], *[None] * core)
+
+        def own(part: Any, core: Any) -> Any:
+            return jax.P(*sharded[batch - (part.ndim - core) :], *[None] * core)
+
         return part_specs((part, own(part, self.CORE[name])) for name, part in self.parts.items())
 
 

@@ -67,7 +67,10 @@ class BlockCirculantMatrix(StructuredMatrix):
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return product(self.materialise(), x, precision=precision)
-        by = lambda blocks, x: product(blocks, x, precision=precision)
+
+        def by(blocks: Any, x: Any) -> Any:
+            return product(blocks, x, precision=precision)
+
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:

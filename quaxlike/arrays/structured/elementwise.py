@@ -80,7 +80,10 @@ def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params
     """Multiplies or divides the elements that are stored by those of an array."""
     places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
-    by = lambda name, part: quaxify(primitive.bind)(part, y[(..., *places[name])], **params)
+
+    def by(name: Any, part: Any) -> Any:
+        return quaxify(primitive.bind)(part, y[(..., *places[name])], **params)
+
     return x.with_parts({name: by(name, part) for name, part in x.parts.items()})
 
 

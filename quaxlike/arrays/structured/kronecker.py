@@ -74,7 +74,9 @@ class KroneckerMatrix(StructuredMatrix):
         return jnp.reshape(x, (*batch, p * r, k))
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        by = lambda part: lambda x: product(part, x, precision=precision)
+        def by(part: Any) -> Any:
+            return lambda x: product(part, x, precision=precision)
+
         return self._map(by(self.a), by(self.b), x)
 
     def multiplied(self, other: StructuredMatrix, by: Any) -> "KroneckerMatrix | NotImplementedType":

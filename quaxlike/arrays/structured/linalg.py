@@ -192,7 +192,10 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
     dtype = jaxpr.out_avals[0].dtype
     out = inside(of_matrix, x.converted(dtype if dtype.itemsize > 2 else jnp.float32))
     outs = out if isinstance(out, tuple) else (out,)
-    cast = lambda x, aval: x if x.dtype == aval.dtype else quaxify(lambda x: x.astype(aval.dtype))(x)
+
+    def cast(x: Any, aval: Any) -> Any:
+        return x if x.dtype == aval.dtype else quaxify(lambda x: x.astype(aval.dtype))(x)
+
     return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
 
 

@@ -103,10 +103,16 @@ class LowRankUpdate(StructuredMatrix):
         rank = self.u.shape[-1]
         more = max(0, like.u.shape[-1] - rank)
         if like.u.shape[-1] < rank:  # its rank is raised in turn
-            wide = lambda part: jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
+
+            def wide(part: Any) -> Any:
+                return jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
+
             parts = {name: part for name in ("u", "v") if not is_value(part := getattr(like, name))}
             like = replace_fields(like, **{name: wide(part) for name, part in parts.items()})
-        pad = lambda part: jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
+
+        def pad(part: Any) -> Any:
+            return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, more)])
+
         padded = self.with_parts({"u": quaxify(pad)(self.u), "v": quaxify(pad)(self.v)})
         return StructuredMatrix.widen(padded, like)
 

@@ -108,7 +108,10 @@ def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequenc
         return NotImplemented
 
     touched = [axis for axis in range(n) if slice_sizes[axis] != x.shape[axis]]
-    cut = lambda part, axis: dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
+
+    def cut(part: Any, axis: Any) -> Any:
+        return dynamic_slice_in_dim(part, starts[axis], slice_sizes[axis], axis)
+
     return cut_batch(x, cut, touched)
 
 
@@ -146,9 +149,12 @@ def _gather(
         core = x.CORE[name]
         numbers = dnums._replace(offset_dims=(*dnums.offset_dims[:-2], *range(ndim - 2, ndim - 2 + core)))
         sizes = (*slice_sizes[:n], *part.shape[n:])
-        gather = lambda part: lax.gather(
-            part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=constant_of[name], **params
-        )
+
+        def gather(part: Any) -> Any:
+            return lax.gather(
+                part, jnp.asarray(indices), numbers, sizes, mode=mode, fill_value=constant_of[name], **params
+            )
+
         return quaxify(gather)(part)
 
     whole = x.converted(x.dtype).stacked()

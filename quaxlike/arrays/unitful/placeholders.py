@@ -157,12 +157,18 @@ def _results_of_code(name: str, numbers: Sequence[Any], params: dict[str, Any]) 
     if name == "while":
         at = params["cond_nconsts"]
         start = at + params["body_nconsts"]
-        body = lambda carry: _results_of(params["body_jaxpr"], [*numbers[at:start], *carry])
+
+        def body(carry: Any) -> Any:
+            return _results_of(params["body_jaxpr"], [*numbers[at:start], *carry])
+
         return _fixed_point(body, numbers[start:])
     if name == "scan":
         n_consts, n_carry = compat.scan_arity(params)
         consts, xs = numbers[:n_consts], numbers[n_consts + n_carry :]
-        step = lambda carry: _results_of(params["jaxpr"], [*consts, *carry, *xs])
+
+        def step(carry: Any) -> Any:
+            return _results_of(params["jaxpr"], [*consts, *carry, *xs])
+
         carry = _fixed_point(lambda carry: step(carry)[:n_carry], numbers[n_consts : n_consts + n_carry])
         return [*carry, *step(carry)[n_carry:]]
     return _results_of(params[_CODE[name]], numbers)
@@ -192,7 +198,10 @@ def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
 def _interpret(jaxpr: compat.ClosedJaxpr, numbers: Sequence[Any]) -> Sequence[Any]:
     opened = compat.open_jaxpr(jaxpr)
     of = dict(zip(compat.all_invars(opened), [*map(constant_of, jaxpr.consts), *numbers], strict=True))
-    read = lambda atom: constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
+
+    def read(atom: Any) -> Any:
+        return constant_of(atom.val) if isinstance(atom, jexc.Literal) else of.get(atom)
+
     for eqn in opened.eqns:
         name, params = as_call(eqn.primitive, eqn.params)
         found = _results(name, list(map(read, eqn.invars)), params) if name in _FOLLOWED else ()

@@ -301,7 +301,10 @@ def _check_function(
     """Raises an error unless a function of elements of arrays, in their units, has results in the units `to`:
     those of the arrays that the results become elements of."""
     found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
-    fits = lambda x, unit: may_be_placeholder(x) or unit_of(x) == unit or {unit_of(x), unit} & {ANY, UNKNOWN}
+
+    def fits(x: Any, unit: Any) -> Any:
+        return may_be_placeholder(x) or unit_of(x) == unit or {unit_of(x), unit} & {ANY, UNKNOWN}
+
     if not all(map(fits, found, to)):
         raise DimensionError(
             f"`{primitive}` applies a function that gives ({_units(found)}) to elements of arrays whose "

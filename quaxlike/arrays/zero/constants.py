@@ -315,7 +315,10 @@ def _select_n_by_constant(primitive: Primitive, which: Constant, *cases: _Any, *
         return cases[int(known(which))]
     constants = [x for x in cases if isinstance(x, Constant)]
     if len(constants) == len(cases):
-        select = lambda *scalars: primitive.bind(*jnp.broadcast_arrays(*scalars), **params)
+
+        def select(*scalars: Any) -> Any:
+            return primitive.bind(*jnp.broadcast_arrays(*scalars), **params)
+
         return apply(select, which, *constants, shape=which.shape)
     scalar = _scalar(which)
     return NotImplemented if scalar.ndim else quaxify(primitive.bind)(scalar, *cases, **params)

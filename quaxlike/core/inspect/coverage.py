@@ -1,4 +1,8 @@
-"""An inventory of rules: those of a type, and ambiguous pairs."""
+"""Lists the rules for a type, and finds ambiguous pairs.
+
+An ambiguity is found before any operand meets it, by asking the same functions that dispatch asks. A second
+implementation would sooner or later disagree with dispatch.
+"""
 
 import dataclasses
 import functools
@@ -38,8 +42,10 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
 
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
-    """Whether the rule is about the type. Parameters that take any Value do not count, unless all of the
-    rule's parameters do."""
+    """Whether the rule is about this type.
+
+    Parameters that accept any Value do not count, unless all parameters do.
+    """
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
         hints.append(rule.signature.varargs)
@@ -50,25 +56,27 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulesDiff:
+    """The primitives with rules for one type but not for another. Prints as a table."""
+
     """The primitives that have rules for one type but not for another. Prints as a table."""
 
     types: tuple[type[Value], type[Value]]
     rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
-    """For each primitive, by name: the rules of the first type, and those of the second."""
+    """For each primitive, by name: the first type's rules, and the second type's."""
 
     @property
     def only_first(self) -> list[str]:
-        """The primitives that have rules for the first type alone."""
+        """The primitives with rules for the first type only."""
         return [name for name, (_, second) in self.rules.items() if not second]
 
     @property
     def only_second(self) -> list[str]:
-        """The primitives that have rules for the second type alone."""
+        """The primitives with rules for the second type only."""
         return [name for name, (first, _) in self.rules.items() if not first]
 
     @property
     def both(self) -> list[str]:
-        """The primitives that have rules for both types."""
+        """The primitives with rules for both types."""
         return [name for name, (first, second) in self.rules.items() if first and second]
 
     def __str__(self) -> str:
@@ -81,7 +89,7 @@ class RulesDiff:
 
 @checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
-    """Compares which primitives two types have rules for: what one can do and the other cannot.
+    """Compares two types: which primitives can one handle, and the other cannot?
 
     **Arguments:**
 
@@ -103,7 +111,10 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
     _check_types("compare_rules", first, second)
     found = [rules_for(cls, rules=rules) for cls in (first, second)]
     names = sorted({r.primitive.name for each in found for r in each})
-    of = lambda name, each: tuple(r for r in each if r.primitive.name == name)
+
+    def of(name: str, each: Sequence[Rule]) -> tuple[Rule, ...]:
+        return tuple(r for r in each if r.primitive.name == name)
+
     return RulesDiff((first, second), {name: (of(name, found[0]), of(name, found[1])) for name in names})
 
 
@@ -113,8 +124,8 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
 
     **Arguments:**
 
-    - `types`: the Value types to consider as operands, in every combination with each other and
-        with plain arrays. Default: every concrete type that a rule mentions.
+    - `types`: the Value types to consider as operands, in every combination with each other and with plain
+      arrays. Default: every concrete type that a rule mentions.
     - `rules`: a [`quaxlike.RuleSet`][] to check in addition to the global one.
 
     **Raises:**
@@ -145,13 +156,13 @@ def _check_types(function: str, *types: Any) -> None:
 
 
 def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
-    """Whether operands of these types or plain arrays can match the rule."""
+    """Whether these types or plain arrays can match the rule."""
     classes: list[type] = [jax.Array, *types]
     return all(any(_matches(t, hint) for t in classes) for hint in rule.signature.types)
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
-    """Whether some operands match both rules and the order between the two is undecided for them."""
+    """Whether some operands match both rules, and nothing decides between the two."""
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -191,7 +202,7 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """The class itself if it is concrete, else its concrete subclasses; none for the base of all types."""
+    """The class itself if it is concrete, else its concrete subclasses; nothing for the common bases."""
     if not inspect.isabstract(cls):
         yield cls
     elif cls not in (Value, ArrayValue):

@@ -1,4 +1,8 @@
-"""The bytes that devices exchange in a compiled program, read from its text."""
+"""The bytes that devices exchange in a compiled program, read from its text.
+
+XLA decides on collectives during compilation, and JAX has no interface for them, so we parse the HLO text. A
+line that we do not recognise is skipped: an unknown collective would be missing from the report.
+"""
 
 import dataclasses
 import math
@@ -9,21 +13,25 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
+    """All collectives of one kind that give each device an array with one shape."""
+
     """All collectives of one kind in a compiled program that give each device an array of one shape."""
 
     kind: str
     """`"all-gather"`, `"all-reduce"`, `"all-to-all"`, `"collective-permute"`, `"reduce-scatter"`."""
     dtype: str
-    """As XLA writes it: `"u8"`, `"f32"`, ..."""
+    """XLA's name for the dtype: `"u8"`, `"f32"`, ..."""
     shape: tuple[int, ...]
-    """The shape of what each device has afterwards."""
+    """The shape that each device has afterwards."""
     count: int
-    """How often it occurs in the program; once for the body of a loop."""
+    """How often this occurs in the program; once for the body of a loop."""
     bytes: int
-    """How many bytes a device has of it afterwards, over all `count` occurrences."""
+    """The bytes that each device has afterwards, over all `count` occurrences."""
     packed: bool
-    """Whether it gathers the codes of a weight, or arrays stored with them. They are recognised by the dtypes
-    and sizes of the parts of arguments that are Values and hold integers."""
+    """Whether this gathers a weight's codes, or arrays stored with them.
+
+    We recognise these by dtype and size: they must match an array in a Value that holds integers.
+    """
 
     def __str__(self) -> str:
         times = f"{self.count} times " if self.count > 1 else ""
@@ -39,12 +47,12 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
 def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
-    """Lists the collectives of a compiled program, those with the most bytes first.
+    """Lists the collectives in a compiled program, largest first.
 
     **Arguments:**
 
-    - `text`: the text of the program (`jax.stages.Compiled.as_text`).
-    - `packed`: the arrays that packed weights consist of.
+    - `text`: the program's text (`jax.stages.Compiled.as_text`).
+    - `packed`: the arrays that make up packed weights.
     """
     parts = {(_short(x.dtype), math.prod(x.shape)) for x in packed}
     counts: dict[tuple[str, str, tuple[int, ...]], int] = {}
@@ -66,7 +74,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
 
 
 def _short(dtype: Any) -> str:
-    """The name that XLA gives to a NumPy dtype."""
+    """XLA's name for a NumPy dtype."""
     name = str(dtype)
     for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s")):
         if name.startswith(long):

@@ -1,4 +1,8 @@
-"""`explain`: how a quaxified function treats Values, primitive by primitive, without running it."""
+"""`explain`: reports how a quaxified function treats Values, without running it.
+
+The report must show what a real call would do. So we trace the function through the same dispatch, with a
+recorder that looks on; nothing is simulated.
+"""
 
 import contextlib
 import dataclasses
@@ -25,30 +29,33 @@ from .recorder import Event, Outcome, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
+    """All events of one kind: a primitive met operands with these types, at one place."""
+
     """All events of one kind: a primitive that was applied to operands of these types, at one place."""
 
     primitive: str
     operands: tuple[str, ...]
-    """The type of each operand, such as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
+    """Each operand's type, such as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""
     results: tuple[str, ...]
     outcome: Outcome
-    """`"rule"`: a registered rule; `"default"`: the `default` of a type; `"built-in"`: quaxlike's own
-    handling of control flow and of primitives that only move data; `"materialised"`: no rule."""
+    """`"rule"`: a registered rule. `"default"`: a type's own `default`. `"built-in"`: quaxlike itself handles
+    control flow, and primitives that only move data. `"materialised"`: there was no rule.
+    """
     rule: str | None
     """Where the rule was written, as `file:line`."""
     source: str
     """The line of the user's own code."""
     through: str
-    """The line of an installed library in which it happened, if the user's line called one."""
+    """The library's line where this happened, if the user's line called a library."""
     where: tuple[str, ...]
-    """The nested jit, scan, cond, ... and the rules inside which it happened, outermost first."""
+    """The nested jit, scan, cond, ... and the rules around this, outermost first."""
     count: int
-    """How often it occurs in the traced program; once for the body of a loop."""
+    """How often this occurs in the traced program; once for the body of a loop."""
     bytes: int
     """How many bytes are materialised, over all `count` occurrences."""
     notes: tuple[str, ...]
     hint: str
-    """For a materialisation: the rule that the author of the type can write."""
+    """For a materialisation: the rule that the type's author can write."""
 
 
 class Report:
@@ -58,20 +65,21 @@ class Report:
         self, rows: Sequence[Row], devices: int = 1, exchange: Callable[[], tuple[Exchange, ...]] = tuple
     ) -> None:
         self.rows = tuple(rows)
-        """One [`Row`][quaxlike.Row] for each primitive, types of operands, outcome and place,
-        in the order of the program."""
+        """One [`Row`][quaxlike.Row] per primitive, operand types, outcome and place, in program order."""
         self._devices, self._exchange = devices, exchange
 
     @functools.cached_property
     def exchanged(self) -> tuple[Exchange, ...]:
-        """One [`Exchange`][quaxlike.Exchange] for each kind of array that devices exchange, those with the
-        most bytes first, for arguments that are spread over a mesh. The compiler decides what is exchanged,
-        so accessing this compiles the program for these devices."""
+        """What the devices exchange, largest first: one [`Exchange`][quaxlike.Exchange] per kind of array.
+
+        This is for arguments that are spread over a mesh. The compiler decides what to exchange, so accessing
+        this compiles the program for these devices.
+        """
         return self._exchange()
 
     @property
     def rules(self) -> tuple[Row, ...]:
-        """The rows for which a registered rule was followed."""
+        """The rows in which a registered rule was used."""
         return tuple(row for row in self.rows if row.outcome == "rule")
 
     @property
@@ -86,7 +94,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The counts in one line, followed by the first loss and the rule that would prevent it."""
+        """The counts in one line, then the first materialisation and the rule that would prevent it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
@@ -151,7 +159,7 @@ class Report:
         return page.fragment(self.rows, _table(self.rows), self.summary)
 
     def to_html(self, path: str | pathlib.Path) -> None:
-        """Writes the report as a self-contained page of HTML.
+        """Writes the report as a self-contained HTML page.
 
         **Arguments:**
 
@@ -163,12 +171,12 @@ class Report:
 def explain(
     fn: Callable[..., Any], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
 ) -> Callable[..., Report]:
-    """Reports what `quaxify(fn)` does with its Values: which rules it follows, and where a type is lost.
+    """Reports what `quaxify(fn)` does with its Values: which rules it uses, and where it materialises.
 
-    Nothing is computed: `fn` is traced with shapes in place of arrays, so arguments (and the fields of
-    Values) may be `jax.ShapeDtypeStruct`s, and a model of any size takes no memory. Neither a type
-    whose `materialise` raises nor `on_materialise("error")` stops it: what would raise becomes a row like
-    any other.
+    Nothing is computed: `fn` is traced with shapes instead of arrays. So arguments (and fields of Values) may
+    be `jax.ShapeDtypeStruct`s, and a model with any number of parameters takes no memory. A type whose
+    `materialise` raises does not stop this, and neither does `on_materialise("error")`: whatever would raise
+    becomes a row like any other.
 
     **Arguments:**
 
@@ -177,9 +185,9 @@ def explain(
 
     **Returns:**
 
-    A function of the arguments of `fn` that returns a [`Report`][quaxlike.Report]. JAX arrays
-    and `ShapeDtypeStruct`s among the arguments are abstract; anything else is passed unchanged. If they are
-    spread over a mesh, `exchanged` lists what its devices exchange, above all which weights they gather.
+    A function that takes the same arguments as `fn` and returns a [`Report`][quaxlike.Report]. JAX arrays and
+    `ShapeDtypeStruct`s among the arguments are abstract; anything else is passed unchanged. If they are
+    spread over a mesh, `exchanged` lists what its devices exchange, and above all which weights they gather.
 
     !!! example
 
@@ -223,14 +231,21 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """The number of devices that arguments are spread over, and a function that finds what they exchange."""
-    spread = lambda x: isinstance(s := getattr(x, "sharding", None), jax.NamedSharding) and s.mesh.size > 1
+    """How many devices the arguments are spread over, and a function that finds what they exchange."""
+
+    def spread(x: Any) -> bool:
+        sharding = getattr(x, "sharding", None)
+        return isinstance(sharding, jax.NamedSharding) and sharding.mesh.size > 1
+
     meshes = [x.sharding.mesh for x in jax.tree.leaves(dynamic) if spread(x)]
     if not meshes:
         return 1, tuple
     mesh, explicit = meshes[0], jax.sharding.AxisType.Explicit in meshes[0].axis_types
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread(x) else None)
-    shapes = jax.tree.map(shape, dynamic)  # arrays are not kept
+
+    def shape(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread(x) else None)
+
+    shapes = jax.tree.map(shape, dynamic)  # does not keep the arrays alive
 
     def exchange() -> tuple[Exchange, ...]:
         with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
@@ -241,7 +256,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
 
 
 def _packed(tree: Any) -> list[Any]:
-    """The arrays of those Values in a tree that hold integers."""
+    """The arrays in Values that hold integers."""
     out: list[Any] = []
     for value in filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)):
         parts = jax.tree.leaves(value, is_leaf=lambda x, value=value: x is not value and is_value(x))
@@ -281,11 +296,11 @@ _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "c
 
 
 def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> list[tuple[str, ...]]:
-    """The heads of the columns, then the cells of each row; empty columns are left out.
+    """The column heads, then each row's cells; omits empty columns.
 
     **Arguments:**
 
-    - `numbers`: the numbers of notes that are listed below the table, and stand for them in its cells.
+    - `numbers`: the numbers of the notes below the table; cells show these instead of the notes.
     """
     lines = [_cells(row, numbers) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
@@ -293,7 +308,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The table for a narrow terminal: the texts of a row stand below each other."""
+    """The table for a narrow terminal: a row's texts are stacked in one cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 
@@ -314,7 +329,7 @@ def _notes_of(row: Row) -> list[str]:
 
 
 def _numbered(rows: Sequence[Row]) -> dict[str, int]:
-    """The notes of all rows, each once, with a number."""
+    """Numbers all notes, each once."""
     return {note: i for i, note in enumerate(dict.fromkeys(n for row in rows for n in _notes_of(row)), 1)}
 
 
@@ -338,6 +353,6 @@ def _cells(row: Row, numbers: Mapping[str, int] | None) -> tuple[str, ...]:
 
 
 def _short(source: str) -> str:
-    """A place with only the last folder of its path; `Row` holds all of it."""
+    """Shortens a place to the last folder in its path; `Row` has all of it."""
     path, _, rest = source.rpartition(":")
     return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])

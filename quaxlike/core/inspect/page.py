@@ -1,4 +1,7 @@
-"""Reports as tables: of text, and as self-contained pages of HTML."""
+"""Reports as tables: plain text, or self-contained HTML pages.
+
+Everything that comes from the user's program is escaped, since file names and messages may hold any text.
+"""
 
 import html
 import pathlib
@@ -41,7 +44,7 @@ _PAGE = """<!doctype html>
 
 
 def plain_table(table: Sequence[Sequence[str]]) -> str:
-    """The lines of a table as text, whose columns are as wide as their widest cell."""
+    """Formats a table as text, with columns as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -50,12 +53,12 @@ def plain_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) -> str:
-    """The summary and the table, with their style, as a notebook shows them.
+    """The summary and the table with their style, as shown in a notebook.
 
     **Arguments:**
 
-    - `rows`: the rows of the report, for what the cells leave out.
-    - `table`: the heads of the columns, then the cells of each row.
+    - `rows`: the report's rows, for anything that the cells omit.
+    - `table`: the column heads, then each row's cells.
     """
     columns, *lines = table
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
@@ -70,7 +73,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
 
 def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
-    # Cells shorten places; the full ones are shown when the pointer rests on them.
+    # Cells show short places; hovering over them shows the full ones.
     titles = {"outcome": row.rule or row.hint, "line": row.source, "notes": row.through}
     cells = []
     for column, cell in zip(columns, line, strict=True):
@@ -83,7 +86,7 @@ def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
 def write(
     path: str | pathlib.Path, rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str
 ) -> None:
-    """Writes the page; the file appears only once it is complete."""
+    """Writes the page. The file appears only once it is complete."""
     page = _PAGE.format(title="quaxlike: what was dispatched", fragment=fragment(rows, table, summary))
     with replacing(path) as file:
         file.write(page.encode())

@@ -1,4 +1,8 @@
-"""The recorder of `explain`: one event for each primitive that is applied to a Value."""
+"""The recorder behind `explain`: one event for each primitive that meets a Value.
+
+A loop's body may be traced several times until its carry settles. Only the last trace is part of the program,
+so events inside a jaxpr are stored under that jaxpr, and a later trace replaces them.
+"""
 
 import contextlib
 import dataclasses
@@ -13,20 +17,22 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
+    """One primitive that met Values."""
+
     """One primitive that was applied to Values."""
 
     primitive: str
     operands: tuple[str, ...]
     source: str  # the line of the user's own code
-    through: str  # the line of an installed library that the user's code called, if any
+    through: str  # the library's line that the user's code called, if any
     outcome: Outcome = "built-in"
     rule: Rule | None = None
     results: tuple[str, ...] = ()
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so that
-    # if it is traced several times (the body of a loop, for its carry), the last time counts.
+    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so that if it
+    # is traced several times (a loop's body, for its carry), the last time counts.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -39,7 +45,7 @@ class Event:
 
 
 class Recorder:
-    """Collects the events of one run, as a tree."""
+    """Collects one run's events as a tree."""
 
     def __init__(self) -> None:
         self.root = self._open = Event("", (), "", "")
@@ -49,7 +55,7 @@ class Recorder:
     def follow(
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Calls `handler` for the primitive, and records the event unless it returns `NotImplemented`."""
+        """Calls `handler`, and records the event unless it returns `NotImplemented`."""
         if isinstance(handler, RulesByOperands):
             outs = (
                 self.follow(each, primitive, operands, params)
@@ -73,7 +79,7 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """Calls `tracing` for a jaxpr once for each key, and records the events that it led to each time."""
+        """Calls `tracing` once per key, and records its events every time."""
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
@@ -88,8 +94,10 @@ class Recorder:
     def record_materialisation(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
-        """Records that Values among the operands are materialised: in the event of the current primitive, if
-        that is what needs them."""
+        """Records that operands are materialised.
+
+        This belongs to the current primitive's event, if that is what needs them.
+        """
         event = self._open
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
@@ -101,13 +109,13 @@ class Recorder:
         event.notes += notes
 
     def by_default_of(self, cls: type) -> None:
-        """Records that the current primitive follows the `default` of a type."""
+        """Records that the current primitive uses a type's own `default`."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Shows the events that are recorded in the block as inside `what`."""
+        """Shows the events recorded in this block inside `what`."""
         before, self._events = self._events, self._open.events_inside(what, what)
         try:
             yield
@@ -115,7 +123,7 @@ class Recorder:
             self._events = before
 
     def unseen(self) -> "Recorder":
-        """One for what is traced on the side, and shown to nobody."""
+        """A recorder for whatever is traced on the side, and not shown."""
         return Recorder()
 
     def note(self, text: str) -> None:
@@ -127,7 +135,7 @@ class Recorder:
         return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
 
     def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
-        """Every event in the order of the program, with the path of what it ran inside."""
+        """Every event in program order, with the path of what it ran inside."""
         return _walk((), self.root)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -164,8 +164,11 @@ class Codec:
         inner = self._inner(scale)
         if outer is not None:
             outer = self._spread(outer, blocks)
+
             # XLA would replace division by a single outer scale with multiplication by its reciprocal.
-            each = lambda outer: lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
+            def each(outer: Any) -> Any:
+                return lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
+
             inner = inner / each(outer) if self.over else outer * inner
         if zero is None:
             return inner, None
@@ -195,9 +198,10 @@ class Codec:
         out = []
         for i, plane in enumerate(codes):
             width = len(range(i, count, stride))
-            along: Callable[[Any], Any] = lambda x, width=width: (
-                x if x is None or single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
-            )
+
+            def along(x: Any, width: int = width) -> Any:
+                return x if x is None or single else jnp.repeat(x, block // stride, axis=-1)[..., :width]
+
             out.append(self._value(plane[..., :width], along(scale), along(zero), along(shrunk)))
         return out
 
@@ -214,7 +218,10 @@ class Codec:
             code |= jnp.where(left < self.bits, rest << left.astype(packed.dtype), 0).astype(packed.dtype)
         if self.bits < 8:
             code &= np.uint8(2**self.bits - 1)
-        along: Callable[[Any], Any] = lambda x: None if x is None else x[index // max(block, 1)]
+
+        def along(x: Any) -> Any:
+            return None if x is None else x[index // max(block, 1)]
+
         return self._value(code, *map(along, (*self.scales_and_zeros(*scales), self._shrunk(scales[0]))))
 
     def _value(self, codes: Array, scale: Any, zero: Array | None, shrunk: Array | None) -> Array:
@@ -251,13 +258,17 @@ class Codec:
         return jnp.repeat(outer, self.group, axis=-1)[..., :blocks] if self.group else outer
 
 
-_integer = lambda bits, **options: Codec(bits, bias=2 ** (bits - 1), **options)
+def _integer(bits: Any, **options: Any) -> Any:
+    return Codec(bits, bias=2 ** (bits - 1), **options)
+
+
 _unsigned = functools.partial(Codec, zeros="points")
 _gguf = functools.partial(Codec, dtype="float16")
 
-_nibbles = lambda values: Codec(
-    4, "table", table=tuple(values.tolist()), block=64, high_first=True, flat=True
-)
+
+def _nibbles(values: Any) -> Any:
+    return Codec(4, "table", table=tuple(values.tolist()), block=64, high_first=True, flat=True)
+
 
 #: The formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
 CODECS: dict[str, Codec] = {

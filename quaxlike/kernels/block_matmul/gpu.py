@@ -263,7 +263,10 @@ def chunked(
         if not transpose or m == 0:
             return whole(x, leaves, *low_rank, decode=decode, product=product)
         rows = x.reshape(m, n)
-        part = lambda w, start, stop: times_scaled(rows[start:stop], w[0], w[1], product)
+
+        def part(w: Any, start: Any, stop: Any) -> Any:
+            return times_scaled(rows[start:stop], w[0], w[1], product)
+
         y = join_chunks(part, parts, m, scaled_at_once(m, n, k), axis=0)
         return y.reshape(*x.shape[:-1], k)
     b = None
@@ -348,7 +351,10 @@ def join_chunks(
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
     y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
-    put = lambda y, columns, start: lax.dynamic_update_slice_in_dim(y, columns, start, axis=axis)
+
+    def put(y: Any, columns: Any, start: Any) -> Any:
+        return lax.dynamic_update_slice_in_dim(y, columns, start, axis=axis)
+
     y = put(y, columns, 0)
     for start in range(step, size, step):
         weight, y = lax.optimization_barrier((weight, y))

@@ -185,9 +185,10 @@ class Warp:
         base, (row, column) = self.base(step), self.tile(step)
         out = []
         for place, own in self.lines(i):
-            at = lambda which, place=place, own=own: self.tiles.number(
-                which, base, place, row + own, column, self.column_in_tile(i)
-            )
+
+            def at(which: Any, place: Any = place, own: Any = own) -> Any:
+                return self.tiles.number(which, base, place, row + own, column, self.column_in_tile(i))
+
             scale = lanes.select(present, at(0), 0.0)
             shift = None
             if self.zeros is not None:
@@ -252,8 +253,13 @@ class Warp:
             place = lanes.select(present, place, 0)
             (adapter,) = used.load((self.token_group * p.adapters + place // of_adapter) * 4, "u32")
             column = place % of_adapter * 16 + self.quad * 4
-            t_at = lambda token: ((token * p.adapters + adapter) * p.rank + column) * 2
-            b_at = lambda row: ((adapter * p.product.shape[0] + row) * p.rank + column) * 2
+
+            def t_at(token: Any) -> Any:
+                return ((token * p.adapters + adapter) * p.rank + column) * 2
+
+            def b_at(row: Any) -> Any:
+                return ((adapter * p.product.shape[0] + row) * p.rank + column) * 2
+
             rows = [b.load(b_at(row), "u32", 2) for row in self.rows]
             rows = [[lanes.select(present, r, 0) for r in pair] for pair in rows]
             out: list[Reg] = []

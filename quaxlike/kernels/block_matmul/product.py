@@ -132,7 +132,9 @@ class Nibbles:
         packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
         code = jnp.arange(256)
         tables = [leaves[2][c] for c in (code >> 4, code & 15)]
-        look_up = lambda pairs, scale: [table[pairs] * scale for table in tables]
+
+        def look_up(pairs: Any, scale: Any) -> Any:
+            return [table[pairs] * scale for table in tables]
 
         def paired(start: Array | int, rows: int) -> list[Array]:
             """Rows of `W` as its even and its odd columns, each (rows, K / 2)."""
@@ -157,7 +159,10 @@ class Nibbles:
         packed, absmax, codebook = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1), leaves[2]
         start, stop, _ = columns.indices(k)
         if stop - start < k:
-            part = lambda leaf, size: leaf.reshape(n, -1)[:, start // size : stop // size]
+
+            def part(leaf: Any, size: Any) -> Any:
+                return leaf.reshape(n, -1)[:, start // size : stop // size]
+
             packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
         else:
             start, stop, _ = rows.indices(n)
@@ -218,7 +223,9 @@ class Rows:
         return self.codec.stride(product.shape[1], product.block_size)
 
     def tiles(self, leaves: Leaves, product: Product) -> Tiles:
-        part = lambda start, rows: [lax.dynamic_slice_in_dim(leaf, start, rows) for leaf in leaves]
+        def part(start: Any, rows: Any) -> Any:
+            return [lax.dynamic_slice_in_dim(leaf, start, rows) for leaf in leaves]
+
         return lambda start, rows: self.planes(part(start, rows), product)
 
     def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:

@@ -7,7 +7,7 @@ together, each thread as much at once as instructions can, and then reads from i
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import lanes
 from ..lanes import MemoryRegion, Reg
@@ -46,13 +46,16 @@ class Field(NamedTuple):
         row_bytes, span = row_blocks * size, count * size
         regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
         words = -(-span // 4) if regular else (span + 6) // 4
-        fits = lambda v: (
-            regular
-            and count > 1
-            and words % v == 0
-            and row_bytes % (4 * v) == 0
-            and rows * words % (32 * v) == 0
-        )
+
+        def fits(v: Any) -> Any:
+            return (
+                regular
+                and count > 1
+                and words % v == 0
+                and row_bytes % (4 * v) == 0
+                and rows * words % (32 * v) == 0
+            )
+
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:

@@ -69,7 +69,10 @@ def matmul(
     (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     rows = min(_ROWS_OF_X, -(-m // 16) * 16)
-    as_rows = lambda z: jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % rows), (0, 0)))
+
+    def as_rows(z: Any) -> Any:
+        return jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % rows), (0, 0)))
+
     x = as_rows(x)
     packed = packed.reshape(n, product.row_bytes)
     of_blocks = [
@@ -153,9 +156,15 @@ class _Weight(NamedTuple):
         if table.shape[0] > 1:
             low, high = table[:_SUBLANES], table[_SUBLANES:]
             rows = [codes[i : i + _SUBLANES] for i in range(0, codes.shape[0], _SUBLANES)]
-            at = lambda table, codes: _lookup(table, codes & (_SUBLANES - 1), axis=0)
+
+            def at(table: Any, codes: Any) -> Any:
+                return _lookup(table, codes & (_SUBLANES - 1), axis=0)
+
             return jnp.concatenate([jnp.where(c < _SUBLANES, at(low, c), at(high, c)) for c in rows])
-        spread = lambda start: jnp.broadcast_to(table[:, start : start + _LANES], codes.shape)
+
+        def spread(start: Any) -> Any:
+            return jnp.broadcast_to(table[:, start : start + _LANES], codes.shape)
+
         found = [_lookup(spread(i), codes & (_LANES - 1)) for i in range(0, table.shape[1], _LANES)]
         return found[0] if len(found) == 1 else jnp.where(codes < _LANES, *found)
 

@@ -213,7 +213,8 @@ def _product(
                 compute_context=compute_context,
             )
 
-        ignore = lambda *args, **kwargs: None
+        def ignore(*args: Any, **kwargs: Any) -> Any:
+            return None
 
         @functools.partial(
             pl.run_scoped,

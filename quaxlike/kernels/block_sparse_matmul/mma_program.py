@@ -113,15 +113,31 @@ def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Wor
     token = lanes.block_index() // feature_tiles * tiling.height
     feature_block, feature = feature_tile // parts, feature_tile % parts * tiling.width
     of_block = b // DEPTH
-    depth = lambda step: step % of_block * DEPTH
-    number = lambda step: index.load((feature_block * p.indexed[1] + step // of_block) * 4, "u32")[0]
+
+    def depth(step: Any) -> Any:
+        return step % of_block * DEPTH
+
+    def number(step: Any) -> Any:
+        return index.load((feature_block * p.indexed[1] + step // of_block) * 4, "u32")[0]
+
     if p.kind == "transposed":
-        left_at = lambda step, number: (token, number // slots * b + depth(step))
-        right_at = lambda step, number: (number * b + depth(step), feature)
+
+        def left_at(step: Any, number: Any) -> Any:
+            return (token, number // slots * b + depth(step))
+
+        def right_at(step: Any, number: Any) -> Any:
+            return (number * b + depth(step), feature)
     else:
-        left_at = lambda step, number: (token, number * b + depth(step))
-        first = lambda step: (feature_block * slots + step // of_block) * b
-        right_at = lambda step, number: (first(step) + feature, depth(step))
+
+        def left_at(step: Any, number: Any) -> Any:
+            return (token, number * b + depth(step))
+
+        def first(step: Any) -> Any:
+            return (feature_block * slots + step // of_block) * b
+
+        def right_at(step: Any, number: Any) -> Any:
+            return (first(step) + feature, depth(step))
+
     return _Work(number, left_at, right_at, token, feature_tile * tiling.width)
 
 
@@ -130,8 +146,13 @@ def _sampled(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Wo
     block, part = (f(lanes.block_index(), parts[0] * parts[1]) for f in (Reg.__floordiv__, Reg.__mod__))
     row, column = part // parts[1] * tiling.height, part % parts[1] * tiling.width
     (stored,) = index.load(block * 4, "u32")
-    left_at = lambda step, _: (step * DEPTH, block // p.slots * b + row)
-    right_at = lambda step, number: (step * DEPTH, number * b + column)
+
+    def left_at(step: Any, _: Any) -> Any:
+        return (step * DEPTH, block // p.slots * b + row)
+
+    def right_at(step: Any, number: Any) -> Any:
+        return (step * DEPTH, number * b + column)
+
     return _Work(lambda step: stored, left_at, right_at, block * b + row, column)
 
 

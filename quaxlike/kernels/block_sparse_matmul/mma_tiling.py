@@ -1,7 +1,7 @@
 """The sizes and tilings of block-sparse products with `mma.sync`."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 THREADS = 128  # of a block
 _LARGEST_TILE = 128
@@ -77,7 +77,10 @@ class SparseTiling:
     def warps(self) -> tuple[int, int]:
         """Warps below and beside each other, chosen so that their own tiles are as square as possible."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
-        fits = lambda warps: self.height >= 16 * warps[0] and self.width >= 16 * warps[1]
+
+        def fits(warps: Any) -> Any:
+            return self.height >= 16 * warps[0] and self.width >= 16 * warps[1]
+
         return min(filter(fits, shapes), key=lambda warps: self.height // warps[0] + self.width // warps[1])
 
     @property
@@ -87,7 +90,10 @@ class SparseTiling:
     @property
     def operand_bytes(self) -> tuple[int, int]:
         """The bytes of each operand's tile in a stage; all threads copy the same number of pieces."""
-        whole = lambda tile: -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
+
+        def whole(tile: Any) -> Any:
+            return -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
+
         return whole(self.left), whole(self.right)
 
     @property

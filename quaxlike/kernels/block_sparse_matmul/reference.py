@@ -13,6 +13,7 @@ one past the last, as in JAX's BCOO.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -83,8 +84,13 @@ def sampled_reference(
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
         y_row, columns = of_row
-        product = lambda column: _dot(y_row, _at(x, column), ((0,), (0,)))
-        block = lambda column: _if_stored(column < x.shape[0] - 1, product(column))
+
+        def product(column: Any) -> Any:
+            return _dot(y_row, _at(x, column), ((0,), (0,)))
+
+        def block(column: Any) -> Any:
+            return _if_stored(column < x.shape[0] - 1, product(column))
+
         return None, lax.map(block, columns)
 
     return lax.scan(row, None, (y, col_idx))[1].astype(out_dtype)

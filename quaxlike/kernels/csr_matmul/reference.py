@@ -89,5 +89,8 @@ def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
         width = _OPEN_WIDTH
     length = max(1, min(size, _PIECE // max(1, width)))
     count = -(-size // length)
-    pad = lambda array, fill: jnp.pad(array, (0, count * length - size), constant_values=fill)
+
+    def pad(array: Any, fill: Any) -> Any:
+        return jnp.pad(array, (0, count * length - size), constant_values=fill)
+
     return tuple(pad(array, fill).reshape(count, length) for array, fill in arrays)
