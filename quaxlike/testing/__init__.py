@@ -1,5 +1,6 @@
-"""Tests for authors of types and of functions: values under all transforms, functions on values of many
-kinds, and types that refuse to materialise."""
+"""Tests for authors: values under all transforms, functions on many kinds of Values, and types that refuse to
+materialise.
+"""
 
 from .check import check_type
 from .functions import check_program

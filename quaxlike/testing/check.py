@@ -1,4 +1,4 @@
-"""`check_type`: a value of any type, tested under all transforms."""
+"""`check_type`: tests a value of any type under all transforms."""
 
 import contextlib
 import dataclasses
@@ -28,30 +28,30 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 
 
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
-    """Tests a value under all transforms, against the array that it stands for.
+    """Tests a value under all transforms, against its dense array.
 
     The hooks of the type are checked first: `aval`, static fields, flattening, pickling, stacking, `linear`,
     `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the Value and on
     its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and under
-    `jax.grad` with respect to every inexact leaf. If results differ, each step of the program is compared
-    with its primitive, so that the first wrong rule is named.
+    `jax.grad` with respect to every inexact leaf. If the results differ, each step of the program is compared
+    with its primitive, so that the report names the first wrong rule.
 
-    A value may be materialised where its type has no rule, which the table shows. Inside
-    `with quaxlike.on_materialise("error")`, and for types from [`quaxlike.testing.refuses`][], that is a
-    failure. All programs together take about half a minute.
+    A value may be materialised if its type has no rule; the table shows where. Inside `with
+    quaxlike.on_materialise("error")`, and for types from [`quaxlike.testing.refuses`][], this is a failure.
+    All programs together take about half a minute.
 
     **Arguments:**
 
     - `value`: any small Value, with a few elements along each axis.
-    - `programs`: functions of one array, by name or in a sequence. Default: programs for about sixty
-        transforms of JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
-        programs for each primitive that has a rule for the type.
+    - `programs`: functions that take one array, by name or in a sequence. Default: programs for about sixty
+      transforms in JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
+      programs for each primitive that has a rule for this type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
     empty for a correct type.
 
-    **Raises:** `TypeError` if `value` is not a Value; and any error of `materialise`, since nothing can be
-    compared then.
+    **Raises:** `TypeError` if `value` is not a Value; and any error that `materialise` raises, since there is
+    nothing to compare with then.
 
     !!! example
 
@@ -121,7 +121,7 @@ class _Runner:
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
         self.wrong = wrong  # the first wrong hook
-        self.met: set[str] = set()  # rules, by their location in the source
+        self.met: set[str] = set()  # rules that were used, by source location
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)
@@ -168,10 +168,10 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """The first primitive that materialises the value; also records the rules that are met."""
+        """The first primitive that materialises the value. Also records which rules were used."""
         try:
             report = explain(program.run)(self.subject.value)
-        except Exception:  # the program's own, which is reported already
+        except Exception:  # the program's own error, reported already
             return ""
         self.met |= {row.rule for row in report.rules if row.rule}
         return "" if report.first_loss is None else report.first_loss.primitive

@@ -1,4 +1,4 @@
-"""Comparison of two results."""
+"""Compares two results."""
 
 from typing import Any, NamedTuple
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# The allowed difference of results, by itemsize, relative to the largest element.
+# The allowed difference by itemsize, relative to the largest element.
 _TOLERANCE = {2: 4e-2, 4: 6e-4, 8: 2e-6}
 
 
 class Disagreement(NamedTuple):
-    """How two results differ; its text is that of `str`."""
+    """How two results differ. `str` gives the text."""
 
     kind: str
-    """What differs: "structure", "shape", "dtype", "weak type" or "numbers"."""
+    """"structure", "shape", "dtype", "weak type" or "numbers"."""
     text: str
 
     def __str__(self) -> str:
@@ -33,15 +33,16 @@ def disagreement(
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """How two trees of arrays differ, in their types before their numbers; None if they agree.
+    """How two trees of arrays differ, types before numbers; None if they agree.
 
     **Arguments:**
 
     - `dtypes`: whether dtypes must agree.
-    - `weak_types`: whether weak types must agree, of arrays that have one.
-    - `tolerance`: the allowed difference, relative to the largest finite element. Default: by the dtypes.
+    - `weak_types`: whether weak types must agree.
+    - `tolerance`: the allowed difference, relative to the largest finite element. Default: depends on the
+      dtypes.
     - `atol`: the allowed absolute difference.
-    - `scale`: the size of the terms that were added up, for sums that nearly cancel.
+    - `scale`: the size of the summands, for sums that nearly cancel.
     - `nans`: whether there must be a NaN wherever one is expected.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)
@@ -85,12 +86,12 @@ def _difference(
 
 
 def _has_numbers(x: Any) -> bool:
-    """Not so are the gradients of integers."""
+    """The gradients of integers have none."""
     return jnp.result_type(x) != jax.dtypes.float0
 
 
 def tolerance_of(dtype: Any) -> float | int:
-    """The allowed difference of elements of a dtype, relative to the largest; 0 for exact dtypes."""
+    """The allowed difference for a dtype, relative to the largest element; 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
@@ -101,7 +102,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """A sum over the inexact arrays in a tree, with a different weight for each element."""
+    """Sums all inexact arrays in a tree, with a different weight for each element."""
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):
         real = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) else x
@@ -113,7 +114,7 @@ def weighted_sum(tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> float | int:
-    """The largest finite absolute value in the arrays of a tree; at least 1e-30."""
+    """The largest finite absolute value in a tree; at least 1e-30."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]
     return float(max(finite, default=0.0)) + 1e-30

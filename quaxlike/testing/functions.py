@@ -1,4 +1,4 @@
-"""`check_program`: somebody's function, tested on Values of many kinds."""
+"""`check_program`: tests a user's function on many kinds of Values."""
 
 import contextlib
 import dataclasses
@@ -37,41 +37,42 @@ def check_program(
     rtol: float | int | None = None,
     atol: float | int = 0.0,
 ) -> ProgramReport:
-    """Tests whether a function takes any kind of array.
+    """Tests whether a function works for any kind of array.
 
-    The function is called with Values of several kinds in place of its arrays, each argument on its own and
-    all of them together, and compared with the same call on the arrays. Where it asks an array for something
-    that other kinds do not have, such as elements for NumPy or `if`, or treats them otherwise, the report
-    names the line. It is the mirror of [`quaxlike.testing.check_type`][], which tests a type.
+    We call the function with several kinds of Values instead of its arrays, first one argument at a time and
+    then all together, and compare with the same call on arrays. If it asks an array for something that other
+    kinds do not have, such as elements for NumPy or `if`, or treats them differently, then the report names
+    the line. This is the mirror image of [`quaxlike.testing.check_type`][], which tests a type.
 
     The kinds are:
 
-    - `"passes through"`: an array in a box, which every primitive is applied to; results are in boxes too.
-    - `"refuses"`: likewise, but it never makes itself an array, nor does what is computed from it.
-    - `"metadata"`: likewise, with metadata beside the array, in a module of static fields.
-    - `"non-linear"`: the product of two leaves. It has no rules, so that primitives make it dense.
-    - `"stacked"`: the sum of two arrays in one leaf, whose shape is not that of the array; without rules.
-    - `"half precision"`: a box of bfloat16. It is compared with an array of this dtype; and if the function
-        gives other numbers for it than for the array itself, since it goes other ways, that is a failure too.
+    - `"passes through"`: an array in a box. Primitives apply to the array, and their results are boxed again.
+    - `"refuses"`: likewise, but it refuses to become an array, and so does everything computed from it.
+    - `"metadata"`: likewise, with metadata next to the array, in a module with static fields.
+    - `"non-linear"`: the product of two leaves. It has no rules, so primitives make it dense.
+    - `"stacked"`: the sum of two arrays in one leaf, which has another shape than the array. It has no rules.
+    - `"half precision"`: a box with a bfloat16 array. It is compared with an array of this dtype. If the
+      function gives different numbers for that array than for the original one, because it takes another
+      path, that is a failure too.
 
     **Arguments:**
 
-    - `fn`: the function. It returns a tree of arrays, the same for the same arguments.
+    - `fn`: the function. It returns a tree of arrays, and the same one for the same arguments.
     - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
-    - `which`: the names of the kinds to try, or functions that make a Value from an array (or return None if
-        there is none for it), by name. Default: all of the above.
+    - `which`: the names of the kinds to try; or a dict with functions that make a Value from an array (or
+      return None if there is none for it). Default: all of the above.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` over a stack of two, `"jvp"` and
-        `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
-        `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each of which dispatches on every
-        second Value. Default: all. One that raises an error on arrays, too, is left out.
-    - `rtol`: the allowed difference, relative to the largest element. Default: by the dtypes.
+      `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
+      `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each dispatching on every second
+      Value. Default: all. One that raises an error even on arrays is left out.
+    - `rtol`: the allowed difference, relative to the largest element. Default: depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
     **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. Its `failures`
-    are empty for a function that takes any kind of array.
+    are empty for a function that works for any kind of array.
 
-    **Raises:** any error of `fn` on the arrays themselves; `ValueError` if there are no arrays among the
-    arguments, or for an unknown name.
+    **Raises:** any error that `fn` raises on the arrays themselves; `ValueError` if there are no arrays among
+    the arguments, or for an unknown name.
 
     !!! example
 
@@ -119,7 +120,7 @@ def _named(which: Iterable[str] | Zoo | None) -> Zoo:
 
 @dataclasses.dataclass(frozen=True)
 class _Case(Program):
-    """The function with Values of a kind in some arguments."""
+    """The function, with one kind of Value in some arguments."""
 
     args: tuple[Any, ...] = ()
 
@@ -129,7 +130,7 @@ class _Case(Program):
 
     @property
     def leaves(self) -> list[Any]:
-        """All arrays, those in Values too; None for other leaves."""
+        """All arrays, including arrays inside Values; None for other leaves."""
         return self._parts[0]
 
     def build(self, leaves: list[Any]) -> tuple[Any, ...]:
@@ -146,7 +147,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """The arrays that a function returns, by their places: trees may hold functions, which differ."""
+    """The arrays that a function returns, by path: trees may hold functions, which never compare equal."""
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
     return arrays[""] if [*arrays] == [""] else arrays
@@ -203,12 +204,12 @@ _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
 
 
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a jitted function of trees that may hold anything; it returns arrays alone."""
+    """Jits `fn` for trees that may hold anything, returning only arrays."""
     return eqx.filter_jit(lambda *args: eqx.filter(fn(*args), eqx.is_array_like))
 
 
 class _Plain:
-    """The results of the function on plain arrays, each made once."""
+    """The results on plain arrays, each computed once."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.case = _Case(fn, args=args)
@@ -251,7 +252,7 @@ class _Plain:
         return {mode: found[mode, mode] for mode in run}
 
     def pushed(self, tangents: list[Any]) -> Any:
-        """The result and its tangents, for these tangents of the differentiable arrays."""
+        """The result and its tangents, given tangents for the differentiable arrays."""
         return self._jitted_jvp(self.case.leaves, tangents)
 
     @functools.cached_property
@@ -259,7 +260,7 @@ class _Plain:
         return jax.jit(functools.partial(_jvp, self.fn, self.case))
 
     def eagerly(self) -> Any:
-        """On copies of NumPy arrays, which the function may write to."""
+        """Calls the function on copies of NumPy arrays, since it may write to them."""
         copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
         return _outputs(self.fn(*self.case.build(copied)))
 
@@ -270,7 +271,7 @@ class _Plain:
 
 
 class _Tester:
-    """Runs the function on Values of one kind after the other, and compares the results."""
+    """Runs the function on one kind of Value after the other, and compares the results."""
 
     def __init__(
         self,
@@ -285,11 +286,11 @@ class _Tester:
         self.full = _Plain(fn, self.args)
         self.full.eagerly()  # raises what the function does
         self._plain = [self.full]
-        # Values need not be weakly typed where arrays are, and then promote others.
+        # A Value for a weakly typed array need not be weakly typed, and then promotes others.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """The checks of all kinds: Values in each argument, and in all."""
+        """The checks for all kinds: Values in each argument, and in all."""
         table: dict[str, _Case] = {}
         for kind, make in makers.items():
             made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
@@ -302,11 +303,11 @@ class _Tester:
                 plain = self._plain_for(case)
                 modes = [mode for mode in self.modes if not isinstance(plain(mode), Exception)]
                 table[f"{kind}, {where}"] = dataclasses.replace(case, modes=tuple(modes))
-        # Kinds that hold the arrays as they are share them as operands, so that XLA sees that most of these
+        # Kinds that hold the arrays unchanged share them as operands, so that XLA sees that most of these
         # programs are one.
         shared = {id(x): x for case in table.values() for x in case.leaves}
         at = {key: i for i, key in enumerate(shared)}
-        jitted = _jitted(self.fn)  # one, which is traced once
+        jitted = _jitted(self.fn)  # a single one, so that it is traced once
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn
@@ -316,7 +317,7 @@ class _Tester:
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
-        """The call on the arrays that Values stand for, which may be others than the arguments."""
+        """The call on the Values' dense arrays, which may differ from the arguments."""
         dense = reveal(case.args)
         leaves = _leaves(dense)
         for plain in self._plain:
@@ -327,7 +328,7 @@ class _Tester:
 
     def _check(self, name: str, case: _Case, found: Results) -> Check:
         plain = self._plain_for(case)
-        results = dict.fromkeys(self.modes, "-")  # of those that plain JAX cannot do either
+        results = dict.fromkeys(self.modes, "-")  # for what plain JAX cannot do either
         culprit = message = ""
         for mode in case.modes:
             expected, got = plain(mode), found[name, mode]
@@ -359,16 +360,16 @@ class _Tester:
                 expected = jax.vjp(dense, varied)[1](expected)[0]
             else:
                 expected = plain.pushed(jax.jvp(dense, (varied,), (_tangents(varied),))[1])
-        # A number of few digits may be among the operands, and not among the results.
+        # A low-precision number may be among the operands, but not among the results.
         rtol = max(map(tolerance_of, plain.dtypes | _dtypes(expected))) if self.rtol is None else self.rtol
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 
     def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
-        """Where an eager call with Values differs from that with arrays."""
+        """The line where an eager call with Values differs from one with arrays."""
         return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
 
     def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
-        """Where the function on arrays of another precision executes other lines, and gives other numbers."""
+        """The line where arrays of another precision take another path, and give other numbers."""
         out, full = plain("eager"), self.full("eager")
         difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
         if difference is None:
@@ -378,7 +379,7 @@ class _Tester:
 
 
 def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """The differentiable arrays of a case, and the function from them to those that Values stand for."""
+    """A case's differentiable arrays, and a function from these to the Values' dense arrays."""
     varied, build = case.varied(case.leaves)
     return varied, lambda varied: plain.case.varied(_leaves(reveal(build(varied))))[0]
 
@@ -388,7 +389,7 @@ def _dtypes(tree: Any) -> set[Any]:
 
 
 def _are_alike(x: Any, y: Any) -> bool:
-    """Whether two leaves, which are arrays or None, are the same array."""
+    """Whether two leaves (arrays or None) are the same array."""
     if x is None or y is None or not is_plain(jnp.asarray(y)):
         return x is y
     return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=is_inexact(x))
@@ -399,7 +400,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """`tree` with Values in place of its arrays; None if there are none that it can be made for."""
+    """Replaces the arrays in `tree` by Values; None if there is no array that can be replaced."""
     leaves, treedef = jtu.tree_flatten(tree)
     made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
     if all(x is None for x in made):

@@ -1,4 +1,4 @@
-"""Checks of a type's hooks on one of its values."""
+"""Checks a type's hooks on one of its values."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 @dataclasses.dataclass
 class Subject:
-    """A value that is checked, and the array that it stands for."""
+    """The value under test, and its dense array."""
 
     value: Any
     dense: Any
@@ -48,7 +48,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The differentiable leaves, and a function that builds the value from replacements for them."""
+        """The differentiable leaves, and a function that rebuilds the value from others."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -58,7 +58,7 @@ class Subject:
         return [x for x in leaves if is_inexact(x)], build
 
     def stack(self) -> Any:
-        """Two different values of the same form, stacked along a leading axis of their leaves."""
+        """Two different values with the same form, with stacked leaves."""
 
         def other(x: Any) -> Any:
             return (1.5 * x).astype(x.dtype) if is_inexact(x) else x
@@ -66,8 +66,11 @@ class Subject:
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
-        """A spec that spreads an axis (none, for -1), the largest number of devices that can share it and the
-        value placed on them; None if the type declines it, or does not say how its leaves are spread."""
+        """Spreads an axis (none, for -1) over as many devices as can share it.
+
+        **Returns:** the spec, the number of devices, and the placed value; None if the type
+        declines, or does not say how to spread its leaves.
+        """
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
         try:
@@ -90,7 +93,7 @@ class Subject:
 
 
 def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
-    """Registers the check of a hook, which returns whether the type has it, and raises if it is wrong."""
+    """Registers a check. It returns whether the type has the hook, and raises if the hook is wrong."""
 
     def decorator(check: Callable[[Subject], bool]) -> Callable[[Subject], bool]:
         HOOKS[name] = check
@@ -113,8 +116,10 @@ def _statics(s: Subject) -> bool:
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """The contents of a static field, including those of nested objects. Fields of a dataclass that are not
-    compared do not count: they follow from the others."""
+    """Everything inside a static field, including nested objects.
+
+    Dataclass fields that are not compared do not count, since they follow from the others.
+    """
     found: list[Any] = []
     for leaf in leaves_of(static):
         fields = dataclasses.fields(leaf) if dataclasses.is_dataclass(leaf) else ()
@@ -289,7 +294,7 @@ def _follows_rules(s: Subject) -> bool:
 
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
-    """Spreads each axis over as many devices as can share it; the leaves' parts must be the array's parts."""
+    """Spreads each axis over devices; the leaves' parts must give the array's parts."""
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
@@ -299,7 +304,7 @@ def _shard_spec(s: Subject) -> bool:
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:
-    """For each hook, "ok", "-" if the type does not have it, or "failed", with a message."""
+    """For each hook: "ok", "failed", or "-" if the type does not have it; and a message."""
     found: dict[str, tuple[str, str]] = {}
     for name, check in HOOKS.items():
         try:

@@ -1,4 +1,4 @@
-"""Layers under every transform, as programs of a square matrix, their weight."""
+"""Layers under every transform, as programs whose argument is a square weight matrix."""
 
 # pyright: reportMissingParameterType=false
 
@@ -83,7 +83,7 @@ def _vector(w: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram(Program):
-    """A program of a square matrix."""
+    """A program that takes a square matrix."""
 
     modes: tuple[str, ...] = ("eager", "jit")
 

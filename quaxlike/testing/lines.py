@@ -1,4 +1,4 @@
-"""The line of a program at which Values are treated otherwise than arrays."""
+"""Finds the line at which a program treats Values and arrays differently."""
 
 import inspect
 import os
@@ -17,11 +17,11 @@ from .compare import disagreement
 from .refusing import reveal
 
 _MOST_STEPS, _MOST_SECONDS = 100_000, 10.0
-_DERIVATIVES = "custom_derivatives.py"  # whose functions JAX calls when and as often as it likes
+_DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in it whenever, and as often as, it likes
 
 
 def line_of(error: BaseException) -> str:
-    """The user's line that an error comes from, and that of a library which it called; empty if unknown."""
+    """The user's line that raised, and the library's line that it called; empty if unknown."""
     return _shown(lines_of_error(error))
 
 
@@ -35,12 +35,12 @@ def _shown(lines: Iterable[SourceLine]) -> str:
 
 
 class _Executed(NamedTuple):
-    """A line that is about to be executed, or a function that returns."""
+    """A line that is about to run, or a function that returns."""
 
     at: SourceLine
-    frame: int  # its number, in the order of calls
-    caller: tuple[SourceLine, ...]  # the lines that called it, innermost first
-    new: dict[str, Any]  # the local variables that the line before it set, or the value that is returned
+    frame: int  # frames are numbered in the order of calls
+    caller: tuple[SourceLine, ...]  # the calling lines, innermost first
+    new: dict[str, Any]  # local variables set by the line before it, or the returned value
 
 
 class _Enough(Exception):
@@ -48,7 +48,7 @@ class _Enough(Exception):
 
 
 class _Run:
-    """Runs a function, and collects the steps of all code that is neither JAX's nor this package's."""
+    """Runs a function, recording every step outside JAX and this package."""
 
     def __init__(self, run: Callable[[], Any], fn: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
@@ -62,7 +62,7 @@ class _Run:
                 sys.settrace(self._enter)
                 self._top = sys._getframe()  # pyright: ignore[reportPrivateUsage]
                 run()
-            except Exception:  # the steps up to there count
+            except Exception:  # the steps so far count
                 pass
             finally:
                 sys.settrace(before)
@@ -77,8 +77,11 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """The lines that led to a call. None if they are not the program's: JAX calls functions for a
-        derivative as often as it likes, and functions of other packages on its own account."""
+        """The lines that led to a call. None if it was not the program that called.
+
+        JAX calls functions as often as it likes to differentiate them, and other packages call them for their
+        own purposes.
+        """
         called, direct = frame.f_code.co_filename, True
         callers: list[SourceLine] = []
         while (frame := frame.f_back) is not None and frame is not self._top:
@@ -110,7 +113,7 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """The installed library that a file belongs to, or generated code; empty for others."""
+    """The library that a file belongs to, or "<...>" for generated code; empty for other files."""
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""
@@ -123,13 +126,13 @@ def _kept(x: Any) -> Any:
 def first_difference(
     fn: Callable[..., Any], plain: Callable[[], Any], other: Callable[[], Any], *, numbers: bool = True
 ) -> tuple[str, str]:
-    """Runs two calls of the same function line by line.
-
-    **Returns:** the line after which they differ, and how; empty if they do not, or if it takes too long.
+    """Runs two calls of the same function in lockstep.
 
     **Arguments:**
 
-    - `numbers`: whether to compare the local variables, or only which lines are executed.
+    - `numbers`: whether to compare local variables, too, instead of only which lines run.
+
+    **Returns:** the line after which they differ, and how; empty if they do not, or if it takes too long.
     """
     runs = _Run(plain, fn).steps, _Run(other, fn).steps
     last: dict[int, _Executed] = {}
@@ -164,12 +167,12 @@ def _difference(found: Any, expected: Any) -> str:
     try:
         pair = [_numbers(reveal(x)) for x in (found, expected)]
         return str(disagreement(*pair) or "") if pair[0].keys() == pair[1].keys() else ""
-    except Exception:  # objects that are no trees of arrays
+    except Exception:  # objects that are not trees of arrays
         return ""
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
-    """The concrete arrays in a tree."""
+    """The concrete arrays in a tree, by path."""
 
     def concrete(x: Any) -> Any:
         return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)

@@ -1,4 +1,8 @@
-"""Programs in each mode, on a value and on its array, with many compiled together."""
+"""Runs programs in each mode, on a value and on its array, compiling many together.
+
+Compiling takes most of the time in `check_type`, hence many programs are compiled as one. If that fails, we
+halve the group until the culprit is alone.
+"""
 
 import dataclasses
 import functools
@@ -14,7 +18,7 @@ from .programs import Program
 from .refusing import reveal
 
 Results = dict[tuple[str, str], Any]
-"""For each program and mode, a tree of arrays or the exception that was raised."""
+"""For each program and mode: a tree of arrays, or the exception that was raised."""
 
 
 def _vmap(run: Any, s: Subject) -> Any:
@@ -86,7 +90,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """Traces all programs, and collects in `errors` those that raise."""
+    """Traces all programs, and collects whatever they raise in `errors`."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:
@@ -99,7 +103,7 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """The results on the materialised array, with gradients with respect to the value's leaves."""
+    """The results on the materialised array, with gradients by the value's leaves."""
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
     programs = tuple(table.items())
     found = dict(_of_arrays(programs, subject.dense, stack))

@@ -13,7 +13,7 @@ from .programs import Program, plain
 _Run = Callable[..., Any]
 _Shape = tuple[int, ...]
 
-# The plain operands that a program may ask for beside `x`, and their shapes for the shape of `x`.
+# Plain operands that a program may ask for next to `x`, and their shapes given the shape of `x`.
 OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "y": lambda s: s,
     "s": lambda s: (),
@@ -22,9 +22,9 @@ OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "r": lambda s: s[-1:],
 }
 
-# Primitives that do not take just one or two arrays of the same shape. Each program is tried on the dense
-# array first, and left out if that raises. Windows have at least one axis, as XLA crashes on none.
-# `tests/differential` reads the expressions, for programs with other operands.
+# Primitives that take something other than one or two arrays of the same shape. We try each program on the
+# dense array first, and leave it out if that raises. Windows have at least one axis, because XLA crashes on
+# none. `tests/differential` parses these expressions to make programs with other operands.
 LISTED: dict[str, list[_Run]] = {
     "argmax": [lambda x: jnp.argmax(x, 0)],
     "argmin": [lambda x: jnp.argmin(x, 0)],
@@ -55,7 +55,7 @@ LISTED: dict[str, list[_Run]] = {
     "gather": [lambda x: x[jnp.array([0, -1, 0])], lambda x: jnp.take(x, jnp.array([0, 0]), -1)],
     "integer_pow": [lambda x: x**3],
     "jit": [lambda x: jax.jit(lambda x: x)(x)],
-    # What the factors are for: a type may keep them in a form of its own.
+    # We test the factors in use: a type may keep them in its own form.
     "lu": [lambda x, y: jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(x), y)],
     "pad": [lambda x: lax.pad(x, jnp.zeros((), x.dtype), [(1, 1, 0)] * x.ndim)],
     "polygamma": [lambda x, s: lax.polygamma(s, x)],
@@ -123,7 +123,7 @@ def operations(primitives: Iterable[str]) -> dict[str, Program]:
 
 
 def _alone(f: _Run) -> Callable[[Any], Any]:
-    """The function of `x` alone, with plain arrays for its other operands."""
+    """Fills in plain arrays for all operands but `x`."""
     _, *others = inspect.signature(f).parameters.values()
     letters = [p.name for p in others if p.default is p.empty]
     return lambda x: f(x, *(_operand(letter, x) for letter in letters))
@@ -135,7 +135,7 @@ def _operand(letter: str, x: Any) -> jax.Array:
 
 
 def _elementwise(name: str) -> list[_Run]:
-    """Calls of the function in `jax.lax` with the primitive's name, on one or two arrays."""
+    """Calls to the `jax.lax` function with this name, on one or two arrays."""
     f = getattr(lax, name, None)
     if not callable(f) or isinstance(f, type):
         return []

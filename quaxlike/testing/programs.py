@@ -1,6 +1,7 @@
-"""Programs of one array, each through one transform of JAX or Equinox.
+"""Programs that take one array through one transform in JAX or Equinox.
 
-Each is written for plain arrays of any shape, and is linear in the array; `check_type` runs it on Values too.
+Each is written for plain arrays with any shape, and is linear in the array. `check_type` runs it on Values
+too.
 """
 
 # pyright: reportMissingParameterType=false
@@ -23,18 +24,21 @@ MODES = ("eager", "jit", "vmap", "grad")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function of one array, and its properties."""
+    """A function that takes one array, and its properties."""
 
     run: Callable[[Any], Any]
     has_rows: bool = False
-    """Whether it only takes arrays with a leading axis."""
+    """Whether this only takes arrays with a leading axis."""
     dense_unless_linear: bool = False
-    """Whether values of types that are not linear in their leaves are materialised: results of a custom
-    derivative other than the identity, and inputs of a linear solve, have no tangents of their class."""
+    """Whether nonlinear Values are materialised.
+
+    The results of a custom derivative (other than the identity), and the inputs of a linear solve, then have
+    no tangents with their own class.
+    """
     splits_rows: bool = False
-    """Whether it shards the leading axis over devices."""
+    """Whether this shards the leading axis over devices."""
     modes: tuple[str, ...] = MODES
-    """The modes that it is run in."""
+    """The modes to run it in."""
 
     def takes(self, aval: Any) -> bool:
         return bool(aval.shape and aval.shape[0]) or not self.has_rows
@@ -52,23 +56,23 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """The numbers that loops run over, in the dtype of an array."""
+    """The numbers that loops run over, in the dtype of `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 
 def plain(x: Any) -> jax.Array:
-    """A plain array of the shape and dtype of `x`, whose elements all differ."""
+    """A plain array like `x`, with distinct elements."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 
 def mesh(size: int | None = None) -> jax.sharding.Mesh:
-    """A mesh of all devices, or of `size` of them."""
+    """A mesh with all devices, or with `size` devices."""
     devices = jax.devices()[:size]
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def mesh_for(x: Any) -> jax.sharding.Mesh:
-    """A mesh of as many devices as can share the rows of `x`."""
+    """A mesh with as many devices as can share the rows of `x`."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 

@@ -1,4 +1,4 @@
-"""Types that refuse to materialise, so that losing the type is an error."""
+"""Types that refuse to materialise, so that a program which drops the type is an error."""
 
 import contextlib
 import contextvars
@@ -17,19 +17,19 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """Makes a subclass of a Value type that refuses to materialise, to test that programs keep the type.
+    """Makes a subclass that refuses to materialise, to test that programs keep the type.
 
-    [`quaxlike.testing.check_type`][] can still find the array that a value stands for. A rule that names the
-    original class makes values of that; `dataclasses.replace`, `tree_map` and `type(x)(...)` keep the
+    [`quaxlike.testing.check_type`][] can still find the array behind a value. A rule that names the original
+    class makes values of the original class; `dataclasses.replace`, `tree_map` and `type(x)(...)` keep the
     subclass.
 
     **Arguments:**
 
-    - `cls`: a type of Values.
+    - `cls`: a Value type.
 
-    **Returns:** a subclass of the same name. Also works as a decorator of the class.
+    **Returns:** a subclass with the same name. You can also use this as a class decorator.
 
-    **Raises:** `RuntimeError` with the name of the type, from its `materialise`.
+    **Raises:** `RuntimeError` with the type's name, from its `materialise`.
 
     !!! example
 
@@ -58,7 +58,7 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # Declared, for more is assumed of a type that refuses and does not say so.
+    # We declare these, because more is assumed about a type that refuses and does not say.
     Refusing.linear = cls.linear
     Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
@@ -67,7 +67,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """The object that is found under the name of a class."""
+    """The object that a class's name refers to."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -83,7 +83,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def revealing() -> Iterator[None]:
-    """A context in which types that refuse to materialise do so after all."""
+    """A context in which refusing types materialise after all."""
     token = _revealing.set(True)
     try:
         yield
@@ -92,7 +92,7 @@ def revealing() -> Iterator[None]:
 
 
 def is_revealing() -> bool:
-    """Whether such a context is entered."""
+    """Whether we are inside such a context."""
     return _revealing.get()
 
 

@@ -9,19 +9,23 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
+    """The check of one hook, or of one program in its modes."""
+
     """The check of one hook of a type, or of one program in its modes."""
 
     name: str
     results: Mapping[str, str]
-    """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not go
-    together), or "-" (not tried, since the type does not have the hook, or JAX cannot do it)."""
+    """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not fit
+    together), or "-" (not tried, since the type does not have the hook, or JAX cannot do it).
+    """
     culprit: str = ""
-    """The first wrong hook or rule of a type, if something failed: the name of a hook, or the file and line
-    of a rule. For a program, its line that treats Values otherwise than arrays, if that is known."""
+    """What is wrong, if something failed. For a type, this is the first wrong hook, or the file and line of
+    the first wrong rule; for a program, the line that treats Values differently, if known.
+    """
     message: str = ""
-    """The difference between its result and the expected one."""
+    """How its result differs from the expected one."""
     dense_at: str = ""
-    """The first primitive for which the value was materialised."""
+    """The first primitive that materialised the value."""
 
     @property
     def failed(self) -> bool:
@@ -46,7 +50,7 @@ class TypeReport:
 
     @property
     def summary(self) -> str:
-        """The counts, and each culprit with its first message."""
+        """The counts, then each culprit with its first message."""
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -78,12 +82,12 @@ class ProgramReport:
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed; empty for a function that takes any kind of array."""
+        """The checks that failed; empty for a function that works for any kind of array."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """The counts, and each line with its first message."""
+        """The counts, then each line with its first message."""
         lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
         return "\n".join(lines + _messages(self.failures))
 

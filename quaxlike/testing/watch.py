@@ -1,4 +1,4 @@
-"""The search for the first wrong rule or default: each step of a program is compared with its primitive."""
+"""Finds the first wrong rule or default, by comparing each step with its primitive."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Compares the results and gradients of each step with those of its primitive on the dense arrays."""
+    """Compares each step's result and gradient with the primitive's on dense arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def _is_concrete(tree: Any) -> bool:
 def _step(
     handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> str:
-    """Describes how a step differs from its primitive on the dense arrays."""
+    """How a step differs from its primitive on dense arrays."""
     leaves, treedef = jtu.tree_flatten(list(operands))
 
     def build(varied: Sequence[Any]) -> list[Any]:
@@ -89,7 +89,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # the primitive does not take these types, though a rule may
+    except Exception:  # the primitive does not accept these types, though a rule may
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)
@@ -109,10 +109,9 @@ def _as(primitive: Any, out: Any) -> Any:
 
 
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
-    """Runs a program step by step, and finds the first step that is wrong.
+    """Runs a program step by step, and finds the first wrong step.
 
-    **Returns:** the first rule or default that differs from its primitive, and the difference; empty if none
-    does.
+    **Returns:** the first rule or default that differs from its primitive, and how; empty if there is none.
     """
     watcher = _Watcher()
     try:
@@ -125,7 +124,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """The innermost method of the type in the traceback of an error."""
+    """The type's innermost method in the traceback of an error."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

@@ -1,4 +1,4 @@
-"""Values of many kinds, each of which stands for an array that is given."""
+"""Many kinds of Values that stand for a given array."""
 
 import inspect
 import sys
@@ -19,7 +19,7 @@ _DEFAULT_DTYPES = (jnp.float32, jnp.float64)
 
 
 class Keeps(ArrayValue):
-    """An array in a box. Every primitive is applied to the array, and its results are boxed again."""
+    """An array in a box. Primitives apply to the array, and their results are boxed again."""
 
     linear: ClassVar[bool] = True
     array: Any
@@ -57,8 +57,11 @@ class Keeps(ArrayValue):
 
 
 class Refuses(Keeps):
-    """Likewise, and never makes itself an array. What is computed from it is of this type, conditions too:
-    transforms may ask those for their elements, but Python may not."""
+    """Likewise, but refuses to become an array.
+
+    Everything computed from it has this type, including conditions: transforms may ask these for their
+    elements, but Python may not.
+    """
 
     def materialise(self) -> Any:
         if is_revealing():
@@ -70,7 +73,7 @@ class Refuses(Keeps):
 
 
 class Refused(RuntimeError):
-    """A Value that refuses to materialise was to."""
+    """A refusing Value was asked to materialise."""
 
 
 class Thing(eqx.Module):
@@ -80,7 +83,7 @@ class Thing(eqx.Module):
 
 
 class Described(Keeps):
-    """An array in a box, with metadata that is a module of static fields."""
+    """An array in a box, with metadata in a module with static fields."""
 
     about: Thing
 
@@ -99,7 +102,7 @@ class Scaled(ArrayValue):
 
 
 class Stacked(ArrayValue):
-    """The sum of the arrays that are stacked in its leaf. It has no rules."""
+    """The sum of the arrays stacked in its leaf. It has no rules."""
 
     linear: ClassVar[bool] = True
     parts: Any
@@ -112,7 +115,7 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Whether `x` is an array that a Value can stand for: not one of random keys."""
+    """Whether `x` is an array that a Value can stand for. (Random keys are not.)"""
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -121,8 +124,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _asking() -> tuple[str, bool]:
-    """The primitive or function that needs an array, and whether that is `bool`, `float`, NumPy or the like
-    rather than a transform."""
+    """Who needs an array, and whether that is Python or NumPy (`bool`, `float`, ...), not a transform."""
     what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is _BY_PYTHON:
@@ -133,18 +135,18 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# Where each asks for an array; both name what needs it in a variable `what`. Annotations may be checked
-# around them.
+# Where each asks for an array. Both hold who needs it in a local variable `what`. We unwrap them, since
+# a type checker may wrap them.
 _BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
 _BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 
 
-# Each makes a Value from an array, or returns None if there is none for it.
+# Each makes a Value from an array, or returns None if it has none for this array.
 ZOO: dict[str, Callable[[Any], Any]] = {
     "passes through": Keeps,
     "refuses": Refuses,
     "metadata": lambda x: Described(x, Thing("an array")),
-    # In halves and doubles of the elements, which are exact.
+    # Halves and doubles are exact.
     "non-linear": lambda x: Scaled(x / 2, jnp.asarray(2, x.dtype)) if _is_inexact(x) else None,
     "stacked": lambda x: Stacked(jnp.stack([x / 2, x / 2])) if _is_inexact(x) else None,
     "half precision": lambda x: Keeps(x.astype(jnp.bfloat16)) if x.dtype in _DEFAULT_DTYPES else None,
