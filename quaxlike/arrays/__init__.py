@@ -1,10 +1,10 @@
-"""Array types, one package each. Importing one registers rules for its own types only."""
+"""Array types, one package each. Importing a package registers rules for its own types only."""
 
 from typing import TYPE_CHECKING
 
 from .._lazy import lazily
 
-# Imported to register rules.
+# These are imported to register their rules.
 from . import adapted_rules as _adapted_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import axis_rules as _axis_rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from . import pairs as _pairs  # noqa: F401  # pyright: ignore[reportUnusedImport]

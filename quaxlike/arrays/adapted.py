@@ -1,4 +1,9 @@
-"""`AdaptedArray`: a weight with parts beside it, which are trained in its place."""
+"""`AdaptedArray`: a frozen weight with trained parts, the base class of all adapters.
+
+The invariant is that derivatives reach the base exactly as `gradients` says, whatever rules do to the array.
+So every rule builds its result with `replace` and reads the base as `self.base`. A rule that reads `self.w`
+instead would leak gradients into a frozen weight (and compute them, at full size).
+"""
 
 import dataclasses
 import functools
@@ -22,42 +27,40 @@ _Self = TypeVar("_Self", bound="AdaptedArray")
 
 
 class AdaptedArray(GradientsArray):
-    """A weight with parts beside it that are trained in its place: the base class of adapters, such as
-    [`quaxlike.LoraArray`][] and your own.
+    """A frozen weight with trained parts: the base class for [`quaxlike.LoraArray`][] and your own adapters.
 
-    Subclass it, declare the parts as fields, and write `materialise` from them and `self.base`, which is `w`
-    without gradients. Put it on a model with [`quaxlike.adapt`][]. Everything that works with adapters then
-    works with yours: [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantisation of
-    the weight beneath, fine-tuning, generation. Without rules of its own, it is materialised wherever it is
-    used; write one for `dot_general` first.
+    Subclass this, declare the parts as fields, and write `materialise` using them and `self.base`, which is
+    `w` without gradients. Put your adapter on a model with [`quaxlike.adapt`][]. Everything for adapters then
+    works with yours: [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the
+    base, fine-tuning, generation. Without rules, it is materialised wherever it is used; write a rule for
+    `dot_general` first.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `gradients`: `"none"` if `w` is a constant for derivatives; `"pass"` if derivatives with respect to it
-        exist but it is not trained, because arrays that have gradients were put in it; `"train"` if it is
-        trained, too. Default: `"none"`.
+    - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
+      but do not train it (say, you have put arrays with gradients into it); `"train"` if it is trained, too.
+      Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
-    - `part_axes`: for each part, the axes that it ends with, such as `{"a": "rank in", "b": "out rank"}`.
-        `out` and `in` are those of the weight, any other word is an axis of the part alone. Axes in front of
-        them are batch axes: several adapters on one weight, or stacked layers; `materialise` has to accept
-        them. [`quaxlike.stack_adapters`][], shardings and loops over stacked layers need it. Default: not
-        known.
-    - `out_axes`, `in_axes`: the axes of the weight that are outputs and inputs, counted from the end.
-        Default: `(-2,)` and `(-1,)`.
-    - `any_axes`: whether `out_axes` and `in_axes` are static fields that may name any axes, several of each.
-        Transposes and reshapes then change them, and the result is an adapter too. Default: False.
-    - `cuttable`: whether the array can be cut along the axes `"out"`, `"in"` or both by cutting its parts: an
-        entry of the array depends on the same entry of each part alone. Default: neither.
-    - `faster`: the parts that learn at a rate of their own under [`quaxlike.optim.lora_plus`][], since they
-        begin at zero. Default: none.
-    - `dropout`: the share of inputs that is dropped where the field `key` is a PRNG key.
-    - `invocation`: the tokens of a text from which on the adapter acts, if it does not on all; the field
-        `active` then gets a flag for each token from [`quaxlike.activate`][]. Default: None.
-    - `taken`: anything but None if an initialisation took a part of `w` into the adapter, so that files
-        without the base cannot hold it. Default: None.
+    - `part_axes`: names the last axes of each part, as in `{"a": "rank in", "b": "out rank"}`. Here `out` and
+      `in` are the weight's axes; any other word is an axis of the part only. Axes in front of these are batch
+      axes (several adapters on one weight, or stacked layers), which `materialise` has to accept. This is
+      needed by [`quaxlike.stack_adapters`][], shardings, and loops over stacked layers. Default: not known.
+    - `out_axes`, `in_axes`: the weight's output and input axes, counted from the end. Default: `(-2,)` and
+      `(-1,)`.
+    - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so,
+      transposes and reshapes change them, and the result is an adapter too. Default: False.
+    - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
+      each entry depends only on the same entry of each part. Default: neither.
+    - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], since they begin at
+      zero. Default: none.
+    - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
+    - `invocation`: the tokens from which the adapter acts onward, if it does not always act.
+      [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
+    - `taken`: not None if an initialisation moved a part of `w` into the adapter, so that a file without the
+      base cannot represent it. Default: None.
 
     !!! example
 
@@ -87,7 +90,7 @@ class AdaptedArray(GradientsArray):
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
-    # Without annotations, so that a subclass that makes them fields decides about their order.
+    # These have no annotations, so that a subclass that makes them fields decides about their order.
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
@@ -96,38 +99,51 @@ class AdaptedArray(GradientsArray):
 
     @property
     def base(self) -> Any:
-        """`w`, cut off from differentiation unless `gradients` says otherwise. An adapter beneath this one
-        decides for itself, and so does a quantised weight whose scales are trained."""
+        """`w`, cut off from differentiation unless `gradients` says otherwise.
+
+        An adapter inside this one decides for itself, and so does a quantised weight with trained scales.
+        """
         return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
-        """The names of the fields that are trained. Default: all with floating-point arrays, but `w` only if
-        `gradients` is "train". Several adapters on one weight share the others."""
+        """The names of the fields to train.
+
+        By default, all fields with floating-point arrays, but `w` only if `gradients` is "train". Several
+        adapters on one weight share all other fields.
+        """
         names = [name for name in array_fields(self) if name != "w" or self.gradients == "train"]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
-        """The array that `merge` puts in its place, differentiable in all parts. Default: materialised."""
+        """The array that `merge` puts in its place, differentiable in all parts. Default: materialises."""
         return self.replace(gradients=strongest("pass", self.gradients)).materialise()
 
     def unmerged(self, weight: jax.Array) -> Any:
-        """The adapter whose `merged` is a dense `weight`: its base is the weight without what this adds.
-        Default: `NotImplemented`."""
+        """The inverse of `merged`: the adapter for a dense `weight`, with a new base. Default:
+        `NotImplemented`.
+        """
         return NotImplemented
 
     def adds_nothing(self) -> bool:
-        """Whether the base is left as it is if all parts are zero. Weights without an adapter can then meet
-        those that have one: in branches, and in [`quaxlike.stack_adapters`][]. Default: False."""
+        """Whether zeros in all parts leave the base unchanged.
+
+        If so, weights without an adapter can meet weights with one: in branches, and in
+        [`quaxlike.stack_adapters`][]. Default: False.
+        """
         return False
 
     def times(self, factor: jax.Array) -> Any:
-        """This array times a finite factor that is no adapter, whose shape broadcasts with its own. Default:
-        `NotImplemented`."""
+        """Multiplies by a finite factor that is not an adapter, and broadcasts to this shape.
+
+        Default: `NotImplemented`.
+        """
         return NotImplemented
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Several adapters of one weight in a common form, so that their parts can be stacked. Default: as
-        they are, if their static fields and the shapes of their parts are equal."""
+        """Converts several adapters on one weight to a common form, so that their parts can be stacked.
+
+        By default, returns them unchanged if their static fields and the shapes of their parts are equal.
+        """
 
         def form(x: Any) -> Any:
             leaves, structure = jtu.tree_flatten(x.with_base(None))
@@ -136,35 +152,41 @@ class AdaptedArray(GradientsArray):
         return others if all(form(x) == form(self) for x in others) else NotImplemented
 
     def combined(self, others: Sequence[Any], weights: Sequence[float], method: str, rank: int | None) -> Any:
-        """The sum of several adapters of one weight, this one among them, each times its weight, as one; the
-        options are those of [`quaxlike.combine_adapters`][]. Default: `NotImplemented`."""
+        """Combines several adapters on one weight (including this one) into their weighted sum.
+
+        The options are the same as for [`quaxlike.combine_adapters`][]. Default: `NotImplemented`.
+        """
         return NotImplemented
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> Any:
-        """This array with more or fewer entries along an axis, as for another vocabulary. `resize(part,
-        axis)` does so for the base or a part. New entries are the mean of the others, or, with `like=`, that
-        of another array. Default: `NotImplemented`."""
+        """Resizes this array along an axis, as for another vocabulary.
+
+        `resize(part, axis)` does so for the base or a part. New entries are the mean of all others, or with
+        `like=`, the mean of another array. Default: `NotImplemented`.
+        """
         return NotImplemented
 
     def description(self) -> str:
-        """How [`quaxlike.summary`][] calls it. Default: by the name of its class."""
+        """The description in [`quaxlike.summary`][]. Default: the name of the class."""
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
-        """This array with some fields computed from its own, without checking them against the others. If `w`
-        decided for itself about its gradients and the new one does not, they flow through it as before."""
+        """Replaces some fields, without checking them against the others.
+
+        If `w` decided about its gradients and the new one does not, they still flow through it as before.
+        """
         fields = self.with_switches(fields, self.gradients)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
             fields = {"gradients": strongest("pass", self.gradients), **fields}
         return replace_fields(self, **fields)
 
     def with_base(self: _Self, w: Any) -> _Self:
-        """This adapter on another base."""
+        """Puts this adapter on another base."""
         return replace_fields(self, w=w)
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
-        """Makes `array` a base that gradients reach, with parts that add nothing, if zeros do."""
+        """Makes `array` a base with gradients, and adds parts that are zero, if zeros add nothing."""
         if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
             return NotImplemented
         w = widened(array, like.w)
@@ -174,7 +196,7 @@ class AdaptedArray(GradientsArray):
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
-        """Lets gradients through the base if they pass that of `like`; dense if its axes are others."""
+        """Lets gradients pass if they pass in `like`. Becomes dense if the axes differ."""
         if type(like) is not type(self):
             return NotImplemented
         if (self.out_axes, self.in_axes) != (like.out_axes, like.in_axes):
@@ -205,47 +227,50 @@ class AdaptedArray(GradientsArray):
 
 
 def innermost(x: Any) -> Any:
-    """What is beneath all adapters."""
+    """The array inside all adapters."""
     while isinstance(x, AdaptedArray):
         x = x.w
     return x
 
 
 def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
-    """`x` with `change(w)` as what is beneath all adapters."""
+    """Applies `change` to the array inside all adapters."""
     return x.with_base(on_innermost(change, x.w)) if isinstance(x, AdaptedArray) else change(x)
 
 
 def _decides(w: Any) -> bool:
-    """Whether a base decides for itself about its gradients."""
+    """Whether a base decides about its own gradients."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
 def frozen(x: Any) -> Any:
-    """`x`, an array or a Value, treated as a constant in differentiation."""
+    """Treats an array or a Value as a constant in differentiation."""
     return jtu.tree_map(jax.lax.stop_gradient, x)
 
 
 def with_gradients(x: _Self, gradients: Gradients) -> _Self:
-    """The same array with at least these `gradients`; they still do not reach a base that was frozen."""
+    """Lets at least these `gradients` through. A base that was frozen stays frozen."""
     gradients = strongest(x.gradients, gradients)
     return x if gradients == x.gradients else x.replace(w=x.base, gradients=gradients)
 
 
 def reached_by(x: _Self, operand: Any) -> _Self:
-    """The same array; gradients pass its base if they may have to reach an operand that changes it."""
+    """Lets gradients pass if they may have to reach an operand that changes the base."""
     return with_gradients(x, "pass") if isinstance(operand, jax.core.Tracer) else x
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
-    """The gradients of the base of `like`: also those that it decides for itself about, unless the bases of
-    the others do as well."""
+    """The gradients of the base of `like`.
+
+    These include the gradients about which it decides for itself, unless the bases of the others do so as
+    well.
+    """
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
     return strongest("pass", like.gradients) if alone else like.gradients
 
 
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
-    """The same arrays with the gradients of that which has most."""
+    """Gives all arrays the strongest `gradients` among them."""
     marks: list[Gradients] = [gradients_through(x, *adapted) for x in adapted]
     return [with_gradients(x, strongest(*marks)) for x in adapted]
 
@@ -264,7 +289,7 @@ def array_fields(x: AdaptedArray) -> list[str]:
 
 
 def frozen_parts(x: AdaptedArray) -> list[str]:
-    """The names of the parts that are not trained: several adapters may share them."""
+    """The names of the untrained parts. Several adapters may share these."""
     own = ("w", "key", *x.trained())
     return [name for name in array_fields(x) if name not in own]
 
@@ -276,7 +301,7 @@ def _array_fields(cls: Any) -> list[str]:
 
 @functools.cache
 def _words(cls: Any) -> dict[str, list[Any]]:
-    """`part_axes` with a negative label, -1, -2, ..., for each axis that is not the weight's."""
+    """`part_axes`, with a negative label (-1, -2, ...) for each axis that the weight does not have."""
     own: dict[str, int] = {}
 
     def label(word: Any) -> Any:
@@ -287,18 +312,20 @@ def _words(cls: Any) -> dict[str, list[Any]]:
 
 
 def knows_axes(x: AdaptedArray) -> bool:
-    """Whether the axes of all its parts are known."""
+    """Whether the axes of all parts are known."""
     return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
-    """The labels of the axes of `w` and of each part that there is: the axis of the whole array that each
-    corresponds to, or a negative one."""
+    """The labels of the axes of `w` and of each existing part.
+
+    A label is the corresponding axis of the whole array, or negative if there is none.
+    """
     return _labels(*_form(x))[1]
 
 
 def matrix_labels(x: AdaptedArray) -> set[int]:
-    """The labels of the axes that are not batch axes."""
+    """The labels of all axes except batch axes."""
     n, _ = _labels(*_form(x))
     return {n + axis for axis in (*x.out_axes, *x.in_axes)}
 

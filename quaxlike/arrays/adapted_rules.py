@@ -1,4 +1,7 @@
-"""Conversion of adapters of any type, and factors that they are multiplied by."""
+"""Conversion of adapters, and multiplication by factors, for any type.
+
+The dtype of an adapted array is the dtype of its base. Both rules keep it so.
+"""
 
 from typing import Any
 

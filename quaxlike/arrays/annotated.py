@@ -1,4 +1,8 @@
-"""`AnnotatedArray`: an array with static metadata."""
+"""`AnnotatedArray`: an array with static metadata.
+
+A primitive without a rule never keeps metadata by accident: it either only moves elements (`STRUCTURAL`), or
+it gets the bare array. A unit that survived an unknown primitive would be wrong silently.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -25,16 +29,16 @@ _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 STRUCTURAL = REARRANGEMENTS + installed(
     "copy copy_p convert_element_type dynamic_slice gather reduce_precision sharding_constraint"
 )
-"""Primitives that only move or round elements, and so keep the metadata of an array."""
+"""Primitives that only move or round elements, and so keep an array's metadata."""
 
 
 class AnnotatedArray(ArrayOperators, ArrayValue):
-    """An array with static metadata, such as a unit, names of axes, a frame of reference or a calendar.
+    """An array with static metadata, such as a unit, axis names, a frame of reference or a calendar.
 
-    Subclass it, declare the metadata as static fields, and register rules for the primitives that read or
-    change them. Shape and dtype are those of the array. Rows, stacks, shardings, derivatives, loop carries
-    and the operators of `jax.Array` work without a rule, and so do primitives that only move elements, which
-    keep the metadata. Any other primitive without a rule receives the array alone, under the policy of
+    Subclass this, declare the metadata as static fields, and register rules for primitives that read or
+    change it. Shape and dtype come from the array. Rows, stacks, shardings, derivatives, loop carries and all
+    `jax.Array` operators work without a rule. So do primitives that only move elements; they keep the
+    metadata. Any other primitive without a rule gets only the array, under the policy of
     [`quaxlike.on_materialise`][].
 
     **Arguments:**
@@ -82,19 +86,20 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
         return self.array
 
     def with_array(self: _Self, array: Any) -> _Self:
-        """Attaches the metadata of this array to another one, without the checks of the constructor."""
+        """Attaches this metadata to another array, without running the constructor's checks."""
         return replace_fields(self, array=array)
 
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
-        """Applies the primitive to the operands, stripped of the metadata of this class: for use in rules."""
+        """Applies the primitive to operands without this class's metadata. For use in rules."""
         arrays = [x.array if isinstance(x, cls) else x for x in operands]
         return quaxify(primitive.bind)(*arrays, **params)
 
     @classmethod
     def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:
-        """Registers a rule for one or several primitives with any number of operands, one or more of them of
-        this class. It is tried if no rule of [`quaxlike.register`][] matches.
+        """Registers a rule for primitives with any number of operands, at least one having this class.
+
+        This is tried if no [`quaxlike.register`][] rule matches.
 
         **Arguments:**
 
@@ -121,7 +126,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Applies a primitive that no rule covers: to the array alone, unless this is overridden."""
+        """Applies a primitive without a rule to the bare array. Can be overridden."""
         return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
 
     @classmethod
@@ -141,7 +146,7 @@ def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike, **params: 
     return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
 
 
-# Primitives that combine the elements of several arrays, and which of the operands those arrays are.
+# Primitives that combine elements from several arrays, and which operands these arrays are.
 _JOINING = {
     "concatenate": slice(None),
     "stack": slice(None),
@@ -157,7 +162,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     """Combines arrays with the same metadata."""
     arrays = xs[_JOINING[primitive.name]]
     if params.get("update_jaxpr") is not None and isinstance(xs[0], AnnotatedArray):
-        # `at[...].apply`: of any function, which ignores the updates
+        # `at[...].apply` calls any function, which ignores the updates
         element = jax.ShapeDtypeStruct((), xs[0].dtype)
         elements = (xs[0].with_array(element), element)
         arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
@@ -167,7 +172,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 
 def of_elements(jaxpr: Any, consts: Sequence[Any], elements: Iterable[Any]) -> list[Any]:
-    """The results of a function that a primitive applies to elements, whose metadata alone may be read."""
+    """The results of a function that a primitive applies to elements. Only read their metadata."""
     fn = jexc.jaxpr_as_fun(compat.closed(jaxpr, consts))
     out: list[Any] = []
     jax.eval_shape(lambda *xs: out.extend(quaxify(fn)(*xs)), *elements)

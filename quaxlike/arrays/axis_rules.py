@@ -1,10 +1,10 @@
 """Axes of adapted arrays: transposes, slices, joins, reshapes and lookups, each done part by part.
 
-One rule serves every type, because the axes of all parts have labels (`labels_of`). An axis of the whole
-array has its number as label, in whichever part it occurs and at whatever place; an axis that only parts
-have, such as the rank of a LoRA, has a negative label. A part that lacks a label is the same all along that
-axis. So a rule does to each part, along the labels that it finds there, what is done to the whole, and
-afterwards says at which axes the outputs and inputs now are.
+One rule serves every type, because the axes of all parts have labels (`labels_of`). If an axis belongs to the
+whole array, its label is the axis number, wherever it occurs in a part. If only parts have it, like the rank
+of a LoRA, the label is negative. A part without some label is constant along that axis. So a rule treats each
+part like the whole, along the labels that it finds there, and then records at which axes the outputs and
+inputs now are.
 
 Two things hold before and after each rule:
 
@@ -44,8 +44,8 @@ def each(
 ) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
-    `order` lists the labels of the axes of the result. Default: those of `x`. `NotImplemented` if outputs or
-    inputs would be at axes that the type cannot have.
+    `order` lists the labels of the result's axes. Default: the same as for `x`. Returns `NotImplemented` if
+    outputs or inputs would be at axes that the type cannot have.
     """
     order = range(x.ndim) if order is None else order
     axes = _axes_in(x, order)
@@ -57,19 +57,19 @@ def each(
 
 
 def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
-    """The fields that say where outputs and inputs are in `order`, if they change; None if they cannot."""
+    """The fields for output and input axes in `order`, if they change; None if they cannot."""
     n = x.ndim
     at = {label: axis - len(order) for axis, label in enumerate(order)}
     old = {"out_axes": x.out_axes, "in_axes": x.in_axes}
     new = {name: tuple(at[n + i] for i in axes if n + i in at) for name, axes in old.items()}
     if new == old:
         return {}
-    # A single row or column is no weight.
+    # A single row or column is not a weight.
     return new if x.any_axes and all(new.values()) else None
 
 
 def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
-    """The labels of the axes of each part with all batch axes, in an array with the axes `order`."""
+    """The labels of each part with all batch axes, in an array with the axes `order`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
     found = {"w": [*order]}
@@ -80,7 +80,7 @@ def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
 
 
 def with_all_axes(x: AdaptedArray) -> Any:
-    """The same array with all batch axes on every part."""
+    """Puts all batch axes on every part."""
     sizes = dict(enumerate(x.shape))
 
     def stretched(part: Any, own: Labels, wanted: Labels) -> Any:
@@ -92,7 +92,7 @@ def with_all_axes(x: AdaptedArray) -> Any:
 
 
 def _even(x: AdaptedArray) -> Any:
-    """The same array without parts that have one entry for all along a batch axis."""
+    """Expands parts with a single entry for all of a batch axis."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
         if any(i >= 0 and size != x.shape[i] for i, size in sizes):
@@ -101,7 +101,7 @@ def _even(x: AdaptedArray) -> Any:
 
 
 def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
-    """`x` with its axes in this order of labels; those from `x.ndim` on are new axes of size one."""
+    """Puts the axes of `x` in this order of labels. Labels from `x.ndim` onward are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
     if any(i >= n for i in order) or any(wanted[name][: len(own)] != own for name, own in lacked.items()):
@@ -123,7 +123,7 @@ def _transpose(x: AdaptedArray, *, permutation: Sequence[int]):
 def _broadcast_in_dim(
     x: AdaptedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
-    """Adds new leading axes, as batch axes of the first part alone, or axes of size one anywhere."""
+    """Adds leading axes (as batch axes of only the first part), or axes of size one anywhere."""
     n, n_new = x.ndim, len(shape) - x.ndim
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
@@ -153,7 +153,7 @@ def _squeeze(x: AdaptedArray, *, dimensions: Sequence[Any]):
 
 
 def _can_be_cut(x: AdaptedArray, axes: Collection[int]) -> bool:
-    """Whether a part of the array along these axes consists of the same parts of its parts."""
+    """Whether slicing the array along these axes slices its parts."""
     if not knows_axes(x):
         return False
     apart = {"out": x.out_axes, "in": x.in_axes}
@@ -221,7 +221,7 @@ def _stack(*operands: AdaptedArray | ArrayLike, axis: int):
 
 
 def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
-    """Adapters of one form on a new batch axis; `NotImplemented` where the type cannot have one."""
+    """Stacks adapters with one form along a new batch axis; `NotImplemented` if the type cannot have one."""
     order = list(range(xs[0].ndim))
     order.insert(axis, xs[0].ndim)
     expanded = [rearranged(x, order) for x in xs]
@@ -229,7 +229,7 @@ def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
 
 
 def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
-    """Adapters of one form joined along a batch axis."""
+    """Joins adapters with one form along a batch axis."""
     xs = [with_all_axes(x) for x in xs]
     parts = {
         name: concatenated([getattr(x, name) for x in xs], own.index(axis))
@@ -239,13 +239,16 @@ def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
 
 
 def concatenated(parts: Sequence[Any], axis: int) -> Any:
-    """Arrays or Values joined in a dtype that holds them all."""
+    """Concatenates arrays or Values in a common dtype."""
     dtype = common_dtype(*parts)
     return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
 
 
 def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
-    """The operands as adapters of one form, arrays with parts that add nothing; None if they have none."""
+    """Converts the operands to adapters with one form; None if there is none.
+
+    A plain array gets parts that add nothing.
+    """
     like = next(x for x in operands if isinstance(x, AdaptedArray))
     if not knows_axes(like):
         return None
@@ -256,7 +259,7 @@ def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _form(x: AdaptedArray) -> Any:
-    """What adapters that are joined must have in common."""
+    """The properties that joined adapters must share."""
     matrix = matrix_labels(x)
     core: dict[str, Any] = {}
     for name, own in labels_of(x).items():
@@ -273,12 +276,12 @@ def _form(x: AdaptedArray) -> Any:
 
 @register("reshape")
 def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
-    """Splits or merges axes of `out`, of `in`, or of the batch; mixing these makes the array dense."""
+    """Splits or merges axes within `out`, `in`, or the batch. Mixing these makes the array dense."""
     if not knows_axes(x) or any(value is not None for value in params.values()) or math.prod(new_sizes) == 0:
         return NotImplemented
     n, m, matrix = x.ndim, len(new_sizes), matrix_labels(x)
     batch = [i for i in range(n) if i not in matrix]
-    ends = len(batch) - n  # if all batch axes are in front, and the matrix stays as it is
+    ends = len(batch) - n  # if all batch axes are in front, and the matrix does not change
     kept = batch == [*range(len(batch))] and tuple(new_sizes[ends:]) == x.shape[ends:]
     if kept and not batch:
         return rearranged(x, [*range(n, m), *range(n)])
@@ -315,7 +318,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """The shortest runs of old axes that become runs of new ones; there are elements, and axes."""
+    """The shortest runs of old axes that become runs of new axes. There must be elements, and axes."""
     groups: list[tuple[Sequence[int], Sequence[int]]] = []
     i = j = 0
     while i < len(old) and j < len(new):
@@ -327,7 +330,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
             else:
                 right, j = right * new[j], j + 1
         groups.append((range(start[0], i), range(start[1], j)))
-    if groups:  # the last takes the remaining axes, which are of size one
+    if groups:  # the last run takes the remaining axes, which have size one
         last_old, last_new = groups[-1]
         groups[-1] = (range(last_old[0], len(old)), range(last_new[0], len(new)))
     return groups
@@ -337,11 +340,14 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
 
 
 class Lookup:
-    """A `gather` from an array whose parts have labelled axes. Axes of the indices are labelled `ndim`,
-    `ndim + 1`, ...; an axis that is paired with one of the indices shares its label."""
+    """A `gather` from an array with labelled parts.
+
+    Axes of the indices are labelled `ndim`, `ndim + 1`, ...; an axis paired with one of these shares its
+    label.
+    """
 
     out: Labels
-    """The labels of the axes of the result."""
+    """The labels of the result's axes."""
 
     def __init__(
         self,
@@ -363,11 +369,11 @@ class Lookup:
         kept = [i for i in range(n) if i not in self.gone]
         for position, label in zip(dnums.offset_dims, kept, strict=True):
             self.out.insert(position, label)
-        #: The labels of axes of which only a part is found, or each entry on its own.
+        #: The labels of axes that are only partly read, or entry by entry.
         self.cut = self.gone | {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
 
     def __call__(self, part: Any, own: Labels, outside: Any = None) -> tuple[Any, Labels]:
-        """The slices of a part, and the labels of their axes; `outside` fills those out of bounds."""
+        """Gathers slices of a part. Also returns their labels; `outside` fills slices out of bounds."""
         n_indices, partner = len(self._of_indices), self._partner
         mine = [i for i in self._picked if i in own]
         if not mine:
@@ -405,7 +411,7 @@ def looked_up(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """Looks up whole matrices of a stack, each with its own adapter; else dense `rows(x, lookup)`."""
+    """Looks up whole matrices in a stack, each with its own adapter; else `rows(x, lookup)`, dense."""
     dnums, where = dimension_numbers, (indices, x.shape, dimension_numbers, slice_sizes)
     if not knows_axes(x):
         return NotImplemented
@@ -415,7 +421,7 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # Where the base is filled with NaN, so is the whole, but slices that parts share with others must not be.
+    # If the base is filled with NaN, so is the result, but slices that parts share must not be.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):
         found = _matrices(x, Lookup(x, indices, dnums, slice_sizes, mode, params), fill_value)
@@ -423,7 +429,7 @@ def looked_up(
             return found
     if rows is None:
         return NotImplemented
-    # Rows are filled at the end: NaN in them would reach the gradients of all parts.
+    # We fill rows at the end: a NaN in them would reach the gradients of all parts.
     found = rows(x, Lookup(x, indices, dnums, slice_sizes, "clip" if outside else mode, params))
     if found is NotImplemented or not outside:
         return found
@@ -450,5 +456,5 @@ def _matrices(x: AdaptedArray, lookup: Lookup, fill_value: Any) -> Any:
         if name not in keys
     }
     if any(part is None for part in parts.values()):
-        return NotImplemented  # a part would have a batch axis in front of one that it lacks
+        return NotImplemented  # a part would get a batch axis in front of a missing one
     return x.replace(**parts, **axes)

@@ -1,6 +1,6 @@
-"""Batch axes, which stack arrays of one kind: moving, reshaping and cutting them part by part.
+"""Batch axes, which stack arrays of one kind: moves, reshapes and slices them part by part.
 
-A stack is an array that consists of parts, each of which has the batch axes in front of its own axes.
+A stack consists of parts, and each part has the batch axes in front of its own axes.
 """
 
 import math
@@ -18,22 +18,22 @@ _S = TypeVar("_S", bound="Stack")
 
 @runtime_checkable
 class Stack(Protocol):
-    """The interface that the functions of this module need."""
+    """The interface that this module's functions need."""
 
     @property
     def num_batch(self) -> int:
-        """How many of the leading axes are batch axes."""
+        """How many leading axes are batch axes."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def each(self: _S, fn: Callable[[Any, int], Any]) -> _S:
-        """Replaces each part by `fn(part, own)`; its last `own` axes are not batch axes."""
+        """Replaces each part by `fn(part, own)`. Its last `own` axes are not batch axes."""
         ...
 
     def stacked(self: _S) -> _S:
-        """The same array, with all batch axes on every part."""
+        """Puts all batch axes on every part."""
         ...
 
 
@@ -46,12 +46,12 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
 
 
 def squeeze_batch(x: _S, axes: Sequence[int]) -> _S:
-    """Removes these batch axes of size one."""
+    """Removes these batch axes, which have size one."""
     return x.stacked().each(lambda part, _: lax.squeeze(part, axes)) if axes else x
 
 
 def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
-    """Reshapes an array; returns `NotImplemented` unless only batch axes change."""
+    """Reshapes an array, or returns `NotImplemented` unless only batch axes change."""
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
@@ -72,14 +72,17 @@ def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
 
 
 def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """`fn`, mapped over so many leading axes of all of its arguments."""
+    """Maps `fn` over this many leading axes of all its arguments."""
     for _ in range(times):
         fn = jax.vmap(fn)
     return fn
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """A part with the batch axes of `like`, if that has more; all but the last `core` axes are batch axes."""
+    """Gives a part the batch axes of `like`, if that has more.
+
+    All but the last `core` axes are batch axes.
+    """
     batch = like.shape[: like.ndim - core]
     if part.ndim - core >= len(batch):
         return part

@@ -1,7 +1,7 @@
-"""Starts, bounds and fill values of `dynamic_slice` and `gather` beyond the ends of an array.
+"""Starts, bounds and fill values for `dynamic_slice` and `gather` beyond the ends of an array.
 
-`jax.numpy` and the functions of `jax.lax` wrap negative indices before they bind a primitive. The
-primitives themselves never wrap, and a rule must not wrap again.
+`jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive. The primitives themselves never
+wrap, so a rule must not wrap again: it would read valid elements where JAX clamps or fills.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,16 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """The start, end and step of a `slice` along each axis, and the axes that become shorter by it."""
+    """The start, end and step of a `slice` along each axis, and the axes that it shortens."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
 
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
-    """As `lax.slice_in_dim`, which gives strides even if they are 1: JAX would compile every new slice then,
-    and otherwise takes its start as an operand."""
+    """Like `lax.slice_in_dim`, but without strides if they are 1.
+
+    JAX compiles every new slice with strides; without, it takes the start as an operand.
+    """
     starts, limits = [0] * operand.ndim, list(operand.shape)
     starts[axis], limits[axis] = start, limit
     steps = None if step == 1 else [step if i == axis else 1 for i in range(operand.ndim)]
@@ -41,9 +43,9 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 
     **Arguments:**
 
-    - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, of any integer dtype.
+    - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, with any integer dtype.
     - `size`: the size of the axis.
-    - `slice_size`: the size of the slice along it.
+    - `slice_size`: the size of the slice along this axis.
     """
     start = jnp.asarray(start)
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
@@ -52,7 +54,7 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 
 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
-    """Takes a dynamic slice along one axis, from a `start` that is clamped and never wrapped."""
+    """Takes a dynamic slice along one axis. Its `start` is clamped, and never wrapped."""
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 
@@ -62,9 +64,9 @@ def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
 
     **Arguments:**
 
-    - `mode`, `fill_value`: parameters of the primitive `gather`.
+    - `mode`, `fill_value`: parameters of `gather`.
     - `dtype`: the dtype of its operand. The default fill value is NaN for inexact dtypes, the least number
-        for signed integers, the largest for unsigned ones, and True for booleans.
+      for signed integers, the largest for unsigned ones, and True for booleans.
     """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -84,13 +86,13 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Which slices of a `gather` lie inside its operand: a NumPy array if the indices are concrete.
+    """Which slices of a `gather` lie inside its operand. A NumPy array if the indices are concrete.
 
     **Arguments:**
 
     - `indices`: `(*batch, axes)`, the second operand of `gather`.
     - `shape`: the shape of the first operand.
-    - `dimension_numbers`, `slice_sizes`: parameters of the primitive.
+    - `dimension_numbers`, `slice_sizes`: parameters of `gather`.
     """
     xp = jnp if isinstance(indices, jax.core.Tracer) else np
     picked = dimension_numbers.start_index_map
@@ -106,7 +108,7 @@ def fills(
     slice_sizes: Sequence[int],
     mode: Any,
 ) -> bool:
-    """Whether a `gather` may read out of bounds and fill; the arguments are those of `in_bounds`."""
+    """Whether a `gather` may read out of bounds, and then fill. Arguments as for `in_bounds`."""
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return False
     inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)
@@ -114,7 +116,7 @@ def fills(
 
 
 def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
-    """Moves axes that are those of the indices, then those of the slices, to where `gather` puts them."""
+    """Moves axes (first the indices', then the slices') to where `gather` puts them."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     order = [*batch, *dimension_numbers.offset_dims]
     return out.transpose([order.index(axis) for axis in range(out.ndim)])
@@ -123,7 +125,7 @@ def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Ar
 def filled(
     out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
 ) -> Array:
-    """The result of a `gather`, with `fill_value` in place of the slices that are not `inside`."""
+    """Replaces the slices that are not `inside` by `fill_value`."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     mask = lax.broadcast_in_dim(jnp.asarray(inside), out.shape, batch)
     return jnp.where(mask, out, jnp.asarray(fill_value, out.dtype))

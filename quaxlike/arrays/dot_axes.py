@@ -1,4 +1,4 @@
-"""Axes of products: those of the operands of `dot_general`, and products of arrays whose axes have labels."""
+"""The axes of products: what `dot_general` does with each axis, and products of labelled arrays."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,37 +16,38 @@ _Axes = tuple[int, ...]
 
 
 class DotAxes(NamedTuple):
-    """The axes of one operand of `dot_general`: every axis is in one of the first three."""
+    """The axes of one operand of `dot_general`. Every axis is in one of the first three."""
 
     __module__ = "quaxlike"
 
     contracting: _Axes
-    """The axes that are summed over. They are paired with those of the other operand, in this order."""
+    """The axes that are summed over, paired with the other operand's in this order."""
     batch: _Axes
     """The axes that both operands and the result have. They are paired likewise, and come first in the
-    result."""
+    result.
+    """
     free: _Axes
     """The other axes, which only this operand and the result have."""
     in_result: Mapping[int, int]
-    """For each batch and free axis, which axis of the result it becomes."""
+    """For each batch and free axis, its index in the result."""
 
 
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
-    """Says what `dot_general` does with each axis of its two operands, for use in rules.
+    """Finds out what `dot_general` does with each axis of its two operands, for use in rules.
 
-    A product that is written as `w @ x` reaches a rule with many `dimension_numbers`: the transpose of an
-    operand, `jax.vmap` and `jax.grad` choose them.
+    Even a product written as `w @ x` reaches a rule with many different `dimension_numbers`: transposes,
+    `jax.vmap` and `jax.grad` choose them.
 
     **Arguments:**
 
     - `w`, `x`: the operands, arrays or Values.
-    - `dimension_numbers`: the parameter of `dot_general`:
-        `((contracting axes of the first, of the second), (batch axes of the first, of the second))`.
-    - `on_left`: whether `w` is the first operand, and `x` the second. Otherwise it is the other way round.
+    - `dimension_numbers`: the parameter of `dot_general`, `((contracting axes of the first, of the second),
+      (batch axes of the first, of the second))`.
+    - `on_left`: whether `w` is the first operand and `x` the second, or the other way round.
 
     **Returns:**
 
-    The [`quaxlike.DotAxes`][] of `w`, and those of `x`.
+    The [`quaxlike.DotAxes`][] of `w`, then of `x`.
 
     !!! example
 
@@ -72,7 +73,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
 
 def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The free axes of both operands in the order of the product: those of the left one come first."""
+    """The free axes of both operands as they appear in the product: the left operand's come first."""
     return [*own, *other] if on_left else [*other, *own]
 
 
@@ -88,7 +89,7 @@ Labels = list[int]
 def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
-    """The product of `x` and `y`, summed over all labels not in `keep`, and the labels of its axes."""
+    """Multiplies `x` and `y`, summing over all labels not in `keep`. Also returns the result's labels."""
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -109,8 +110,10 @@ def contract(
 
 
 def weight_product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
-    """`dot_general` of a weight and what it is multiplied with: for arrays, by `dense_matmul`. Values are
-    dispatched on as they are: some have rules for one side alone."""
+    """Multiplies a weight: by `dense_matmul` if both are arrays.
+
+    Values are dispatched as they are, because some have rules for only one side.
+    """
     plain = not any(is_value(value_of(each)) for each in (x, y))
     product = dense_matmul.dot_general if plain else jax.lax.dot_general
     return product(x, y, dimension_numbers, **params)
@@ -122,7 +125,7 @@ def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[An
 
 
 def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
-    """`x` with its axes in the order `out`, and an axis of size one for each label that it lacks."""
+    """Transposes `x` to the order `out`, adding an axis of size one for each label that it lacks."""
     order = [i for i in out if i in labels]
     if order != list(labels):
         x = jax.lax.transpose(x, [labels.index(i) for i in order])
@@ -131,7 +134,7 @@ def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
 
 
 def common_dtype(*arrays: Any) -> Any:
-    """The dtype to compute with, by JAX's standard promotion rules whichever are set."""
+    """The dtype to compute with, by JAX's standard promotion rules (even if others are set)."""
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
@@ -140,12 +143,12 @@ def common_dtype(*arrays: Any) -> Any:
 
 
 def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype of `dot_general` of `x` and `y`."""
+    """The dtype of `dot_general(x, y)`."""
     return np.dtype(common_dtype(x, y) if preferred_element_type is None else preferred_element_type)
 
 
 def in_float32(dtype: Any) -> Any:
-    """The dtype to compute with in float32 at least."""
+    """The dtype to compute with, at least float32."""
     return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -1,4 +1,8 @@
-"""Factors of arrays that are made of several parts: what is known of them while tracing."""
+"""Factors of arrays made from several parts: what we know about them during tracing.
+
+Distributing a product over parts is exact only for finite factors, and only if every part has elements. These
+functions say when it is not.
+"""
 
 from typing import Any
 
@@ -11,20 +15,25 @@ from ..core import compat
 
 
 def is_infinite(y: Any) -> bool:
-    """Whether a factor is known not to be finite. Applied to each term of a sum, it could make them opposite
-    infinities, and the sum NaN."""
+    """Whether a factor is known to be infinite or NaN.
+
+    Applied to each term of a sum, it could turn them into opposite infinities, and the sum into NaN.
+    """
     y = compat.literal_of(y)
     return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()
 
 
 def multiplies_nothing(x: Any, y: Any) -> bool:
-    """Whether `x`, and its product with `y`, have no elements. A part of `x` that has some is not to be
-    multiplied then: it could become infinite, and its gradient, which is zero, NaN."""
+    """Whether neither `x` nor its product with `y` has any elements.
+
+    Then we may not multiply any nonempty part of `x`: it could become infinite, and its gradient, which is
+    zero, NaN.
+    """
     return 0 in x.shape and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
 
 
 def reciprocal(y: Any) -> Any:
-    """`1 / y`, known while tracing if `y` is."""
+    """`1 / y`, known during tracing if `y` is."""
     y = compat.literal_of(y)
     if isinstance(y, jax.core.Tracer):
         return 1 / y

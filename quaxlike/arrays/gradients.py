@@ -1,4 +1,8 @@
-"""`gradients`: whether derivatives see a part of a Value that is frozen by default, and who trains it."""
+"""`gradients`: whether derivatives see a part that is frozen by default, and whether it is trained.
+
+The marks are ordered: combining two arrays keeps the stronger one. Weakening a mark would freeze something
+that the user trains.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
@@ -14,34 +18,35 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """The mark of arrays that become one: what one of them lets through, all do."""
+    """The mark for arrays that are combined: if one lets gradients through, all do."""
     return max(marks, key=_ORDER.index)
 
 
 def trained_if(train: bool) -> Gradients:
-    """The mark of a part that is either trained or frozen."""
+    """The mark for a part that is either trained or frozen."""
     return "train" if train else "none"
 
 
 class _TakesSwitches(type(ArrayValue)):
-    """Lets constructors, and so `dataclasses.replace`, take the old names until 0.3."""
+    """Lets constructors (and so `dataclasses.replace`) accept the old names until 0.3."""
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **cls.with_switches(kwargs))
 
 
 class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
-    """An array one of whose parts (the base of an adapter, the scales of codes) is frozen by default.
+    """An array with one part that is frozen by default: an adapter's base, or the scales of codes.
 
-    Version 0.1 had two switches in the place of `gradients`. Its files and pickles have them still.
+    Version 0.1 had two switches instead of `gradients`. Its files and pickles still do.
     """
 
     gradients: eqx.AbstractVar[Gradients]
-    """`"none"`: the part is a constant for derivatives. `"pass"`: derivatives with respect to it exist, but
-    no optimiser trains it. `"train"`: it is trained."""
+    """`"none"`: differentiation treats this part as a constant. `"pass"`: gradients pass through, but no
+    optimiser trains it. `"train"`: it is trained.
+    """
 
     older_switches: ClassVar[tuple[str, str]]
-    """The old names of `gradients="train"` and `gradients="pass"`."""
+    """The old names for `gradients="train"` and `gradients="pass"`."""
 
     def __check_init__(self) -> None:
         if self.gradients not in _ORDER:
@@ -55,7 +60,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
 
     @classmethod
     def without_switches(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields as version 0.1 had them, as they are now."""
+        """Converts fields from version 0.1 to current ones."""
         if fields.keys().isdisjoint(cls.older_switches):
             return dict(fields)
         train, passes = cls.older_switches
@@ -66,8 +71,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
 
     @classmethod
     def with_switches(cls, fields: dict[str, Any], gradients: Gradients = "none") -> dict[str, Any]:
-        """The same for what a caller has written for an array with these `gradients`; who is told of the
-        new name."""
+        """Like `without_switches`, for fields that a caller wrote. Warns about the old names."""
         old = [name for name in cls.older_switches if name in fields]
         for name in old:
             _warn(cls, name)
@@ -75,7 +79,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
 
 
 def switch(name: str) -> Any:
-    """The property that an old name is until 0.3."""
+    """A property for an old name, until 0.3."""
 
     def is_on(self: GradientsArray) -> bool:
         _warn(type(self), name)

@@ -1,4 +1,4 @@
-"""`Layout`: which axes of a weight are outputs and which are inputs, and its notation."""
+"""`Layout`: which axes of a weight are outputs and which are inputs, and a notation for this."""
 
 import dataclasses
 from typing import Literal
@@ -14,18 +14,18 @@ class Layout:
 
     A string means the same, with a letter for each axis: `i` for inputs, `o` for outputs, `d`, `h`, `w` for
     the window of a convolution, and `v` for the rows of an embedding. `"oi"` is the weight of a linear layer
-    in PyTorch and Equinox, `"io"` a kernel in Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"` the
-    kernel of a convolution in Flax, `"oihw"` in PyTorch, `"vo"` an embedding. Any axes in front of these
-    count the layers or experts of a stack.
+    in PyTorch and Equinox, `"io"` a kernel in Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"` a
+    convolution's kernel in Flax, `"oihw"` one in PyTorch, `"vo"` an embedding. Any axes in front of these
+    count layers or experts in a stack.
 
     **Arguments:**
 
-    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. The window of a convolution is part of the
-        inputs, after its channels.
-    - `kind`: of the layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"`
-        (transposed or not shared between positions); `"matrix"` for a weight that is assumed to be of a
-        linear layer, `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if it cannot be told,
-        `"other"` for an array that need not be a weight at all. Default: `"linear"`.
+    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window belongs to the inputs,
+      after the channels.
+    - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"`
+      (transposed, or not shared between positions); `"matrix"` for a weight that we assume belongs to a
+      linear layer, `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if we cannot tell;
+      `"other"` for an array that need not be a weight at all. Default: `"linear"`.
     """
 
     out_axes: tuple[int, ...]
@@ -68,21 +68,20 @@ class Layout:
 
     @property
     def is_conv(self) -> bool:
-        """Whether it is the kernel of a convolution."""
+        """Whether this is a convolution's kernel."""
         return self.kind in ("conv", "grouped conv", "other conv")
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known which axes are outputs and inputs."""
+        """Whether we know which axes are outputs and inputs."""
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the outputs of a weight of this shape, after those of a stack."""
+        """The sizes of the outputs, after those of a stack."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the inputs of a weight of this shape, after those of a stack; of a convolution, its
-        channels and its window."""
+        """The sizes of the inputs, after those of a stack. A convolution has channels, then its window."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
 
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Rules that fuse two array types in one product, if a kernel can compute it.
 
-Without these rules, redispatch gives the same result, one product after the other.
+Without these rules, redispatch gives the same result, as one product after the other. So nothing may depend
+on them but speed.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from .quantized.base import AbstractQuantizedArray
 
 @register_on_either_side("dot_general", LoraArray, other=ArrayLike, precedence=precedence.LORA_OF_CODES)
 def _dot_general_adapted_codes(primitive: Primitive, lhs: Any, rhs: Any, **params: Any) -> Any:
-    """A quantised weight and its adapter: the kernel adds the low-rank term to its accumulator."""
+    """Multiplies a quantised weight and its adapter: the kernel adds the low-rank term to its accumulator."""
     on_left = isinstance(lhs, LoraArray)
     lora, x = (lhs, rhs) if on_left else (rhs, lhs)
     if isinstance(x, LoraArray) or not isinstance(lora.w, AbstractQuantizedArray):
@@ -52,14 +53,14 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
 
 
 def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
-    """Whether the kernel supports this product: `x @ W.T` of one matrix, all activations of one dtype."""
+    """Whether the kernel supports this: `x @ W.T` for one matrix, with all activations in one dtype."""
     if is_value(lora.a) or is_value(lora.b):
         return False
     one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(summed) == 1
     plain = lora.rank > 0 and lora.magnitude is None and not drops(lora)
     if not (one_matrix and plain and lora.a.dtype == lora.b.dtype == x.dtype):
         return False
-    # Rows are contiguous in the stored array: the summed axis is that of `a`, and is stored last.
+    # Rows are contiguous in the stored array: `a` has the summed axis, which is stored last.
     (axis,) = summed
     w = lora.w
     by_rows = w.num_lead == 0 or (w.num_lead == 1 and w.joins(in_columns=False))

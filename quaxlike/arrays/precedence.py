@@ -1,10 +1,10 @@
-"""The order in which the rules of nested array types are tried if several match.
+"""The order in which rules for nested array types are tried if several match.
 
-A type with a larger number comes first: it is the outer one of a nest, and passes what it holds on to
-the others. Types that are not listed have 0.
+The larger number comes first. That type is the outer one in a nest, and passes its contents on to the others.
+If an inner type came first, it would have to know every outer one. Types that are not listed have 0.
 """
 
-ADAPTED = -1  # of any kind: what a type of adapters says of itself comes first
+ADAPTED = -1  # for any kind of adapter: a type's own rules come first
 SPARSE_BESIDE_VALUES = -1
 LORA = 1
 LORA_OF_CODES = LORA + 1

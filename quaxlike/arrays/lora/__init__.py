@@ -2,7 +2,7 @@
 
 from ..dot_axes import arrange, in_float32
 
-# Imported to register rules.
+# These are imported to register their rules.
 from . import dot, elementwise  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import (
     RANK,

@@ -1,4 +1,8 @@
-"""`LoraArray`: a weight with a low-rank adapter."""
+"""`LoraArray`: a weight with a low-rank adapter.
+
+Neither `b @ a` nor its gradient is ever formed unless the array is materialised: the reason to use LoRA is
+memory. Every rule therefore works on `w`, `a` and `b` separately.
+"""
 
 import functools
 import math
@@ -34,37 +38,37 @@ from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 from ..gradients import Gradients
 from .matrices import factored
 
-# The label of the axis that `a` and `b` share; the axes of the array itself are labelled 0, 1, ...
+# The label of the axis that `a` and `b` share. The array's own axes are labelled 0, 1, ...
 RANK = -1
 
 
 class LoraArray(AdaptedArray):
     """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
 
-    A product with it is computed as a product with `w` and two thin ones; neither the sum nor its gradient is
-    ever formed. `w` may be any Value: over a 4-bit array this is QLoRA.
+    We compute a product as one product with `w` and two thin ones; neither the sum nor its gradient is ever
+    formed. Here `w` may be any Value: over a 4-bit array this is QLoRA.
 
-    Axes in front of those named below are batch axes. Each of `w`, `a` and `b` may have them or not:
+    Any axes in front of the ones named below are batch axes. Each of `w`, `a` and `b` may have them or not:
     stacked layers have them everywhere, several adapters on one base only in `a` and `b`.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value of shape `(..., out, in)`. Its dtype is that of the LoraArray.
+    - `w`: the base, an array or a Value with shape `(..., out, in)`. The LoraArray has its dtype.
     - `a`: shape `(..., rank, in)`.
     - `b`: shape `(..., out, rank)`.
     - `alpha`: `scaling = alpha / rank`. Default: the rank, so that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
-    - `dropout`: the share of the adapter's inputs that is dropped if there is a `key`. Default: 0.
-    - `magnitude`: shape `(..., out)`; the rows of the sum are scaled to have these norms (DoRA). Their
-        original norms are treated as constants in differentiation. Default: None.
-    - `key`: a typed PRNG key that dropout draws from. Default: None, for inference without dropout.
-    - `gradients`: `"none"` if `w` is a constant for derivatives; `"pass"` if derivatives with respect to it
-        exist but it is not trained, which arithmetic with traced arrays sets; `"train"` if it is trained.
-        Default: `"none"`.
-    - `out_axes`, `in_axes`: the axes of this array, counted from the end, that belong to `b` and to
-        `a`; there may be several of each. The kernel of a convolution, `(out, in, height, width)`, has
-        `out_axes=(-4,)` and `in_axes=(-3, -2, -1)`; a weight stored as `(in, out)`, or an embedding, has
-        `out_axes=(-1,)` and `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
+    - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
+    - `magnitude`: shape `(..., out)`; scales the rows of the sum to these norms (DoRA). Differentiation
+      treats the original norms as constants. Default: None.
+    - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
+    - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
+      but do not train it (arithmetic with traced arrays sets this); `"train"` if it is trained. Default:
+      `"none"`.
+    - `out_axes`, `in_axes`: this array's axes that belong to `b` and to `a`, counted from the end; each may
+      have several. A convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and `in_axes=(-3,
+      -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and `in_axes=(-2,)`.
+      Default: `(-2,)` and `(-1,)`.
 
     **Raises:**
 
@@ -92,7 +96,7 @@ class LoraArray(AdaptedArray):
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
-    # What the initialisation took out of `w` (`inits.taken_by`), for files without the base.
+    # The part of `w` that the initialisation moved (`inits.taken_by`), for files without the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
@@ -147,7 +151,7 @@ class LoraArray(AdaptedArray):
 
     @property
     def scaling(self) -> float:
-        """The factor of `b @ a`."""
+        """The factor in front of `b @ a`."""
         if self.rank == 0:
             return 0.0
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
@@ -167,11 +171,11 @@ class LoraArray(AdaptedArray):
         return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
-        """Whether this is neither a DoRA nor drops inputs, which need more than zeros."""
+        """Whether zeros suffice. They do not for DoRA, nor with dropout."""
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, or by a number for each row or each column, which one part absorbs."""
+        """Multiplies by a scalar, or by one number per row or per column, which one part absorbs."""
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
@@ -189,7 +193,7 @@ class LoraArray(AdaptedArray):
         return reached_by(self, factor).replace(w=w, **{name: part})
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """With one rank and one scaling."""
+        """Converts all adapters to one rank and one scaling."""
         forms = {
             (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.gradients == "train")
             for x in others
@@ -221,7 +225,7 @@ class LoraArray(AdaptedArray):
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """New entries add the mean of what the adapter adds to the others."""
+        """Resizes an axis. To new entries, the adapter adds the mean of what it adds to all others."""
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x
@@ -230,7 +234,7 @@ class LoraArray(AdaptedArray):
         out = self.replace(w=part(self.w, w), a=part(self.a, a), b=part(self.b, b), taken=None)
         if self.magnitude is None:
             return out
-        scale, own = row_scale(self)  # of the rows that are kept, which stay as they are
+        scale, own = row_scale(self)  # the kept rows do not change
         out = out.replace(magnitude=None)
         magnitude = part(scale, own) * row_norm(out)[0]
         return out.replace(magnitude=arrange(magnitude, own, b[:-1]).astype(self.magnitude.dtype))
@@ -241,7 +245,7 @@ class LoraArray(AdaptedArray):
         return f"{type(self).__name__}[{kind}{dropout if self.dropout else ''}]"
 
     def delta(self) -> jax.Array:
-        """`scaling * (b @ a)` as a dense array, with its axes in the order of this array."""
+        """`scaling * (b @ a)` as a dense array, with axes in the order of this array."""
         a, b = materialise((self.a, self.b))
         dtype = common_dtype(a, b)
         _, a_labels, b_labels = labels(self)
@@ -249,8 +253,10 @@ class LoraArray(AdaptedArray):
         return self.scaling * arrange(out, out_labels, range(self.ndim))
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
-        """Converts to a rank, batch axes and a base that both can have; the base is trained if that of `like`
-        is. Dense if the axes or the kinds of the adapters differ."""
+        """Converts to a common rank, batch axes and base, which is trained if either is.
+
+        Becomes dense if the axes or the kinds of adapters differ.
+        """
         if not isinstance(like, LoraArray):
             return NotImplemented
         x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
@@ -267,7 +273,7 @@ class LoraArray(AdaptedArray):
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
     def _kind(self) -> Any:
-        """The properties of an adapter that cannot be changed."""
+        """The properties that cannot be changed."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
 
@@ -279,8 +285,10 @@ def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 def _swapped(x: LoraArray) -> LoraArray:
-    """The same array with outputs and inputs, and so both factors, swapped; unchanged if a magnitude or
-    dropout distinguishes them."""
+    """Swaps outputs and inputs, and so both factors.
+
+    Returns `x` unchanged if a magnitude or dropout distinguishes them.
+    """
     if x.magnitude is not None or x.key is not None or x.dropout:
         return x
     move = quaxify(jnp.moveaxis)
@@ -289,13 +297,13 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
-    """The same array with `scaling` 1."""
+    """Changes `scaling` to 1, for the same array."""
     b = x.b if x.scaling == 1 else x.b * x.scaling
     return x.replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """The same array with its adapter padded by zeros to this rank."""
+    """Pads the adapter to this rank with zeros."""
     _, a_labels, b_labels = labels(x)
 
     def pad(part: Any, own: Labels) -> Any:
@@ -309,13 +317,13 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
-    """The labels of the axes of `w`, `a` and `b`: the axis of the whole array that each corresponds to."""
+    """The labels of `w`, `a` and `b`: for each axis, the corresponding axis of the whole array."""
     w, a, b, *_ = labels_of(lora).values()
     return w, a, b
 
 
 def parts_of(lora: LoraArray) -> dict[str, Labels]:
-    """The labels of the axes of each array that `lora` has but for a key, by the name of its field."""
+    """The labels of each array except the key, by field name."""
     return {name: own for name, own in labels_of(lora).items() if name != "key"}
 
 
@@ -372,14 +380,14 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 
 
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
-    """The factor of the rows in DoRA, `magnitude / norm`, and the labels of its axes."""
+    """The factor for the rows in DoRA, `magnitude / norm`, and its labels."""
     norm, out = row_norm(lora)
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
 
 
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
-    """The norms of the rows of `w + s * b @ a`, and the labels of their axes.
+    """The row norms of `w + s * b @ a`, and their labels.
 
     The sum is not formed: |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b, row by row.
     """
@@ -403,7 +411,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
 
 
 class DropoutWarning(UserWarning):
-    """Adapters with dropout are trained without a key to draw from, so that nothing is dropped."""
+    """Adapters with dropout are trained without a key, so nothing is dropped."""
 
 
 def drops(lora: LoraArray) -> bool:
@@ -412,7 +420,7 @@ def drops(lora: LoraArray) -> bool:
 
 
 def tell_of_dropout(lora: LoraArray) -> None:
-    """Warns if an adapter with dropout, but without a key, is being differentiated: it is trained."""
+    """Warns if an adapter with dropout, but without a key, is being differentiated (so, trained)."""
     if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
         warnings.warn(
             f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "

@@ -1,4 +1,9 @@
-"""Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts."""
+"""Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts.
+
+The result has the dtype of a product with the base, whatever dtype the adapter has. The adapter is computed
+in the wider dtype and cast once, at the end; otherwise a float32 adapter would silently promote a bfloat16
+model.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +22,8 @@ from .. import precedence
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
 from .array import RANK, LoraArray, drops, labels, row_scale, tell_of_dropout
 
-# Tried before the rules of arrays with a special storage, which then receive the parts; and after those of
-# arrays with known contents (zeros).
+# We try this before the rules for arrays with a special storage, which then receive the parts, and after the
+# rules for arrays with known contents (zeros).
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
@@ -39,7 +44,7 @@ def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
     of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
-    # Every axis of x has the label of the axis of the array that it is paired with, or a new one.
+    # Every axis of x has the label of its partner in the array, or a new one.
     x_labels = list(range(n, n + x.ndim))
     for own, others in zip(of_lora[:2], of_x[:2], strict=True):
         for label, axis in zip(own, others, strict=True):
@@ -78,7 +83,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         return add(y, adapter_product(a, b, dropped(lora, x), x_labels))
 
     def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
-        if not set(rows) <= set(out):  # rows are summed over, so x is scaled instead
+        if not set(rows) <= set(out):  # rows are summed over, so we scale x instead
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 x = cast(x, common_dtype(lora, x))
             more = [*(i for i in rows if i not in x_labels), *x_labels]
@@ -98,13 +103,13 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
-    """Whether only axes of `b` are summed over, so that `b` makes x thin; otherwise `a` does."""
+    """Whether only axes of `b` are summed over, so that `b` comes first; otherwise `a` does."""
     n = lora.ndim
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
 
 def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """The `params` for a product of arrays of this dtype, which may be wider than that of the base."""
+    """The `params` for a product in this dtype, which may be wider than the base's."""
     preferred = params["preferred_element_type"]
     if preferred is not None:
         preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))
@@ -115,7 +120,7 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def add(y: Any, z: Any) -> Any:
-    """`y + z`, sharded over the explicit axes of a mesh like `y`."""
+    """`y + z`, sharded over a mesh's explicit axes like `y`."""
     dtype = common_dtype(y, z)
     z = z if is_value(y) or is_value(z) or y.shape != z.shape else spread_like(z, y)
     return cast(cast(y, dtype) + cast(z, dtype), y.dtype)
@@ -127,7 +132,7 @@ def multiply(y: Any, z: Any) -> Any:
 
 
 def dropped(lora: LoraArray, x: Any) -> Any:
-    """`x` after dropout, as the adapter receives it."""
+    """Applies dropout to `x`, for the adapter."""
     if not drops(lora):
         return x
     keep = 1 - lora.dropout
@@ -147,8 +152,10 @@ def _conv(
     batch_group_count: int,
     **params: Any,
 ):
-    """Computes a convolution with `a`, down to `rank` channels, and a pointwise one with `b`, back up. In a
-    gradient it is the other way round: the inputs of the kernel are the outputs of the forward pass."""
+    """Convolves with `a`, down to `rank` channels, then pointwise with `b`, back up.
+
+    In a gradient, it is the other way round: there, the kernel's inputs are the forward pass's outputs.
+    """
     tell_of_dropout(lora)
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
@@ -179,7 +186,7 @@ def _conv(
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
         dtype = common_dtype(a, b, x)
-        # Both kernels have the axes of the base: the rank replaces `out` in one, and `in` in the other.
+        # Both kernels have the axes of the base. In one, the rank replaces `out`; in the other, `in`.
         if backward:
             down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
             up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
@@ -223,7 +230,7 @@ def _ragged_dot(
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
     **params: Any,
 ):
-    """Multiplies rows of `x` by the expert of their group, with two thin products for the adapter."""
+    """Multiplies rows of `x` by the expert for their group, with two thin products for the adapter."""
     dims = ragged_dot_dimension_numbers
     ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
     parts = labels(lora)

@@ -1,4 +1,4 @@
-"""Addition of adapted arrays."""
+"""Adds adapted arrays."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _plus(x: LoraArray, y: Any) -> Any:
-    """Adds a scalar, or an array of the same shape, to the base."""
+    """Adds a scalar, or an array with the same shape, to the base."""
     if x.magnitude is not None or x.w.shape != x.shape or jnp.shape(y) not in ((), x.shape):
         return NotImplemented
     return reached_by(x, y).replace(w=quaxify(jnp.add)(x.base, y))
 
 
 def _sum(x: LoraArray, y: LoraArray) -> Any:
-    """Concatenates the adapters along the rank, over the sum of the bases."""
+    """Concatenates the adapters along the rank, on the sum of their bases."""
     loras = alike((x, y))
     if loras is None or x.shape != y.shape or x.magnitude is not None:
         return NotImplemented

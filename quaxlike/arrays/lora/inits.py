@@ -1,4 +1,7 @@
-"""Initial values of adapters: of the adapter alone, or with a part of the base moved into it."""
+"""Initial values for adapters: for the adapter only, or moving a part of the base into it.
+
+Either way, the adapted array equals the original weight at first.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,19 +14,21 @@ from ...core.values import is_value
 from .array import LoraArray
 from .matrices import as_array, as_matrix, halves, in_size, svd, with_factors
 
-# (name of the weight, its array with an adapter of zeros, key) -> the array with its adapter
+# Takes the weight's name, its array with a zero adapter, and a key; returns the array with its adapter.
 Init = Callable[[str, LoraArray, Any], LoraArray]
 
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`lora` with its adapter initialised; `name` is the weight's, `kind` its layer's."""
+    """Initialises the adapter. `name` is the weight's name, `kind` its layer's."""
     out = _initialised(init, kind, name, lora, key)
     return out if out.w is lora.w else out.replace(taken=taken_by(init, out))
 
 
 def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
-    """The record of what `init` takes out of the base for this adapter: with the name of an initialisation
-    that draws no random numbers, it can be found again in the base as it was."""
+    """A record of what `init` takes out of the base for this adapter.
+
+    If the initialisation draws no random numbers, this suffices to find it again in the original base.
+    """
     name = "a function" if callable(init) else init
     sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
     return name, lora.rank, lora.scaling, lora.out_axes, lora.in_axes, sizes
@@ -44,30 +49,30 @@ def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray,
     )
 
 
-# -- with the base as it is: the adapter adds nothing at first
+# -- leaving the base as it is: the adapter adds nothing at first
 
 
 def _kaiming(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` uniform within 1/sqrt(in), PEFT's `kaiming_uniform_(a=sqrt(5))`; `b` zero."""
+    """`a` uniform within 1/sqrt(in), like PEFT's `kaiming_uniform_(a=sqrt(5))`; `b` zero."""
     bound = in_size(lora) ** -0.5
     return lora.replace(a=jax.random.uniform(key, lora.a.shape, lora.a.dtype, -bound, bound))
 
 
 def _gaussian(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` normal with standard deviation 1/rank, `b` zero."""
+    """`a` normal with standard deviation 1/rank; `b` zero."""
     return lora.replace(a=jax.random.normal(key, lora.a.shape, lora.a.dtype) / lora.rank)
 
 
 def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` zero and `b` normal, as in PEFT for embeddings."""
+    """`a` zero and `b` normal, like PEFT for embeddings."""
     return lora.replace(b=jax.random.normal(key, lora.b.shape, lora.b.dtype))
 
 
-# -- with a part of the base moved into the adapter: the sum is unchanged
+# -- moving a part of the base into the adapter: their sum does not change
 
 
 def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) -> LoraArray:
-    """The principal singular vectors and values; by randomised SVD with `iterations`.
+    """Takes the principal singular vectors and values, by randomised SVD if `iterations` is given.
 
     Meng et al., PiSSA (2024).
     """
@@ -77,14 +82,14 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """The first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
+    """Takes the first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
     w = dense_base(name, lora, "init='olora'")
     q, r = jnp.linalg.qr(w)
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """The base as a matrix; raises if an initialisation cannot take a part of it."""
+    """The base as a matrix. Raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is of type "
@@ -100,7 +105,7 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
 
 
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
-    """`scaling * b @ a` taken out of the base and into the adapter."""
+    """Moves `scaling * b @ a` from the base into the adapter."""
     taken = lora.scaling * jnp.matmul(b, a, precision="highest")
     return with_factors(lora, a, b).with_base(as_array(lora, w - taken))
 

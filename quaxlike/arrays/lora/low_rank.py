@@ -1,4 +1,4 @@
-"""Any adapter as the low-rank one whose change of the weight comes closest, and its bias."""
+"""Approximates any adapter by a LoRA, and its bias likewise."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +17,16 @@ from .trainable import LoraBias, TrainableArray, TransparentValue
 def as_lora(
     name: str, x: AdaptedArray, rank: int, axes: Callable[[], tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[Any, tuple[float, float] | None]:
-    """The adapter of at most this rank whose change of the weight is closest to that of `x`. `axes` returns
-    `out_axes` and `in_axes` of the weight, which a LoRA knows itself. An array that is trained in full is no
-    change of low rank, and is kept.
+    """The best LoRA approximation to an adapter, with at most this rank.
 
-    **Returns:** the adapter, and the Frobenius norms of what is lost, in parts of the change, and of the
-    change, in parts of the weight; None for an array that is kept.
+    A fully trained array does not have low rank, so it is kept.
+
+    **Arguments:**
+
+    - `axes`: returns the weight's `out_axes` and `in_axes`, which a LoRA knows already.
+
+    **Returns:** the adapter, and two Frobenius norms: the error relative to the change, and the change
+    relative to the weight; None for an array that is kept.
     """
     if isinstance(x, TransparentValue):
         return x, None
@@ -56,7 +60,7 @@ def as_lora(
 
 
 def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[int]) -> LoraArray:
-    """The base of `x` with an adapter of rank 0, with all axes of `x`."""
+    """Puts an adapter of rank 0 on the base of `x`, with all axes of `x`."""
     matrix = [x.ndim + axis for axis in (*out_axes, *in_axes)]
     batch = [size for i, size in enumerate(x.shape) if i not in matrix]
     w, dtype = innermost(x), in_float32(x.dtype)
@@ -66,7 +70,7 @@ def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[in
 
 
 def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The singular vectors and values of `scaling * b @ a`, which is not formed."""
+    """The singular vectors and values of `scaling * b @ a`, without forming it."""
     dtype = in_float32(lora.a.dtype)
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
@@ -82,12 +86,12 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def is_other_bias(x: Any) -> bool:
-    """Whether this is an adapted bias that a LoRA holds as its own only."""
+    """Whether this is an adapted bias that a LoRA can only hold as its own bias."""
     return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
 
 
 def as_lora_bias(x: Any, lora: LoraArray) -> LoraBias:
-    """A bias beside the weight of `lora`, with a bias of the adapter that adds what `x` adds to it."""
+    """Converts a bias next to the weight of `lora`: the adapter's own bias adds the same."""
     if isinstance(x, LoraBias):
         return x
     if not is_other_bias(x):

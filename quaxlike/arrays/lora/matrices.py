@@ -1,4 +1,4 @@
-"""Weights as matrices of shape (..., out, in), whatever the order of their axes, and their best factors."""
+"""Converts weights to matrices with shape (..., out, in), and finds their best factors."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -23,33 +23,33 @@ def _order(lora: "LoraArray") -> list[int]:
 
 
 def as_matrix(lora: "LoraArray", w: jax.Array) -> jax.Array:
-    """An array with the axes of `lora` as a matrix, in float32 at least."""
+    """Converts an array with the axes of `lora` to a matrix, at least in float32."""
     w = jnp.transpose(w, _order(lora)).astype(in_float32(w.dtype))
     batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
     return w.reshape(*batch, -1, in_size(lora))
 
 
 def as_array(lora: "LoraArray", w: jax.Array) -> jax.Array:
-    """The matrix `w` as an array with the axes of `lora`; undoes `as_matrix`."""
+    """The inverse of `as_matrix`."""
     order = _order(lora)
     w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
     return w.astype(lora.dtype)
 
 
 def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
-    """`lora` with other factors, given as matrices of shapes (..., rank, in) and (..., out, rank)."""
+    """Replaces the factors, given as matrices with shapes (..., rank, in) and (..., out, rank)."""
     out, into = ([lora.shape[axis] for axis in axes] for axes in (lora.out_axes, lora.in_axes))
     a, b = a.reshape(*a.shape[:-1], *into), b.reshape(*b.shape[:-2], *out, b.shape[-1])
     return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
 
 
 def factored(lora: "LoraArray", delta: jax.Array, rank: int) -> "LoraArray":
-    """`lora` with the adapter of `scaling` 1 that best approximates `delta`, an array with the same axes."""
+    """The adapter with `scaling` 1 that best approximates `delta`, which has the same axes."""
     return from_svd(lora, *svd(as_matrix(lora, delta), rank))
 
 
 def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "LoraArray":
-    """`lora` with the adapter of `scaling` 1 that has these singular vectors and values."""
+    """The adapter with `scaling` 1 that has these singular vectors and values."""
     factors = with_factors(lora, *halves(u, s, vt))
     return factors.replace(alpha=float(factors.rank), rslora=False)
 
@@ -57,8 +57,10 @@ def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "L
 def svd(
     w: jax.Array, rank: int | None, randomised: tuple[Any, int] | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first singular vectors and values of matrices, or all of them; by subspace iteration (Halko et al.,
-    2011) if given a key and a number of iterations."""
+    """The first singular vectors and values of matrices, or all of them.
+
+    Given a key and a number of iterations, this uses subspace iteration (Halko et al., 2011).
+    """
     if randomised is not None:
         assert rank is not None
         key, iterations = randomised
@@ -75,6 +77,6 @@ def svd(
 
 
 def halves(u: jax.Array, s: jax.Array, vt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors `a` and `b` with `b @ a` of these singular vectors and values, of equal norms."""
+    """Splits an SVD into factors `a` and `b` with equal norms, such that it is `b @ a`."""
     root = jnp.sqrt(s)
     return root[..., :, None] * vt, u * root[..., None, :]

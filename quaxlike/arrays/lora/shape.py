@@ -1,7 +1,7 @@
-"""Axes of a `LoraArray`, where it is not an adapter like any other (`axis_rules`).
+"""Rules for the axes of a `LoraArray`, where it differs from other adapters (`axis_rules`).
 
-Adapters of different ranks can be joined, also along outputs or inputs. Slices of the inputs of a DoRA,
-single rows, and rows that are looked up (embeddings) are dense.
+Adapters with different ranks can be joined, also along outputs or inputs. Slices along the inputs of a DoRA,
+single rows, and rows that are looked up (embeddings) become dense.
 """
 
 import functools
@@ -26,7 +26,7 @@ from .dot import add, multiply
 
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
-    """A single row or column is no weight, and made dense on purpose."""
+    """Makes a single row or column dense, on purpose: it is not a weight."""
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
     if left & {*x.out_axes} and left & {*x.in_axes}:
         return NotImplemented
@@ -50,7 +50,7 @@ def _stack(*operands: LoraArray | ArrayLike, axis: int):
 
 
 def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
-    """The operands as adapted arrays with the same axes; None if that is impossible."""
+    """Converts the operands to adapted arrays with the same axes; None if that is impossible."""
     like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
     loras = [
         with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
@@ -61,7 +61,7 @@ def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
 
 
 def without_adapter(w: Any, like: LoraArray) -> LoraArray:
-    """`w` with an adapter of rank 0; gradients flow to `w`."""
+    """Puts an adapter of rank 0 on `w`; gradients flow to `w`."""
     sizes = dict(enumerate(w.shape)) | {RANK: 0}
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
@@ -75,12 +75,14 @@ def _in_a_row(loras: Sequence[LoraArray], join: Callable[..., Any], axis: int) -
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
         loras = [padded_to(plainly_scaled(x), rank) for x in loras]
-    return join([x.replace(key=None) for x in loras], axis)  # none of them drops inputs
+    return join([x.replace(key=None) for x in loras], axis)  # none of these has dropout
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
-    """Joins arrays along an axis of the matrix. The rank of the result is the sum of all ranks, since each
-    adapter acts only on its own part."""
+    """Joins arrays along an axis of the matrix.
+
+    The result's rank is the sum of all ranks, since each adapter acts only on its own part.
+    """
     parts = parts_of(loras[0])
     if loras[0].magnitude is not None and axis not in parts["b"]:
         return NotImplemented  # longer rows have other norms
@@ -89,7 +91,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank
-    # The factor with the axis is block diagonal; the other one is concatenated along the rank.
+    # The factor with this axis becomes block diagonal; the other one is concatenated along the rank.
     fused: dict[str, Any] = {}
     for name, own in parts.items():
         arrays = [getattr(x, name) for x in (padded if axis in own and RANK in own else loras)]
@@ -104,7 +106,7 @@ def statics(x: LoraArray) -> Any:
 
 @register(["slice", "dynamic_slice", "split"])
 def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: Any):
-    """Cuts the inputs of a DoRA, whose norms are those of whole rows."""
+    """Slices the inputs of a DoRA. Its norms belong to whole rows, so the result is dense."""
     if x.magnitude is None:
         return NotImplemented
     pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))
@@ -127,7 +129,7 @@ def _gather(x: LoraArray, indices: ArrayLike, **params: Any):
 
 
 def _rows(x: LoraArray, lookup: Lookup) -> Any:
-    """The rows of the base, and of the product of the rows of both factors."""
+    """Gathers rows of the base, and of both factors, which are then multiplied."""
     w_labels, a_labels, b_labels = labels(x)
     out = lookup.out
 

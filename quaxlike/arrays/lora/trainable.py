@@ -1,4 +1,4 @@
-"""Arrays that are trained along with adapters: in full, some rows of an embedding, or biases of adapters."""
+"""Arrays that are trained along with adapters: whole arrays, some rows of an embedding, biases."""
 
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -28,9 +28,9 @@ from .dot import add
 
 
 class TransparentValue(AdaptedArray):
-    """An adapted array that every computation uses as a plain one."""
+    """An adapted array that every computation uses like a plain one."""
 
-    # Decided by what it holds, so that files of models have no entries for it.
+    # The contents decide this, so that models' files have no entries for it.
     gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
@@ -45,7 +45,7 @@ class TransparentValue(AdaptedArray):
 
 
 class TrainableArray(TransparentValue):
-    """An array that is trained in full, in a model that is otherwise frozen.
+    """An array that is fully trained, in an otherwise frozen model.
 
     `loraify(..., modules_to_save=...)` and `bias=` insert it.
 
@@ -67,7 +67,7 @@ class TrainableArray(TransparentValue):
         return self.array
 
     def merged(self) -> jax.Array:
-        """The array."""
+        """Returns the array."""
         return self.array
 
     def unmerged(self, weight: jax.Array) -> "TrainableArray":
@@ -85,7 +85,7 @@ class TrainableArray(TransparentValue):
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
     def widen(self, like: Value) -> Any:
-        return NotImplemented  # only what it holds may change
+        return NotImplemented  # only its contents may change
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return leading_axes([(self.array, True)])
@@ -95,15 +95,15 @@ class TrainableArray(TransparentValue):
 
 
 class LoraBias(TransparentValue):
-    """The bias of a layer whose adapter has its own bias: `w + scaling * b`, where `b` is trained.
+    """A layer's bias, if its adapter has a bias as well: `w + scaling * b`, where `b` is trained.
 
     `loraify(..., lora_bias=True)` inserts it.
 
     **Arguments:**
 
-    - `w`: the bias of the layer, frozen unless it is a `TrainableArray`; None if there is none.
-    - `b`: the bias of the adapter.
-    - `scaling`: the scaling of the adapter.
+    - `w`: the layer's bias, frozen unless it is a `TrainableArray`; None if there is none.
+    - `b`: the adapter's bias.
+    - `scaling`: the adapter's scaling.
     """
 
     b: Any
@@ -135,21 +135,21 @@ class LoraBias(TransparentValue):
 
 
 class TrainableRows(TransparentValue):
-    """A frozen matrix, some of whose rows are replaced by trained ones.
+    """A frozen matrix in which trained rows replace some rows.
 
-    `loraify(..., trainable_token_indices=...)` inserts it: the embeddings of a few tokens are trained, and
-    an adapter's file holds only these. Lookups read only the requested rows. A product
-    with it, as in an output layer that is tied to an embedding, is computed as one with the matrix and one
-    with the rows; neither the combined matrix nor its gradient is ever formed. All other computations use the
-    combined matrix as a plain array.
+    `loraify(..., trainable_token_indices=...)` inserts this: it trains the embeddings of a few tokens, and an
+    adapter's file holds only these. Lookups read only the requested rows. A product (as in an output layer
+    tied to an embedding) is computed as one product with the matrix and one with the rows; neither the
+    combined matrix nor its gradient is ever formed. All other computations use the combined matrix as a plain
+    array.
 
     **Arguments:**
 
     - `w`: the matrix, `(n, size)`.
     - `rows`: the trained rows, `(len(indices), size)`.
-    - `indices`: the rows of the matrix that these replace, without repetition.
+    - `indices`: which rows of the matrix they replace, without repetition.
     - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
-        Default: False.
+      Default: False.
     """
 
     rows: Any
@@ -185,7 +185,7 @@ class TrainableRows(TransparentValue):
         return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
-        """The matrix with the trained rows in it."""
+        """The matrix including the trained rows."""
         return self.materialise()
 
     def unmerged(self, weight: jax.Array) -> "TrainableRows":
@@ -244,8 +244,10 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    """If rows are summed over, each part is multiplied by its own entries of `other`. Otherwise both products
-    are computed, and entries of the second replace those of the first."""
+    """If rows are summed over, multiplies each part by its own entries of `other`.
+
+    Otherwise, computes both products, and replaces entries of the first by the second.
+    """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Arrays whose axes have names, by which they are matched."""
+"""Arrays with named axes, which are matched by name."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import AxisError, NamedArray, align

@@ -1,4 +1,8 @@
-"""`NamedArray`: an array whose axes have names."""
+"""`NamedArray`: an array with named axes.
+
+Names are counted from the last axis, so that they stay right if a transform adds or removes an axis in front.
+A plain tuple for all axes would be wrong under every `vmap`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,30 +25,31 @@ Name = str | None
 
 
 class AxisError(OperandMismatch):
-    """The names of axes do not match, or an array has no axis of a name."""
+    """Axis names do not match, or an array has no axis with this name."""
 
     @checked
     def __init__(self, message: str) -> None:
         super().__init__(message, NamedArray)
 
 
-# Names describe any array, whatever its unit or its parts, so this type has the highest precedence.
+# Names can describe any array, with a unit or not, so this type has the highest precedence.
 
 
 class NamedArray(AnnotatedArray):
-    """An array whose axes have names.
+    """An array with named axes.
 
-    Operators broadcast by name: `x + y` has the axes of `x`, followed by those of `y` that `x` lacks. Methods
-    that reduce take names. Under [`quaxlike.quaxify`][] any code keeps the names: transposing permutes them,
-    reducing drops them, new axes have none. A product contracts only axes of the same name, and arrays that
-    are added must have the same names in the same order. An axis without a name (None) matches any.
-    Primitives that no rule covers, such as decompositions, are applied to the array without its names.
+    Operators broadcast by name: `x + y` has the axes of `x`, followed by any further axes of `y`. Reductions
+    take names. Under [`quaxlike.quaxify`][] any code keeps the names: transposing permutes them, reducing
+    drops them, new axes have none. A product contracts only axes with equal names, and added arrays must have
+    the same names in the same order. An axis without a name (None) matches any. Primitives without a rule,
+    such as decompositions, are applied to the array without its names.
 
     **Arguments:**
 
     - `array`: any array or `ArrayValue`.
-    - `names`: a name, or None, for each axis. They are counted from the last axis: an axis that a transform
-        (`jax.vmap`, `jax.lax.scan`) adds in front has no name, and one that it removes loses its name.
+    - `names`: a name, or None, for each axis. They are counted from the last axis: if a transform
+      (`jax.vmap`, `jax.lax.scan`) adds an axis in front, it has no name; if it removes one, the name goes
+      with it.
 
     **Raises:** [`quaxlike.arrays.named.AxisError`][], which lists both sides.
 
@@ -74,12 +79,12 @@ class NamedArray(AnnotatedArray):
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """The name of each axis, or None."""
+        """Each axis's name, or None."""
         missing = self.array.ndim - len(self._names)
         return (None,) * missing + self._names[max(-missing, 0) :]
 
     def widen(self, like: Any) -> Any:
-        """Drops the name of an axis along which rows were cut, which is still among their static fields."""
+        """Drops the name of an axis that was sliced away, but is still in the static field."""
         if not isinstance(like, NamedArray) or like.names != self.names:
             return NotImplemented
         return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
@@ -90,7 +95,7 @@ class NamedArray(AnnotatedArray):
             axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
             return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
         except (AttributeError, IndexError, TypeError, ValueError):
-            # No array, as in a half of a partitioned model, or in a tree of specs.
+            # Not an array, as in half of a partitioned model, or in a tree of specs.
             return wl.bracketed(
                 begin=wl.TextDoc("NamedArray("),
                 docs=wl.named_objs([("array", self.array), ("names", self._names)], **kwargs),
@@ -102,7 +107,7 @@ class NamedArray(AnnotatedArray):
     # By name
 
     def axis(self, name: str) -> int:
-        """The index of the axis of this name."""
+        """The index of the axis with this name."""
         found = [i for i, n in enumerate(self.names) if n == name]
         if len(found) != 1:
             problem = "several axes" if found else "no axis"
@@ -116,7 +121,7 @@ class NamedArray(AnnotatedArray):
         return NamedArray(self.array, [names.get(n, n) if n else n for n in self.names])
 
     def ordered(self, *names: str) -> Any:
-        """Transposes to this order of the axes."""
+        """Transposes the axes to this order."""
         if len(names) != self.ndim:
             raise AxisError(f"An order of the axes {self.names} names each of them; found {names}.")
         return self.transpose([self.axis(name) for name in names])
@@ -129,10 +134,10 @@ class NamedArray(AnnotatedArray):
         return self[tuple(index)]
 
     def contract(self, other: Any, *names: str) -> Any:
-        """Multiplies this by another named array, and sums over the axes of these names.
+        """Multiplies by another named array, and sums over the axes with these names.
 
-        Other axes that both have are paired. The result has the paired axes first, then the remaining ones of
-        this array, then those of the other.
+        Any other axes in common are paired. The result has the paired axes first, then this array's remaining
+        axes, then the other's.
         """
         contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
         shared = [n for n in self.names if n and n in other.names and n not in names]
@@ -176,8 +181,11 @@ for _name in _REDUCTIONS.split():
 
 
 def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
-    """Gives two named arrays the same axes in the same order, of size 1 where one lacks them: those of `x`,
-    then those of `y` that `x` lacks. Arrays that have axes without a name are returned unchanged."""
+    """Gives two named arrays the same axes in the same order.
+
+    These are the axes of `x`, then any further axes of `y`; a missing axis gets size 1. If any axis has no
+    name, both arrays are returned unchanged.
+    """
     if None in (*x.names, *y.names):
         return x, y
     names = (*x.names, *(n for n in y.names if n not in x.names))

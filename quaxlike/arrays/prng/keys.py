@@ -1,4 +1,8 @@
-"""`KeyArray`: keys of a pseudo-random number generator."""
+"""`KeyArray`: keys for a pseudo-random number generator.
+
+JAX's own keys have an extended dtype, which `np.save`, averages and many checkpointers reject. Here the
+leaves are plain words, and the generator's name is static.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -23,14 +27,14 @@ _NAMES = ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS)
 
 
 class KeyArray(ArrayOperators, ArrayValue):
-    """Keys of a pseudo-random number generator, stored as the words that they consist of.
+    """Keys for a pseudo-random number generator, stored as plain words.
 
-    `jax.random` treats them as keys under [`quaxlike.quaxify`][]; everything that handles leaves
-    (checkpoints, averages, `np.save`) sees arrays of uint32, unlike JAX's own keys.
+    Under [`quaxlike.quaxify`][], `jax.random` treats them as keys. Everything that handles leaves
+    (checkpoints, averages, `np.save`) sees uint32 arrays, unlike for JAX's own keys.
 
     **Arguments:**
 
-    - `data`: the words, uint32 of shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
+    - `data`: the words, uint32 with shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
     - `impl`: the generator: "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
 
     !!! example
@@ -70,11 +74,11 @@ class KeyArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def from_jax(cls, key: jax.Array) -> "KeyArray":
-        """Converts keys that `jax.random.key` or `jax.random.split` made, of one of these generators.
+        """Converts JAX's own keys, made by `jax.random.key` or `jax.random.split`.
 
         **Raises:**
 
-        `ValueError` for a key of another generator.
+        `ValueError` for another generator's key.
         """
         for name in _NAMES:
             if key.dtype == _like(name)[0]:
@@ -103,7 +107,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """JAX's dtype for keys of a generator, and the number of words of a key."""
+    """JAX's dtype for a generator's keys, and the number of words per key."""
 
     def make() -> Any:
         return jax.random.key(0, impl=_implementation(impl))

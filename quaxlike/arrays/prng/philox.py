@@ -17,7 +17,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-# The last word of the counter identifies what a block is used for, so that no two uses share one.
+# The counter's last word says what a block is for, so that no two uses share a block.
 _BITS, _SPLIT, _FOLD_IN = 0, 1, 2
 
 
@@ -26,12 +26,12 @@ def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, A
 
     **Arguments:**
 
-    - `key`: two arrays of uint32.
-    - `counter`: four arrays of uint32, of a shape that broadcasts with that of the key.
+    - `key`: two uint32 arrays.
+    - `counter`: four uint32 arrays that broadcast with the key.
 
     **Returns:**
 
-    Four arrays of uint32.
+    Four uint32 arrays.
     """
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in (*key, *counter)))
 
@@ -40,7 +40,7 @@ def philox4x32_block(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, A
         k0, k1 = k0 + np.uint32(_WEYL[0]), k1 + np.uint32(_WEYL[1])
         return k0, k1, *_round(k0, k1, *counter)
 
-    # A loop, since unrolled rounds, each of which uses the one before twice, take long to compile.
+    # A loop, because unrolled rounds take long to compile: each uses the previous one twice.
     k0, k1, *words = (jnp.broadcast_to(x, shape) for x in (*key, *counter))
     state = (k0, k1, *_round(k0, k1, *words))
     _, _, c0, c1, c2, c3 = lax.fori_loop(1, _ROUNDS, bump_and_mix, state)
@@ -54,7 +54,7 @@ def _round(k0: Any, k1: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Any, A
 
 
 def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
-    """The high and the low word of a product, computed from half words: 64-bit integers may be disabled."""
+    """The high and low words of a product, from half words: 64-bit integers may be disabled."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a0, a1, b0, b1 = a & mask, a >> half, b & mask, b >> half
     low, middle, other = a0 * b0, a1 * b0, a0 * b1
@@ -63,7 +63,7 @@ def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def _words(key: Any, n: int, use: int) -> Any:
-    """Generates `n` blocks of four words; shape (n, 4)."""
+    """Generates `n` blocks with four words each; shape (n, 4)."""
     index = lax.iota(jnp.uint32, n)
     zero = jnp.zeros_like(index)
     block = philox4x32_block((key[0], key[1]), (index, zero, zero, jnp.full_like(index, use)))
