@@ -1,6 +1,6 @@
 """Arrays of codes with block scales: NF4, FP4, int4, int8, and every published block format."""
 
-# Imported to register rules.
+# These are imported to register their rules.
 from ...kernels.block_matmul import CODECS, Codec
 from . import dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .array import AbstractCodebookArray, BlockArray, CacheArray, FP4Array, Int4Array, Int8Array, NF4Array

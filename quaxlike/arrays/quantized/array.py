@@ -1,4 +1,8 @@
-"""Quantised arrays: NF4, FP4, int4 and int8, and any block format; and those that are written to."""
+"""The quantised types: NF4, FP4, int4, int8, any block format, and a cache that can be written.
+
+NF4 and FP4 are identical to bitsandbytes' bit for bit, so that files can be exchanged. Any change to
+rounding, nibble order or block layout breaks this.
+"""
 
 from typing import Any, ClassVar, TypeVar
 
@@ -31,7 +35,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     """The 16 values that codes stand for."""
 
     largest: ClassVar[float] = 1.0
-    """The value as which the largest magnitude of a block is stored."""
+    """The value that represents a block's largest magnitude."""
 
     @classmethod
     def from_flat(
@@ -44,7 +48,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _C:
-        """Makes an array from codes and scales without leading axes, as files store them.
+        """Makes an array from codes and scales without leading axes, as they are stored in files.
 
         **Arguments:**
 
@@ -69,7 +73,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
-        """The same codes as one row of bytes, as `from_flat` takes them; None if they do not form one."""
+        """The inverse of `from_flat`: the same codes as one row of bytes; None if they do not form one."""
         if self.axes or (self.num_lead and not self.joins(in_columns=True)):
             return None
         if not self.num_lead:
@@ -80,7 +84,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
 
 
 class NF4Array(AbstractCodebookArray):
-    """A 4-bit NormalFloat array, identical to that of bitsandbytes bit for bit.
+    """A 4-bit NormalFloat array, identical to bitsandbytes' bit for bit.
 
     Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
     """
@@ -89,21 +93,23 @@ class NF4Array(AbstractCodebookArray):
 
 
 class FP4Array(AbstractCodebookArray):
-    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit), identical to that of bitsandbytes
-    bit for bit."""
+    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit).
+
+    It is identical to bitsandbytes' bit for bit.
+    """
 
     codec, codebook = CODECS["fp4"], blockwise.FP4
 
 
 class Int4Array(AbstractCodebookArray):
-    """A 4-bit integer array: integers from -7 to 7, times a scale for each block."""
+    """A 4-bit integer array: integers from -7 to 7, with one scale per block."""
 
     codec, codebook = CODECS["int4"], blockwise.INT4
     largest = 7.0
 
 
 class Int8Array(AbstractQuantizedArray):
-    """An 8-bit integer array: integers from -127 to 127, times a scale for each channel or block."""
+    """An 8-bit integer array: integers from -127 to 127, with one scale per channel or block."""
 
     codec, order = CODECS["int8"], None
 
@@ -113,21 +119,20 @@ class Int8Array(AbstractQuantizedArray):
 
 
 class BlockArray(AbstractQuantizedArray):
-    """An array in any of the block formats of published weights. A table of codecs describes how codes and
-    scales are read.
+    """An array in any published block format. A table of codecs describes how to read codes and scales.
 
-    Make one with `quantize`, or read a file with `quaxlike.lm.read`. It does what every quantised
-    array does: products on either side, transposing, slicing and stacking leave codes unchanged.
+    Make one with `quantize`, or read a file with `quaxlike.lm.read`. As for every quantised array, products
+    on either side, transposing, slicing and stacking do not change the codes.
 
     **Arguments:**
 
     - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; int8 for the codec `int8`.
     - `scale`: `BlockScales`, with the same leading axes.
-    - `order`: for codes whose columns were sorted, so that those of a block are adjacent (act-order
-        of GPTQ): the logical column of each stored one, `(*lead, columns)`. The first inner axis of the
-        array then counts rows, which share the order and stay together. None for columns in order.
+    - `order`: for codes with sorted columns (GPTQ's act-order, which makes each block contiguous): the
+      logical column of each stored column, `(*lead, columns)`. The array's first inner axis then counts rows,
+      which share this order and stay together. None for columns in order.
     - `codec`: how codes, scales and zeros are stored.
-    - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as of every quantised array.
+    - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as for every quantised array.
     """
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
@@ -148,15 +153,15 @@ class BlockArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _B:
-        """Makes an array from codes, one per byte, and scales; for readers of files.
+        """Makes an array from codes, one per byte, and scales. For file readers.
 
         **Arguments:**
 
-        - `codes`: `(*lead, n)` uint8; with `order` `(*lead, rows, n)`.
-        - `scale`: with the leading axes of `codes`, rows included.
-        - `codec`, `block_size`: how they are read.
-        - `order`: `(*lead, n)`: the logical column of each stored one.
-        - `count`: if `codes` are already packed, the number of codes in a row.
+        - `codes`: `(*lead, n)` uint8; with `order`, `(*lead, rows, n)`.
+        - `scale`: has the same leading axes as `codes`, including rows.
+        - `codec`, `block_size`: how to read these.
+        - `order`: `(*lead, n)`: the logical column of each stored column.
+        - `count`: if `codes` are already packed, the number of codes per row.
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into floating scales.
         """
@@ -185,13 +190,13 @@ class BlockArray(AbstractQuantizedArray):
 
 
 class CacheArray(AbstractQuantizedArray):
-    """A quantised array to write to, such as the keys of a text: `dynamic_update_slice` rounds what is
-    written, and leaves the codes of the rest as they are.
+    """A quantised array that can be written, such as a key cache.
 
-    Make one with `empty`. Where a write covers a part of the last axis, whose elements share scales, the
-    array is materialised, like any other quantised array that is written to.
+    `dynamic_update_slice` rounds the update, and does not change any other code. If an update covers only
+    part of the last axis, where elements share scales, then the array is materialised, like any other
+    quantised array. Make one with `empty`.
 
-    **Arguments:** as of [`quaxlike.BlockArray`][].
+    **Arguments:** as for [`quaxlike.BlockArray`][].
     """
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
@@ -205,12 +210,12 @@ class CacheArray(AbstractQuantizedArray):
     def empty(
         cls: type[_B], shape: tuple[int, ...], codec: str | Codec, *, dtype: DTypeLike = jnp.float32
     ) -> _B:
-        """An array of zeros.
+        """Makes an array of zeros.
 
         **Arguments:**
 
         - `shape`: its shape; blocks run along the last axis.
-        - `codec`: how it is stored, as for `quantize`.
+        - `codec`: how to store it, as for `quantize`.
         - `dtype`: the logical dtype.
 
         !!! example

@@ -1,13 +1,14 @@
 """The base of quantised arrays: the layout of codes and scales, and the operations that it permits.
 
-The *stored* array is the logical one with its axes in the order in which they were quantised. Its
-leading axes are axes of both leaves; its trailing ones are flattened, row-major, into the last axis of
-`codes`, and cut into blocks there:
+The *stored* array is the logical one, with axes in the order in which they were quantised. Both leaves have
+its leading axes. Its trailing axes are flattened, row-major, into the last axis of `codes`, and cut into
+blocks there:
 
     stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
 
-Leading axes are therefore free: `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding
-act on the leaves, and the shape follows. Blocks may cross the inner axes, so these stay together.
+Leading axes are therefore free: `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding act
+on the leaves, and the shape follows. Blocks may cross the inner axes, so these stay together. A rule that
+cuts an inner axis would pair codes with the wrong scales.
 """
 
 import abc
@@ -51,12 +52,12 @@ _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
 
 class AbstractQuantizedArray(GradientsArray):
-    """An array of integer codes, with a scale for each block of them.
+    """An array of integer codes, with one scale per block.
 
-    Make one with `quantize`. It behaves like the array of dtype `logical_dtype` that it stands for:
-    `dot_general` multiplies with the stored codes, in either direction and on either side; transposing,
-    reshaping whole blocks, slicing and stacking do not requantise. Anything that cannot be done on codes
-    materialises the array, with a [`quaxlike.MaterialisationWarning`][].
+    Make one with `quantize`. It behaves like an array with the dtype `logical_dtype`. `dot_general`
+    multiplies with the stored codes, in either direction and on either side; transposing, reshaping whole
+    blocks, slicing and stacking do not requantise. Anything that is impossible on codes materialises the
+    array, with a [`quaxlike.MaterialisationWarning`][].
 
     **Arguments:**
 
@@ -64,19 +65,19 @@ class AbstractQuantizedArray(GradientsArray):
     - `scale`: `(*lead, blocks)` float32; or [`NestedScales`][quaxlike.arrays.quantized.NestedScales], or
         [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
     - `block_size`: how many codes share a scale; None for all of the last axis.
-    - `inner`: the trailing axes that are flattened into the last axis of `codes`; None for a single
-        axis, whose length is the number of codes.
-    - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
-    - `logical_dtype`: the dtype of the logical array.
-    - `gradients`: `"none"` if the scales are constants for derivatives; `"pass"` if derivatives with respect
-        to them exist but they are not trained, which multiplication by a traced factor sets; `"train"` if
-        they are trained.
-    - `activations`: `"int8"` or `"fp8"`: products round what they multiply, row by row, to codes like those
-        of this array, and multiply codes with codes. None: products with the numbers as they are.
-    - `input_limit`: with `activations`, the magnitude that the largest code of what they multiply stands
-        for; larger numbers are clipped. None: each row's own largest.
-    - `rounds_gradients`: with `activations`, whether gradients by what they multiply are products of codes,
-        too.
+    - `inner`: the trailing axes, which are flattened into the last axis of `codes`; None for a single axis
+      that is as long as the number of codes.
+    - `axes`: how the logical array permutes the stored array's last `len(axes)` axes.
+    - `logical_dtype`: the logical array's dtype.
+    - `gradients`: `"none"` if differentiation treats the scales as constants; `"pass"` if gradients pass
+      through them but do not train them (multiplying by a traced factor sets this); `"train"` if they are
+      trained.
+    - `activations`: `"int8"` or `"fp8"`: a product rounds its other operand, row by row, and multiplies codes
+      with codes. None: the other operand is not rounded.
+    - `input_limit`: with `activations`, the magnitude for the largest code of the other operand; larger
+      numbers are clipped. None: the maximum of each row.
+    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
+      products of codes.
     """
 
     on_materialise = "warn"
@@ -98,10 +99,10 @@ class AbstractQuantizedArray(GradientsArray):
     """The format of codes and scales."""
 
     order: eqx.AbstractVar[Any]
-    """For codes whose columns were sorted: the logical column of each stored one; else None."""
+    """For codes with sorted columns: the logical column of each stored column; else None."""
 
     flattens: ClassVar[bool] = False
-    """Whether `quantize` flattens the array first, as bitsandbytes does, and can nest scales."""
+    """Whether `quantize` flattens the array first, like bitsandbytes, and can nest scales."""
 
     @classmethod
     @checked
@@ -116,7 +117,7 @@ class AbstractQuantizedArray(GradientsArray):
         stacked: int = 0,
         train_scales: bool = False,
     ) -> _Q:
-        """Quantises an array: each block on its own, to the nearest codes.
+        """Quantises an array, block by block, to the nearest codes.
 
         **Arguments:**
 
@@ -124,18 +125,18 @@ class AbstractQuantizedArray(GradientsArray):
         - `codec`: only for [`BlockArray`][quaxlike.BlockArray], the format: a name from the table of codecs
             (`quaxlike.arrays.quantized.CODECS`), or a codec. Default: `"int4_block"`.
         - `block_size`: how many elements along `axis` share a scale; the last block may be partial. NF4, FP4
-            and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows.
-            Default: that of the codec, which is 64 for these three, and for int8 one scale per channel.
+          and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows. Default:
+          the codec's, which is 64 for these three, and one scale per channel for int8.
         - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default False.
-        - `axis`: the axis that blocks run along, the contracted one of a weight. Default -1.
-        - `stacked`: how many leading axes count the arrays of a stack, each quantised on its own: those
-            that `vmap` or `lax.scan` will run over. Default 0.
+        - `axis`: the axis along which blocks run. For a weight, use the contracted axis. Default -1.
+        - `stacked`: how many leading axes stack arrays that are quantised separately, for use with `vmap` or
+          `lax.scan`. Default 0.
         - `train_scales`: whether gradients flow into floating scales. Default False.
 
-        **Returns:** `x` rounded, as an array of this type, of the same shape and dtype.
+        **Returns:** `x`, rounded, with the same shape and dtype.
 
-        **Raises:** `ValueError` for a codec or a block size that is not allowed, and for types other than
-        NF4, FP4 and int4 for a scalar or `double_quant`; `TypeError` for an array that is not floating.
+        **Raises:** `ValueError` for an invalid codec or block size, and (except for NF4, FP4 and int4) for a
+        scalar or `double_quant`; `TypeError` for an array that is not floating.
 
         !!! example
 
@@ -167,7 +168,7 @@ class AbstractQuantizedArray(GradientsArray):
         return out.cut(lead, inner).with_axes(permutation)
 
     def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
-        """Quantises rows of the stored array like this one, into packed codes and scales."""
+        """Quantises rows of a stored array in the format of this array."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale)
 
@@ -178,7 +179,7 @@ class AbstractQuantizedArray(GradientsArray):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
     def check_leaves(self) -> None:
-        """Raises `ValueError` unless the shapes and dtypes of codes and scales are consistent."""
+        """Raises a `ValueError` unless shapes and dtypes are consistent."""
         (rows, count), codec, scale = self.matrix, self.codec, self.scale
         parts = (scale.codes if isinstance(scale, NestedScales) else scale, None, None, None)
         parts = scale.parts() if isinstance(scale, BlockScales) else parts
@@ -190,7 +191,7 @@ class AbstractQuantizedArray(GradientsArray):
             found = None if leaf is None else tuple(leaf.shape)
             if found != wanted:
                 raise ValueError(f"{self._description} takes {name} of shape {wanted}; found {found}.")
-        kinds = "fV" if codec.scales == "float" else "iu"  # V: bfloat16, and other floats of few bits
+        kinds = "fV" if codec.scales == "float" else "iu"  # V: bfloat16 and other small floats
         if not isinstance(scale, NestedScales) and parts[0].dtype.kind not in kinds:
             wanted = "floats" if codec.scales == "float" else "integers"
             raise ValueError(f"{self._description} takes scales that are {wanted}; found {parts[0].dtype}.")
@@ -236,7 +237,7 @@ class AbstractQuantizedArray(GradientsArray):
     @classmethod
     @abc.abstractmethod
     def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
-        """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
+        """Quantises rows. The scales are `nested`, or have the dtypes of `like`."""
 
     # The logical array
 
@@ -245,7 +246,7 @@ class AbstractQuantizedArray(GradientsArray):
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except (AttributeError, IndexError, TypeError):  # no arrays, or others, as in a tree of dtypes
+        except (AttributeError, IndexError, TypeError):  # no arrays, as in a tree of dtypes
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
@@ -272,17 +273,17 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def num_lead(self) -> int:
-        """How many axes of the stored array are axes of the leaves."""
+        """How many of the stored array's axes are axes of the leaves."""
         return len(self.codes.shape) - 1
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The axes that are flattened into the last one of `codes`."""
+        """The axes that are flattened into the last axis of `codes`."""
         return (self.codes.shape[-1] * 8 // self.codec.bits,) if self.inner is None else self.inner
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """How many rows of how many codes the last axis of `codes` holds: 1, unless rows share an order."""
+        """The numbers of rows and of codes per row in the last axis. One row, unless rows share an order."""
         inner = self.inner_shape
         return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
@@ -292,7 +293,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """For each logical axis, the corresponding stored axis."""
+        """For each logical axis, its stored axis."""
         kept = len(self.stored_shape) - len(self.axes)
         return (*range(kept), *(kept + axis for axis in self.axes))
 
@@ -303,31 +304,32 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def parts(self) -> Any:
-        """The leaves that `matmul` takes, as a pytree; without gradients unless these flow there."""
+        """The leaves that `matmul` takes, as a pytree. Stops gradients unless they flow there."""
         leaves = self.codes, self.scale, self.order
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """The scales as the codec reads them; without gradients unless they flow there."""
+        """The scales for the codec. Stops gradients unless they flow there."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Whether leading axes can become axes of one large matrix: of its columns, beside the inner axes, or
-        else of its rows."""
+        """Whether leading axes can become columns (with the inner axes) or rows of one large matrix."""
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
         return self.codec.cuts(self.matrix[1], self.block)
 
     def joined(self: _Q) -> _Q:
-        """The same array in a form whose leading axes can become axes of one large matrix: nested scales,
-        which belong to a single matrix, are made dense."""
+        """Converts to a form in which leading axes can become axes of one large matrix.
+
+        Nested scales belong to a single matrix, so they become dense.
+        """
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     @property
     def is_sum(self) -> bool:
-        """Whether elements are sums, whose terms are scaled one by one: an infinite factor makes them NaN."""
+        """Whether elements are sums with separately scaled terms, so that an infinite factor gives NaN."""
         return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
 
     @property
@@ -336,7 +338,7 @@ class AbstractQuantizedArray(GradientsArray):
         return self.gradients != "none"
 
     def with_gradients(self: _Q, gradients: Gradients) -> _Q:
-        """The same array with at least these `gradients`; they still do not reach scales that were frozen."""
+        """Lets at least these `gradients` through. Scales that were frozen stay frozen."""
         gradients = strongest(self.gradients, gradients)
         if gradients == self.gradients:
             return self
@@ -344,18 +346,17 @@ class AbstractQuantizedArray(GradientsArray):
         return dataclasses.replace(self, scale=scale, gradients=gradients)
 
     def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
-        """The same codes with this `permutation` of the stored axes."""
+        """Permutes the stored axes, keeping the codes."""
         kept = 0
         while kept < len(permutation) and permutation[kept] == kept:
             kept += 1
         return replace_fields(self, axes=tuple(axis - kept for axis in permutation[kept:]))
 
     def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
-        """The stored array in the shape `first + inner`, with as few inner axes as possible: only those along
-        which blocks would be cut.
+        """Reshapes the stored array to `first + inner`, with as few inner axes as possible.
 
-        Nested scales keep all of them, since their own blocks cross rows. A scale for a whole row is repeated
-        for each part of it.
+        An axis must be an inner one if slicing it would cut blocks. Nested scales keep all inner axes, since
+        their own blocks cross rows. A scale for a whole row is repeated for each part.
         """
         count, block, cuts = math.prod(inner), self.block, self.codec.cuts
         shared = self.block_size is None and count == self.matrix[1] > 0
@@ -388,8 +389,7 @@ class AbstractQuantizedArray(GradientsArray):
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
-        """Slice `i` of the stored array along its first axis: an array of this type, or a dense one if blocks
-        are cut."""
+        """Slice `i` of the stored array along its first axis. Dense if this cuts blocks."""
         if self.num_lead:
             part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
@@ -398,7 +398,7 @@ class AbstractQuantizedArray(GradientsArray):
     # Its values
 
     def rows_of_codes(self) -> tuple[Any, BlockScales]:
-        """Codes and scales, with an axis of rows if several of them share an order."""
+        """Codes and scales, with an axis for rows if several rows share an order."""
         codes, scales = self.codes, self.block_scales()
         if self.order is None:
             return codes, scales
@@ -406,7 +406,7 @@ class AbstractQuantizedArray(GradientsArray):
         return jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-1], rows, -1), (codes, scales))
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
-        """Decodes rows of codes, with their columns in logical order."""
+        """Decodes rows of codes, with columns in logical order."""
         dense = _decoded((codes, *scales.parts()), self.codec, self.matrix[1], self.block)
         if self.order is None:
             return dense
@@ -418,7 +418,7 @@ class AbstractQuantizedArray(GradientsArray):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its rows, or parts of them if no block is shared between devices.
+        # Each device decodes its rows, or parts of rows if no block is shared between devices.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
 
         def last(j: Any, leaf: Any) -> Any:
@@ -438,8 +438,10 @@ class AbstractQuantizedArray(GradientsArray):
         return self._decode(*self.rows_of_codes()).astype(self.logical_dtype).reshape(self.stored_shape)
 
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
-        """Dense slices of the stored array along its first axis, which is not a leading axis:
-        `(*batch, *stored_shape[1:])`."""
+        """Dense slices of the stored array along its first axis, `(*batch, *stored_shape[1:])`.
+
+        The first axis must not be a leading axis.
+        """
         codes, scales = self.rows_of_codes()
         shape = self.stored_shape[1:]
         if self.order is None:
@@ -453,7 +455,7 @@ class AbstractQuantizedArray(GradientsArray):
         return dense.reshape(*rows.shape, *shape).astype(self.logical_dtype)
 
     def times(self: _Q, factor: Float32[Array, "..."]) -> _Q:
-        """This array times a scalar, or factors `(*lead, 1)`, which are multiplied into the scales."""
+        """Multiplies the scales by a scalar, or by factors `(*lead, 1)`."""
         if isinstance(self.scale, BlockScales):
             codec, scale = self.scale.times(factor, self.codec)
             return dataclasses.replace(self, scale=scale, codec=codec)
@@ -470,13 +472,18 @@ class AbstractQuantizedArray(GradientsArray):
         low_rank: Sequence[Array] = (),
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """Computes `x @ W.T` for the stored matrix `W` of this shape, with adapters if `low_rank`; `x @ W` if
-        `transpose`. `parts` are its leaves, whose leading axes together are axes of the matrix; nested scales
-        have none. Only the statics of `self` are read."""
+        """Computes `x @ W.T`, or `x @ W` if `transpose`, for the stored matrix `W` with this shape.
+
+        **Arguments:**
+
+        - `parts`: the leaves of `W`. Their leading axes are axes of the matrix; nested scales have none. Of
+            `self`, only the statics are read.
+        - `low_rank`: adapters to add.
+        """
         codes, scale, order = parts
         found = self._for_kernels(parts, shape)
         if found is None:
-            # Rows of the matrix are parts of rows of codes, which does not occur with the weights of models.
+            # The matrix's rows are parts of rows of codes. This does not occur for weights in models.
             leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
             dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
             y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
@@ -505,12 +512,11 @@ class AbstractQuantizedArray(GradientsArray):
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
     def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        """The matrix of this shape as arrays and their decoder, from the arguments of `matmul`; None if its
-        rows are not rows of codes."""
+        """The matrix as arrays and a decoder; None unless its rows are rows of codes."""
         codes, scale, order = parts
         if self.flattens:
             block = self.block
-            # Keeps rows of codes if no block crosses them, so that they can be sharded.
+            # If no block crosses rows, we keep rows of codes, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
 
             def flat(leaf: Any, size: Any) -> Any:
@@ -526,7 +532,7 @@ class AbstractQuantizedArray(GradientsArray):
         return flat, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
 
     def requantized(self: _Q, dense: Array) -> _Q:
-        """Quantises a dense array of the same shape like this one."""
+        """Quantises a dense array with the same shape in the format of this array."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
         rows, count = self.matrix
         rows_of = stored.reshape(*self.codes.shape[:-1], *([] if self.order is None else [rows]), count)
@@ -541,8 +547,7 @@ class AbstractQuantizedArray(GradientsArray):
     # Hooks
 
     def widen(self: _Q, like: Value) -> _Q | Array:
-        """Opens or trains the scales, and widens them to float32, if those of `like` are; dense if `like` has
-        another layout of codes."""
+        """Makes scales trained, or float32, if they are in `like`. Dense if the layouts differ."""
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
@@ -560,11 +565,11 @@ class AbstractQuantizedArray(GradientsArray):
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
-        """Properties that a factor changes."""
+        """The properties that multiplying by a factor changes."""
         return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def _layout(self) -> Any:
-        """Properties that cannot change without other codes, independent of how they are specified."""
+        """The properties that cannot change without changing codes, however they are specified."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
@@ -586,7 +591,7 @@ class AbstractQuantizedArray(GradientsArray):
                 "and without double quantisation."
             )
 
-        # Entries for a whole row are replicated; but a block that is given as long as a row cannot be cut.
+        # Entries for a whole row are replicated. But an explicit block as long as a row cannot be cut.
         def once(leaf: Any) -> Any:
             return leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
 
@@ -595,7 +600,7 @@ class AbstractQuantizedArray(GradientsArray):
         ]
 
     def why_not_shardable(self) -> str:
-        """The reason why inner axes cannot be divided among devices; "" if they can."""
+        """Why inner axes cannot be divided among devices; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):
@@ -608,12 +613,12 @@ class AbstractQuantizedArray(GradientsArray):
 
 @functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
 def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
-    """Decodes rows of codes, with their columns in stored order."""
+    """Decodes rows of codes, with columns in stored order."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], count))
     return join(codec.planes(count, block, parts), count)
 
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
-    """`inner`, or None if the number of bytes determines that of the codes."""
+    """`inner`, or None if the number of bytes determines how many codes there are."""
     return None if len(inner) == 1 and inner[0] * codec.bits % 8 == 0 else tuple(inner)

@@ -1,7 +1,10 @@
-"""Products on codes: `dot_general` for every dimension_numbers, on either side; `ragged_dot`; convolutions.
+"""Products on codes: `dot_general` for any dimension_numbers, on either side; `ragged_dot`; convolutions.
 
-Axes have names: an axis of the stored weight, and the axis of the other operand that is paired with it,
-are named by the number of the former; the free axes of the other operand by negative numbers.
+The dense weight is never a residual: the backward pass decodes the codes again (`jax.checkpoint`), or else
+training would need the memory that quantising saved.
+
+Axes have names. A stored axis of the weight is named by its number, and so is its partner in the other
+operand. The other operand's free axes have negative names.
 """
 
 import dataclasses
@@ -51,7 +54,7 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
-    """A name for each axis of `x`: `names` for `axes`, negative numbers for the others."""
+    """Names each axis of `x`: `names` for `axes`, negative numbers for all others."""
     given = dict(zip(axes, names, strict=True))
     return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
 
@@ -59,8 +62,7 @@ def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
 def contract(
     x: Array, x_names: _Names, w: AbstractQuantizedArray | Array, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """The product of `x` and the stored weight (or a dense one), summed over the names that `out_names`
-    lacks."""
+    """Multiplies `x` and the stored (or dense) weight, summing over all names not in `out_names`."""
     if not isinstance(w, AbstractQuantizedArray):
         return _einsum(x, x_names, w, out_names, dtype)
     shared = [name for name in x_names if name >= 0]
@@ -106,13 +108,13 @@ class _Plan:
     transpose: bool
 
     def lead_order(self, num_lead: int) -> _Names:
-        """The order of the leading axes in which the stored weight has this form."""
+        """The order of leading axes in which the stored weight has this form."""
         matrix = (*self.contracted, *self.free) if self.transpose else (*self.free, *self.contracted)
         return tuple(name for name in (*self.batch, *self.mapped, *matrix) if name < num_lead)
 
 
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
-    """The form in which `w` is contracted; None if that would cut blocks."""
+    """Chooses the form in which `w` is contracted; None if this would cut blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
     if any(name in inner for name in batch):
         return None
@@ -126,7 +128,7 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
         transpose, inner_rows = True, inner_contracted
     else:
         return None
-    # Free leading axes become rows or columns of one large matrix if possible; else they are mapped over.
+    # Free leading axes become rows or columns of one large matrix if possible; else we map over them.
     for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
         cut = lead_columns and inner_rows
@@ -139,7 +141,7 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
 def _contract_slices(
     x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """Contracts the slices of the stored weight along its first axis one by one, decoding each separately."""
+    """Contracts slices of the stored weight along its first axis, decoding each separately."""
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
     if not w.stored_shape[0]:
@@ -148,7 +150,7 @@ def _contract_slices(
     rest = tuple(_without_first(name) for name in out_names if name != 0)
     in_x, in_out = 0 in x_names, 0 in out_names
 
-    @jax.checkpoint  # so that the backward pass decodes again
+    @jax.checkpoint  # the backward pass decodes again
     def product(x: Array, w: AbstractQuantizedArray, i: Array) -> Array:
         if in_x:
             x = lax.dynamic_index_in_dim(x, i, x_names.index(0), keepdims=False)
@@ -170,12 +172,12 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """The name that an axis has in a slice along the first stored axis."""
+    """The axis's name in a slice along the first stored axis."""
     return name if name < 0 else name - 1
 
 
 def _einsum(x: Array, x_names: _Names, w: Array, out_names: _Names, dtype: np.dtype) -> Array:
-    offset = x.ndim + 1  # einsum needs names that are not negative
+    offset = x.ndim + 1  # einsum needs nonnegative names
     sublists = [[name + offset for name in names] for names in (x_names, range(w.ndim), out_names)]
     y = jnp.einsum(
         x.astype(jnp.float32),
@@ -202,7 +204,7 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """Goes over the rows, which are sorted by expert, in tiles of one expert each."""
+    """Processes the rows, which are sorted by expert, in tiles with one expert each."""
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
@@ -217,7 +219,7 @@ def _ragged_dot_general(
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 
-    # The names of the axes in the weight of one expert: those in the stack, less its first axis.
+    # The axis names in one expert's weight: as in the stack, minus its first axis.
     inputs = jnp.moveaxis(inputs, rows[0], 0)
     x_contract = [axis + 1 if axis < rows[0] else axis for axis in x_contract]
     x_names = name_axes(inputs, x_contract, [stored[axis] - 1 for axis in w_contract])
@@ -233,7 +235,7 @@ def _ragged_dot_general(
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
     tiles = Tiles(counts, len(inputs))
 
-    @jax.checkpoint  # so that the backward pass decodes again
+    @jax.checkpoint  # the backward pass decodes again
     def product(part: Array, expert: Array) -> Array:
         return contract(part, x_names, stack.stored_slice(expert), out_names, np.dtype(np.float32))
 
@@ -253,17 +255,17 @@ def _ragged_dot_general(
 
 
 class Tiles:
-    """Groups of rows, cut into tiles of a single group each.
+    """Groups of rows, cut into tiles with a single group each.
 
     **Attributes:**
 
-    - `experts`: the group of each tile; past the last group for unused tiles.
-    - `rows`, `filled`: the rows of each tile, and which of its slots they fill, `(tiles, rows of a tile)`.
-    - `places`, `grouped`: the position of each row in the tiles, and whether it is in any group.
+    - `experts`: each tile's group; past the last group for unused tiles.
+    - `rows`, `filled`: each tile's rows, and which slots they fill, `(tiles, rows of a tile)`.
+    - `places`, `grouped`: each row's position in the tiles, and whether it is in any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
-        # As many rows as a group has on average: larger groups are cut, and few slots stay empty.
+        # As many rows as an average group has: larger groups are cut, and few slots stay empty.
         average = -(-num_rows // len(counts))
         size = min(_LARGEST_TILE, max(_SMALLEST_TILE, 1 << (average - 1).bit_length()))
         most = num_rows // size + min(len(counts), num_rows)
@@ -294,7 +296,7 @@ def _beside(x: Array, ndim: int) -> Array:
 
 @register("conv_general_dilated")
 def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **params: Any) -> Any:
-    """Decodes the kernel for the product, and again for the backward pass: only codes are residuals."""
+    """Decodes the kernel, and again for the backward pass: only codes are residuals."""
 
     @jax.checkpoint
     def product(x: Array, w: AbstractQuantizedArray) -> Array:
@@ -305,6 +307,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
+    """Reverses a kernel's window, as in the gradient of a convolution."""
     """Reverses the window of a kernel, as the gradient of a convolution does."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)

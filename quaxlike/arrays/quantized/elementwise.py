@@ -1,4 +1,8 @@
-"""Arithmetic on scales or on tables of codes: factors, powers, and the sums in penalties."""
+"""Arithmetic on scales or on code tables: factors, powers, and the sums in penalties.
+
+The result is rounded once per block, not once per element. So these rules apply only where one scale, or the
+table, determines the result exactly.
+"""
 
 import dataclasses
 import math
@@ -35,7 +39,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """Squares an array that is multiplied by itself; other products have no codes."""
+    """Squares an array that is multiplied by itself. Other products have no codes."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
@@ -49,10 +53,11 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 
 
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
-    """Multiplies `w` by a scalar, or by factors for whole rows of codes. The product is rounded once for each
-    block, not for each element.
+    """Multiplies `w` by a scalar, or by factors for whole rows of codes.
 
-    Even if the scales are frozen, gradients reach a traced factor, through the scales of the result."""
+    The product is rounded once per block, not per element. Even if the scales are frozen, gradients reach a
+    traced factor through the result's scales.
+    """
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
@@ -88,8 +93,10 @@ def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
 
 
 def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
-    """Applies a function of each element that is a function of codes times one of scales: the codes stay the
-    same, but stand for other values. Both functions are rounded on their own."""
+    """Applies an elementwise function that is a function of codes times one of scales.
+
+    The codes stay the same, but stand for other values. Both functions are rounded separately.
+    """
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values).tolist()

@@ -1,4 +1,4 @@
-"""The numbers that a quantised matrix can represent with its present scales."""
+"""The numbers that a quantised matrix can represent with its current scales."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +12,7 @@ _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 class Grid(NamedTuple):
-    """Values `scale * table + shift`, for each element of the rows of codes of a matrix.
+    """Values `scale * table + shift`, for each element of a matrix's rows of codes.
 
     **Attributes:**
 
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """The index in the table of the value nearest to each element of these columns."""
+        """For each element of these columns, the index of the nearest value in the table."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -48,7 +48,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # The finite values of codes, sorted and without repetition.
+    # The finite values, sorted and without repetition.
     values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)
@@ -57,7 +57,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
 
 
 def with_codes(w: _Q, codes: np.ndarray) -> _Q:
-    """Replaces the codes by others, one per byte, for the rows and columns of the grid; keeps the scales."""
+    """Replaces the codes (given one per byte, in the rows and columns of the grid), keeping the scales."""
     rows, count = w.matrix
     lead = w.codes.shape[:-1]
     packed = w.codec.pack(codes.astype(np.uint8).reshape(*lead, *([] if w.order is None else [rows]), count))

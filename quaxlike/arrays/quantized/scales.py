@@ -1,4 +1,4 @@
-"""Scales of blocks: as codecs read them, quantised themselves, and those with which values are quantised."""
+"""Block scales: how codecs read them, and how quantisation chooses them."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ _TINY = np.float32(np.finfo(np.float32).tiny)
 
 
 class BlockScales(eqx.Module):
-    """Scales and zero points of blocks, as a [`Codec`][quaxlike.arrays.quantized.Codec] reads them.
+    """Block scales and zero points, as a [`Codec`][quaxlike.arrays.quantized.Codec] reads them.
 
     **Arguments:**
 
     - `scale`: `(*lead, blocks)`.
-    - `outer`: `(*lead, groups)`, factors of the scales of each group of blocks; or None.
+    - `outer`: `(*lead, groups)`, a factor for the scales in each group of blocks; or None.
     - `zero`: `(*lead, blocks)`, zero points or minima; or None.
-    - `outer_zero`: `(*lead, groups)`, factors of the minima; or None.
+    - `outer_zero`: `(*lead, groups)`, a factor for the minima; or None.
     """
 
     scale: Array | np.ndarray
@@ -38,7 +38,7 @@ class BlockScales(eqx.Module):
         return self.scale, self.outer, self.zero, self.outer_zero
 
     def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
-        """These scales times a scalar or factors `(*lead, 1)`, and the codec that reads them."""
+        """Multiplies by a scalar, or by factors `(*lead, 1)`. Also returns the codec for the result."""
 
         def wide(x: Any) -> Any:
             return x.astype(jnp.float32)
@@ -58,7 +58,7 @@ class BlockScales(eqx.Module):
         return codec, scaled
 
 
-# Quantisation of values to codes, scales and zeros of any codec: each block on its own ------------
+# Quantises values to codes, scales and zeros for any codec, block by block ------------------------
 
 
 @functools.partial(jax.jit, static_argnames=("codec", "block"), inline=True)
@@ -70,17 +70,17 @@ def encode(
     **Arguments:**
 
     - `x`: `(*lead, n)`, any floating dtype; computed in float32.
-    - `codec`: how codes, scales and zeros are stored.
-    - `block`: how many elements share a scale; the last block of a row may be partial.
-    - `like`: scales and zeros whose dtypes are used; those of the codec if None.
-    - `key`: a PRNG key, to round up or down at random, so that the mean is exact. Default: to the nearest.
+    - `codec`: how to store codes, scales and zeros.
+    - `block`: how many elements share a scale; a row's last block may be partial.
+    - `like`: takes the dtypes of these scales and zeros; the codec's if None.
+    - `key`: a PRNG key for stochastic rounding, which makes the mean exact. Default: rounds to nearest.
 
     **Returns:** the codes, one per byte, and the scales.
     """
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
-    # Padding repeats the last element, which changes neither the minimum nor the maximum of its block.
+    # Padding repeats the last element, so it does not change the block's minimum or maximum.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     scale, zero = _wanted(blocks, codec)
@@ -108,7 +108,7 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
         if low >= 0:
             return largest / high, None
-        # If the codes reach further on one side, the element with the largest magnitude is mapped there.
+        # If the codes reach further on one side, we map the element with the largest magnitude there.
         if codec.bits <= 3 or (codec.codes == "table" and -low > high):
             at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
             return jnp.take_along_axis(blocks, at, axis=-1)[..., 0] / low, None
@@ -124,7 +124,7 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
 def _stored(
     scale: Float32[Array, "*lead blocks"], zero: Any, codec: Codec, like: BlockScales | None
 ) -> BlockScales:
-    """Converts scales and zeros to the form in which the codec stores them."""
+    """Converts scales and zeros to the codec's storage format."""
     floating = np.dtype(codec.dtype)
     dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like.parts()]
     outer = outer_zero = None
@@ -158,7 +158,7 @@ def _stored(
 
 
 def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> tuple[Array, Array]:
-    """Splits `x` into integers and an outer scale for each group."""
+    """Splits `x` into integers and one outer scale per group."""
     group = codec.group or max(x.shape[-1], 1)
     missing = -x.shape[-1] % group
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
@@ -171,7 +171,7 @@ def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> t
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
-    """`x` with `axis` moved last, and the permutation that moves it back; behind the axes of stacks."""
+    """Moves `axis` last, behind stacked axes. Also returns the permutation that moves it back."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
@@ -185,7 +185,7 @@ def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array
 
 
 def check_block_size(block_size: Any) -> None:
-    """Raises `ValueError` unless `block_size` is None or positive, `TypeError` if it is not an integer."""
+    """Raises a `ValueError` unless `block_size` is None or positive, a `TypeError` for other types."""
     if block_size is None:
         return
     if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
@@ -195,7 +195,7 @@ def check_block_size(block_size: Any) -> None:
 
 
 def find_codec(cls: type, codec: Any) -> Codec:
-    """The codec, or that of this name, for a class that takes any."""
+    """Looks up a codec by name, for a class that takes any."""
     if all(field.name != "codec" for field in dataclasses.fields(cls)):
         raise ValueError(f"{cls.__name__} has a codec of its own; BlockArray.quantize takes others.")
     if isinstance(codec, str):

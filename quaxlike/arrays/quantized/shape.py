@@ -1,7 +1,10 @@
-"""Axes of quantised arrays: rearranged, cut and looked up without reading codes.
+"""Axes of quantised arrays: permutes, slices and gathers without reading codes.
 
-Rows of a matrix that are looked up at indices that are data become dense: those of an embedding are
-activations. Matrices of a stack stay quantised.
+Codes never change here. If an operation would cut a block, the rule declines, and the array becomes dense
+under the policy; requantising would change the weights silently.
+
+If indices are data, gathered rows of a matrix become dense, since rows of an embedding are activations.
+Gathered matrices of a stack stay quantised.
 """
 
 import dataclasses
@@ -62,7 +65,7 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds axes, or stretches those of size one: they become leading axes, whose leaves are repeated."""
+    """Adds axes, or stretches axes of size one. They become leading axes with repeated leaves."""
     if params.get("sharding") is not None:
         return NotImplemented
     dims, n, shape = tuple(broadcast_dimensions), w.num_lead, tuple(shape)
@@ -77,8 +80,8 @@ def _broadcast_in_dim(
             return out
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
     if w.order is not None and len(inner) < len(w.inner_shape):
-        return NotImplemented  # rows share the order, and the codes of each are packed by themselves
-    # Stretched inner axes are dropped, and come first again, like new ones.
+        return NotImplemented  # rows share the order, and the codes of each row are packed separately
+    # Stretched inner axes are dropped, and then added in front like new ones.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})
     kept = [*range(n), *inner]
@@ -158,8 +161,7 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """Opens or trains the scales of all arrays if those of any are, and widens them if those of any were
-    scaled."""
+    """Gives all arrays the strongest `gradients`, and float32 scales if any was scaled."""
     if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
         ws = tuple(w.times(jnp.float32(1)) for w in ws)
     marks: list[Gradients] = [w.gradients for w in ws]
@@ -167,7 +169,7 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
-    """`w` in a form whose leading axes include these logical axes; None if that would cut blocks."""
+    """Converts `w` so that these logical axes are leading axes; None if that would cut blocks."""
     for form in (lambda: w, lambda: with_most_leading_axes(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
@@ -176,13 +178,15 @@ def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
 
 
 def with_most_leading_axes(w: _Q) -> _Q:
-    """The same array with as many leading axes as are possible without cutting blocks: nested scales, whose
-    blocks cross rows, become float32."""
+    """Converts to as many leading axes as possible without cutting blocks.
+
+    Nested scales become float32, since their blocks cross rows.
+    """
     return w if w.order is not None else w.joined().cut(w.codes.shape[:-1], w.inner_shape)
 
 
 def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
-    """The stored array in another shape; None if that would cut blocks."""
+    """Reshapes the stored array; None if that would cut blocks."""
     if w.axes:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
@@ -228,7 +232,7 @@ def _dynamic_slice(
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
-    """Rounds the update, whose rows are rows of codes."""
+    """Rounds the update. Its rows must be rows of codes."""
     update = jnp.asarray(update)
     free = with_free_axes(w, _cut_by(update, w))
     if free is None:
@@ -242,7 +246,7 @@ def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, 
 def _dynamic_update_slice_of_codes(
     w: CacheArray, update: CacheArray, *starts: ArrayLike, **params: Any
 ) -> Any:
-    """Codes of one form are copied."""
+    """Copies codes that have the same form."""
     free, new = (with_free_axes(x, _cut_by(update, w)) for x in (w, update))
     if free is None or new is None or jax.tree.structure(free) != jax.tree.structure(new):
         return NotImplemented
@@ -250,7 +254,7 @@ def _dynamic_update_slice_of_codes(
 
 
 def _cut_by(part: Any, w: CacheArray) -> list[int]:
-    """The axes of which `part` has less than `w`."""
+    """The axes along which `part` is smaller than `w`."""
     return [axis for axis, size in enumerate(w.shape) if part.shape[axis] != size]
 
 
@@ -285,12 +289,12 @@ def _gather(
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
     if fills and len(indexed) < len(dims.start_index_map):
-        return NotImplemented  # a slice of a whole axis has only one valid index; any other would fill
+        return NotImplemented  # a slice of a whole axis has one valid index; any other would fill
     if not {*dims.collapsed_slice_dims} <= {*indexed}:
         return _with_all_axes(
             w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
         )
-    # The index along an axis that is taken whole is clamped to 0.
+    # If an axis is taken whole, its index is clamped to 0.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
     free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
@@ -304,7 +308,7 @@ def _gather(
         out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
         return filled(out, inside, dims, jnp.nan) if fills else out
 
-    # In the leaves the inner axes are a single axis, the last one.
+    # In the leaves, the inner axes are a single axis, the last one.
     num_inner = len(w.shape) - free.num_lead
     inner_places = dims.offset_dims[len(dims.offset_dims) - num_inner :]
     other_places = dims.offset_dims[: len(dims.offset_dims) - num_inner]
@@ -347,7 +351,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """A lookup that drops axes of size 1 which it takes whole: it keeps them, and squeezes the result."""
+    """Implements a lookup that drops axes of size 1: keeps them at first, then squeezes the result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
@@ -374,7 +378,7 @@ def _of_stored(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> tuple[Any, Sequence[int]]:
-    """The same lookup in the stored array, and the order of the axes of its result."""
+    """The same lookup in the stored array, and the order of the result's axes."""
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
@@ -396,7 +400,7 @@ def _of_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """The fill value for a leaf of this dtype, to decode as NaN: in 8-bit floats, that is all bits set."""
+    """The fill value for a leaf that decodes to NaN. In 8-bit floats, this has all bits set."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

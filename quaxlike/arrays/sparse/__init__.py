@@ -1,6 +1,6 @@
-"""Arrays that are mostly zero, of which only the rest is stored."""
+"""Sparse arrays: only nonzero elements are stored."""
 
-# Imported to register rules.
+# These are imported to register their rules.
 from . import block_rules, dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .block import BlockSparseArray
 from .one_hot import OneHotVector

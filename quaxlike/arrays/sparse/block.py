@@ -1,4 +1,9 @@
-"""`BlockSparseArray`: a weight of which only some square blocks are stored."""
+"""`BlockSparseArray`: a weight with only some square blocks stored.
+
+The pattern is data (index arrays), but never differentiated and never changed by training: only stored blocks
+have gradients. `col_idx` and `transposed_idx` describe the same pattern by rows and by columns, and must be
+changed together. Products on the other side would otherwise use blocks that do not exist.
+"""
 
 import math
 import numbers
@@ -25,20 +30,20 @@ from .stacks import AbstractSparseArray, check_values, is_stacked, largest, same
 class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     """A matrix that is zero outside some square blocks, or a stack of such matrices.
 
-    Products with it, on either side, forward and backward, take time in proportion to the number of stored
-    blocks, and form no dense matrix. Only stored blocks have gradients: a weight that was pruned stays
-    pruned while it is trained.
+    Products on either side, forward and backward, take time proportional to the number of stored blocks, and
+    never form the dense matrix. Only stored blocks have gradients, so a pruned weight stays pruned during
+    training.
 
     Blocks are stored by block rows (block-ELL): each row has as many slots as the fullest row has blocks.
 
     **Arguments:**
 
-    - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value, such as an
-        [`NF4Array`][quaxlike.NF4Array] of this shape.
-    - `col_idx`: int32 `(*batch, rows, slots)`: the block column of each block; `columns` for an empty
-        slot, which counts as zeros, whatever `blocks` holds there, and has a gradient of zero.
-    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: the blocks in each block column, by
-        [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
+      [`NF4Array`][quaxlike.NF4Array].
+    - `col_idx`: int32 `(*batch, rows, slots)`: each block's column; `columns` for an empty slot, which counts
+      as zeros (whatever `blocks` holds there) and has zero gradient. - `transposed_idx`: int32 `(*batch,
+      columns, slots of a column)`: the blocks in each block column, by
+      [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this stands for the transposed matrix. Default False.
 
     !!! example
@@ -67,20 +72,19 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     def from_dense(
         cls, w: ArrayLike, *, block_size: int = 128, density: float | None = None, balanced: bool = True
     ) -> "BlockSparseArray":
-        """Keeps the blocks of a dense matrix that are largest in magnitude (Euclidean norm).
+        """Keeps the largest blocks (by Euclidean norm) of a dense matrix.
 
-        The choice of blocks depends on the values of `w`, so it cannot be made under `jax.jit`.
+        The choice depends on the values of `w`, so you cannot use this under `jax.jit`.
 
         **Arguments:**
 
         - `w`: `(*batch, N, K)`, any floating dtype.
-        - `block_size`: the size of the blocks; it divides `N` and `K`. The kernels for GPUs take 64 and
-            128, those for TPUs multiples of 128. Default 128.
-        - `density`: the share of the blocks that is kept, in (0, 1]. Default: all blocks that are not
-            zero, so that nothing changes.
-        - `balanced`: with a `density`, whether each block row keeps the same number, so that no slot is
-            empty. Otherwise the largest blocks of the whole matrix are kept, and each row has as many slots
-            as the fullest row has blocks. Default True.
+        - `block_size`: the size of the blocks, which divides `N` and `K`. GPU kernels take 64 and 128, TPU
+          kernels multiples of 128. Default 128.
+        - `density`: the fraction of blocks to keep, in (0, 1]. Default: all nonzero blocks, so that nothing
+          changes. - `balanced`: with a `density`, whether each block row keeps the same number, so that no
+          slot is empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many
+          slots as the fullest row has blocks. Default True.
 
         **Returns:** the pruned matrix.
 
@@ -122,14 +126,14 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
-        - `col_idx`: `(*batch, rows, slots)`, concrete integers: the block column of each block, each at most
-            once in a row; `columns` for an empty slot.
+        - `col_idx`: `(*batch, rows, slots)`, concrete integers: each block's column, at most once per row;
+          `columns` for an empty slot.
         - `columns`: the number of block columns, `K / b`.
 
-        **Returns:** the array of shape `(*batch, rows * b, columns * b)`.
+        **Returns:** an array with shape `(*batch, rows * b, columns * b)`.
 
-        **Raises:** `ValueError` if the shapes are inconsistent, or for a column that is out of bounds or
-        occurs twice in a row.
+        **Raises:** `ValueError` if the shapes are inconsistent, or if a column is out of bounds or occurs
+        twice in a row.
         """
         col_idx = np.asarray(col_idx, np.int32)
         if blocks.ndim < 4 or blocks.shape[-1] != blocks.shape[-2] or blocks.shape[:-2] != col_idx.shape:
@@ -157,7 +161,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
-        """Converts a `scipy.sparse` matrix of any format; blocks without an entry are not stored.
+        """Converts a `scipy.sparse` matrix in any format, storing only blocks that have an entry.
 
         **Arguments:**
 
@@ -206,12 +210,12 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def num_batch(self) -> int:
-        """How many axes stack matrices."""
+        """How many axes are batch axes."""
         return self.col_idx.ndim - 2
 
     @property
     def density(self) -> float:
-        """The number of slots as a share of all blocks."""
+        """The number of slots relative to all blocks."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -251,7 +255,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return alike and same_index(self.col_idx, other.col_idx)
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
-        """This array with some fields replaced, without checking them against the others."""
+        """Replaces some fields, without checking them against the others."""
         return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -262,7 +266,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
-        if math.prod(self.transposed_idx.shape[-2:]) > 1:  # it numbers different blocks
+        if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape
         columns = self.transposed_idx.shape[-2]
@@ -272,7 +276,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def _block_rows(self) -> Array:
-        """The block row of each slot."""
+        """Each slot's block row."""
         return lax.broadcasted_iota(jnp.int32, self.col_idx.shape, self.num_batch)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
@@ -285,7 +289,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """The columns of the blocks of each row, in order, followed by padding."""
+    """The columns of each row's blocks, in order, followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

@@ -1,4 +1,4 @@
-"""Rules of block-sparse arrays: axes (batch axes are axes of every leaf), and sums."""
+"""Rules for block-sparse arrays: axes (every leaf has the batch axes), and sums."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -79,7 +79,7 @@ def _dynamic_slice(x: BlockSparseArray, *starts: ArrayLike, slice_sizes: Sequenc
 @register("reduce_sum")
 def _reduce_sum(x: BlockSparseArray, *, axes: Sequence[int], **params: Any) -> Any:
     n = x.num_batch
-    summed = {(axis - n) ^ x.transposed for axis in axes if axis >= n}  # of the stored matrix
+    summed = {(axis - n) ^ x.transposed for axis in axes if axis >= n}  # axes of the stored matrix
     if not summed or isinstance(x.blocks, ArrayValue):
         return NotImplemented
     batch = tuple(axis for axis in axes if axis < n)

@@ -1,4 +1,4 @@
-"""`dot_general` with a sparse array, for every dimension_numbers."""
+"""`dot_general` with a sparse array, for any dimension_numbers."""
 
 import functools
 import math
@@ -83,8 +83,10 @@ def _by_blocks(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype)
 
 
 def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """As `_by_blocks`, for blocks that are Values: multiplies one block row at a time by the rules of their
-    type, and accumulates in `dtype`."""
+    """Like `_by_blocks`, if the blocks are Values: multiplies one block row at a time.
+
+    This follows the rules for the blocks' type, and accumulates in `dtype`.
+    """
     b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
     x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
@@ -139,7 +141,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 
 
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
-    """Multiplies two sparse arrays with concrete patterns: pairs of elements are found ahead of time."""
+    """Multiplies two sparse arrays with concrete patterns: we find pairs of elements ahead of time."""
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
     if at_x is None or at_y is None or x_batch:
@@ -167,9 +169,11 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     precedence=precedence.SPARSE_BESIDE_VALUES,
 )
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """The fallback beside a type that multiplies only arrays, such as a quantised one, and for two sparse
-    arrays that no other rule covers: makes only the (smaller) sparse one dense."""
+    """Fallback when the other operand only multiplies plain arrays, such as a quantised one.
+
+    Also for two sparse arrays without another rule. Only the (smaller) sparse array becomes dense.
+    """
     sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
-    lost = min(sparse, key=lambda v: v.size)
-    operands = [dense(v, primitive.name, (x, y)) if v is lost else v for v in (x, y)]
+    smallest = min(sparse, key=lambda v: v.size)
+    operands = [dense(v, primitive.name, (x, y)) if v is smallest else v for v in (x, y)]
     return quaxify(functools.partial(primitive.bind, **params))(*operands)

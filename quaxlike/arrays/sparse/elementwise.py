@@ -1,4 +1,7 @@
-"""Elementwise functions of sparse arrays, and sums of their elements."""
+"""Elementwise functions of sparse arrays, and sums of their elements.
+
+A function that does not map zero to zero would fill the array, so there is no rule for it.
+"""
 
 import functools
 import math
@@ -29,7 +32,7 @@ from .unstructured import (
 
 
 def _bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Applies the primitive to what is stored, which may be Values."""
+    """Applies the primitive to the stored elements, which may be Values."""
     bind = functools.partial(primitive.bind, **params)
     return (quaxify(bind) if any(map(is_value, operands)) else bind)(*operands)
 
@@ -68,7 +71,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 
 @register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Adds the elements to a dense array or a number, which gives a dense array."""
+    """Adds the elements to a dense array or a number. The result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _of_both(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
@@ -81,7 +84,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
-    """The product, sum or difference of two arrays; concrete places, if not the same ones, are merged."""
+    """The product, sum or difference of two arrays. If their (concrete) patterns differ, they are merged."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
     if x.has_pattern_of(y):
@@ -114,7 +117,7 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
 
 @register(["reduce_or", "reduce_and"])
 def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
-    """Reduces booleans by counting those that are True."""
+    """Reduces booleans by counting."""
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented

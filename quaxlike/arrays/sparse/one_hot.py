@@ -22,14 +22,15 @@ from .stacks import is_covered
 
 
 class OneHotVector(ArrayOperators, ArrayValue):
-    """A vector that holds `value` at `index`, and zero elsewhere.
+    """A vector with `value` at `index`, and zeros elsewhere.
 
     Leading axes of `value` and `index` stack vectors, as `jax.vmap` does.
 
     **Arguments:**
 
     - `value`: the value; shape `()`, or `(*batch,)` for a stack of vectors.
-    - `index`: its index, an integer of the same shape as `value`. If it is out of bounds, the vector is zero.
+    - `index`: its index, an integer with the same shape as `value`. If it is out of bounds, the vector is
+      zero.
     - `length`: the length of the vector.
 
     !!! example
@@ -82,7 +83,7 @@ def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
-    """`dot_general` of a vector with an array."""
+    """`dot_general` for a vector and an array."""
     of_x, of_y = dot_axes(x, y, dimension_numbers, on_left=on_left)
     if of_x.contracting != (x.value.ndim,):
         return NotImplemented  # contracts no axis, or a batch axis
@@ -138,7 +139,7 @@ def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """The elements of `y`, broadcast to the shape of `x`, at the index of `x`."""
+    """Broadcasts `y` to the shape of `x`, and takes the elements at its index."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

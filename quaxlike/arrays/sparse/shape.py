@@ -1,4 +1,4 @@
-"""Axes of sparse arrays: moving, repeating, joining, slicing and indexing them."""
+"""Axes of sparse arrays: moving, repeating, joining, slicing and indexing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +78,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any
 def _broadcast_in_dim(
     x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds leading axes as batch axes; along other new axes, repeats every element."""
+    """Adds leading axes as batch axes. Along other new axes, repeats every element."""
     if params.get("sharding") is not None:
         return NotImplemented
     out = broadcast_stack(x, shape, broadcast_dimensions)
@@ -142,7 +142,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
 
 
 def _padded(x: SparseArray, nse: int) -> SparseArray:
-    """The same array, padded to `nse` elements."""
+    """Pads an array to `nse` elements."""
     extra = nse - x.nse
 
     def end(array: Any, fill: Any) -> Any:
@@ -207,7 +207,7 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
-    """Cuts out a part; elements outside become padding."""
+    """Slices an array. Elements outside become padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
@@ -219,8 +219,8 @@ def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Seq
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows and columns of a matrix, looked up at indices that are data, as in embeddings. They become dense: the
-# rows that are looked up in an embedding are activations. Other rows are not read.
+# Gathers rows and columns of a matrix at indices that are data, as in embeddings. They become dense, since
+# gathered rows of an embedding are activations. No other rows are read.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -259,8 +259,10 @@ def _gather(
 
 
 def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*batch"]) -> Array | Any:
-    """The rows of a matrix at these positions, or its columns for `axis` 1, `(*batch, size)`;
-    `NotImplemented` if finding them would read the whole matrix."""
+    """The rows of a matrix (its columns, if `axis` is 1) at these positions, `(*batch, size)`.
+
+    `NotImplemented` if finding them would read the whole matrix.
+    """
     stored, look_up = (x.data, _of_elements) if isinstance(x, SparseArray) else (x.blocks, _of_blocks)
     if not stored.size:
         return jnp.zeros((*positions.shape, x.shape[1 - axis]), x.dtype)
@@ -302,7 +304,7 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Scatters what was `found`, `(*batch, slots, ...)`, into zeros `(*batch, size, ...)`."""
+    """Scatters `found`, `(*batch, slots, ...)`, into zeros, `(*batch, size, ...)`."""
     n = at.ndim - 1
     zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)
     return add_at(zeros, (at,), found, num_batch=n)

@@ -1,4 +1,4 @@
-"""Stacks of sparse arrays, and `dot_general` with one, given the product with a single matrix."""
+"""Stacks of sparse arrays, and how to build `dot_general` from a product with a single matrix."""
 
 import abc
 import dataclasses
@@ -28,14 +28,14 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """The product of an array with `w`, whose batch axes are the leading axes of all its leaves.
+    """Multiplies an array by `w`, whose batch axes are the leading axes of all its leaves.
 
     **Arguments:**
 
     - `w`: `(*batch, n0, n1)`.
     - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last axis of `x`, and
-        puts the other axis of the matrix in its place.
-    - `dimension_numbers`: those of `dot_general(w, x)`, or of `dot_general(x, w)` unless `on_left`.
+      puts the matrix's other axis in its place.
+    - `dimension_numbers`: for `dot_general(w, x)`, or for `dot_general(x, w)` unless `on_left`.
 
     **Returns:** the product, or `NotImplemented` unless exactly one axis of the matrices is contracted.
     """
@@ -55,14 +55,14 @@ def dot_stack(
 
     for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
-    y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the other axis of the matrix)
+    y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the matrix's other axis)
 
     free = [*range(len(batch), num_batch), y.ndim - 1]
     return y.transpose(*range(len(batch)), *in_order(on_left, free, range(num_batch, y.ndim - 1)))
 
 
 class AbstractSparseArray(ArrayValue):
-    """The base of sparse arrays, whose batch axes are axes of all leaves."""
+    """The base class for sparse arrays. Every leaf has the batch axes."""
 
     @property
     @abc.abstractmethod
@@ -70,7 +70,7 @@ class AbstractSparseArray(ArrayValue):
         """How many of the leading axes are batch axes."""
 
     def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
-        """Replaces each leaf by `fn(leaf, own)`; its last `own` axes are not batch axes."""
+        """Replaces each leaf by `fn(leaf, own)`. Its last `own` axes are not batch axes."""
         n = self.num_batch
         return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
 
@@ -80,35 +80,38 @@ class AbstractSparseArray(ArrayValue):
     @property
     @abc.abstractmethod
     def elements(self) -> Any:
-        """What is stored, with zeros in the place of padding, for elementwise functions; a Value as it is.
-        Products and scatters ignore padding anyway."""
+        """The stored elements, with zeros for padding, for elementwise functions. A Value stays as it is.
+
+        Products and scatters ignore padding anyway.
+        """
 
     def check_not_zeros(self, pattern: Sequence[Any]) -> None:
-        """Raises an error if the indices of a pattern, in which not all can be zero, are known to be zero:
-        `jax.jacfwd` puts that in the place of any pattern."""
+        """Raises if the indices of a pattern are known to be zero although not all can be.
+
+        `jax.jacfwd` replaces any pattern by zeros.
+        """
         known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
         if known and not any(np.asarray(index).any() for index in pattern):
             raise derivative_alone(type(self))
 
     @abc.abstractmethod
     def with_elements(self: _S, elements: Any) -> _S:
-        """Other elements at the same places."""
+        """Replaces the elements, keeping their places."""
 
     @abc.abstractmethod
     def elements_of(self, y: Array) -> Array:
-        """The elements of `y`, which broadcasts to the shape of this array, at the places of those that are
-        stored; 1 for padding."""
+        """Broadcasts `y`, and takes its elements at the stored places; 1 for padding."""
 
     @abc.abstractmethod
     def added_to(self, y: Array) -> Array:
-        """The sum with a dense array of the same shape."""
+        """Adds a dense array with the same shape."""
 
     @abc.abstractmethod
     def has_pattern_of(self, other: Any) -> bool:
         """Whether the other array is known to store the same places in the same order."""
 
     def widen(self, like: Value) -> Any:
-        """Makes this dense if `like` is stored differently: by columns, or in other shapes."""
+        """Makes this dense if `like` is stored differently: by columns, or with other shapes."""
         same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
@@ -129,7 +132,7 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """The result of `shard_spec`: batch axes are axes of all leaves."""
+    """The result of `shard_spec`, if every leaf has the batch axes."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
@@ -140,7 +143,7 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
 
 
 def check_values(x: Any, chooses: str, name: str) -> None:
-    """Raises a `ValueError` for a tracer where a pattern is chosen by values."""
+    """Raises a `ValueError` for a tracer, if a pattern depends on its values."""
     if isinstance(x, jax.core.Tracer):
         raise ValueError(
             f"{chooses} by the values of {name}, which are not known under jit, vmap or grad; found a "
@@ -149,8 +152,7 @@ def check_values(x: Any, chooses: str, name: str) -> None:
 
 
 def largest(sizes: np.ndarray, density: float | None) -> np.ndarray:
-    """A mask of the largest entries along the last axis, so many that they are this share of them; None for
-    all that are not zero."""
+    """A mask of the largest entries along the last axis, keeping this fraction; None keeps all nonzeros."""
     if density is None:
         return sizes != 0
     count = max(1, round(density * sizes.shape[-1]))
@@ -174,7 +176,7 @@ def same_index(x: Any, y: Any) -> bool:
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
-    """`broadcast_in_dim` of batch axes; `NotImplemented` if the matrices change or move."""
+    """`broadcast_in_dim` for batch axes; `NotImplemented` if the matrices change or move."""
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))
     if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:

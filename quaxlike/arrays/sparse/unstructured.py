@@ -1,4 +1,8 @@
-"""`SparseArray`: an array of which only some elements are stored."""
+"""`SparseArray`: an array with only some elements stored.
+
+No position occurs twice, and padding has an index just past the end. Scatters rely on both: a duplicate would
+be added twice in products, but only once by `set`.
+"""
 
 import functools
 import math
@@ -26,26 +30,26 @@ from .stacks import AbstractSparseArray, check_values, largest, same_index, shar
 class SparseArray(ArrayOperators, AbstractSparseArray):
     """An array that is zero except for some elements at any positions.
 
-    Products with a matrix, on either side, forward and backward, take time in proportion to the number of
-    stored elements, and form no dense matrix. Only stored elements have gradients. Axes in front of the
-    sparse ones stack arrays with the same number of stored elements, as `jax.vmap` does.
+    Products with a matrix on either side, forward and backward, take time proportional to the number of
+    stored elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of
+    the sparse axes stack arrays with the same number of stored elements, as `jax.vmap` does.
 
     Make one with `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
 
     **Arguments:**
 
-    - `data`: `(*batch, elements)`, of any dtype.
-    - `indices`: for each sparse axis, the indices of the elements along it: int32 `(*batch, elements)`. No
-        position occurs twice. The index of padding is the size of the axis, for all axes: padding counts as
-        zero, whatever `data` holds there, and has a gradient of zero.
+    - `data`: `(*batch, elements)`, any dtype.
+    - `indices`: for each sparse axis, the elements' indices: int32 `(*batch, elements)`. No position occurs
+      twice. Along every axis, padding has the axis size as its index: it counts as zero (whatever `data`
+      holds there) and has zero gradient.
     - `sizes`: the sizes of the sparse axes.
-    - `order`: `row_ptr`, `by_column` and `column_ptr` of a matrix whose elements are in the order of
-        [`csr_index`][quaxlike.kernels.csr_index]. None for elements in any other order, and for arrays
-        that are not matrices: their products are slower.
-    - `major`: which of the two axes is that of the rows in `order`.
+    - `order`: `row_ptr`, `by_column` and `column_ptr` for a matrix with elements in
+      [`csr_index`][quaxlike.kernels.csr_index] order. None for any other order, and for arrays that are not
+      matrices; products are then slower.
+    - `major`: which of the two axes counts rows in `order`.
 
-    **Raises:** `ValueError` if the shapes are inconsistent, for negative sizes, and for concrete indices that
-    are out of bounds or occur twice.
+    **Raises:** `ValueError` if the shapes are inconsistent, for negative sizes, and for concrete indices out
+    of bounds or occurring twice.
 
     !!! example
 
@@ -81,19 +85,17 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
-        """Keeps the elements that are not zero, or those that are largest in magnitude.
+        """Keeps the nonzero elements, or those with the largest magnitude.
 
-        The choice of elements depends on the values of `x`, so it cannot be made under `jax.jit`.
+        The choice depends on the values of `x`, so you cannot use this under `jax.jit`.
 
         **Arguments:**
 
-        - `x`: an array of any shape.
-        - `density`: the share of the elements that is kept, in (0, 1]. Default: all that are not zero, so
-            that nothing changes.
-        - `stacked`: how many leading axes stack arrays, each of them sparse on its own: those that `vmap`
-            or `lax.scan` will run over. Default 0.
+        - `x`: any array. - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so
+          that nothing changes. - `stacked`: how many leading axes stack arrays that are sparse separately,
+          for use with `vmap` or `lax.scan`. Default 0.
 
-        **Raises:** `ValueError` for a density out of bounds, or for more stacked axes than there are.
+        **Raises:** `ValueError` for a density out of bounds, or more stacked axes than axes.
         """
         check_values(x, "SparseArray.from_dense chooses elements", "x")
         x = jnp.asarray(x)
@@ -120,9 +122,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `data`: `(*batch, elements)`; may be traced.
-        - `indices`: concrete integers `(*batch, elements, axes)`: the position of each element. An element
-            out of bounds counts as zero.
-        - `shape`: the shape of the whole array, `(*batch, *sizes)`.
+        - `indices`: concrete integers `(*batch, elements, axes)`: each element's position. An element out of
+          bounds counts as zero.
+        - `shape`: the whole array's shape, `(*batch, *sizes)`.
 
         **Raises:** `ValueError` if the shapes are inconsistent, or for traced indices.
         """
@@ -162,7 +164,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @classmethod
     def _at_places(cls, data: Array, places: np.ndarray, sizes: tuple[int, ...]) -> "SparseArray":
-        """Makes an array from elements at flat indices `places`, which are sorted and padded at the end."""
+        """Makes an array from elements at flat indices `places` (sorted, and padded at the end)."""
         inside = places < math.prod(sizes)
         if not inside.all():
             data = jnp.where(inside, data, jnp.zeros_like(data))
@@ -182,7 +184,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
         """Converts a `jax.experimental.sparse.BCOO`. Batch axes stay batch axes, dense axes become sparse.
 
-        If its indices are traced (under `jax.jit`, say), its elements keep their order.
+        If the indices are traced (under `jax.jit`, say), the elements keep their order.
         """
         from jax.experimental import sparse
 
@@ -213,7 +215,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return cls(jnp.where(inside, data, jnp.zeros_like(data)), each, sizes)
 
     def to_bcoo(self) -> Any:
-        """Converts the array to a `jax.experimental.sparse.BCOO` with the same batch axes."""
+        """Converts to a `jax.experimental.sparse.BCOO` with the same batch axes."""
         from jax.experimental import sparse
 
         return sparse.BCOO(
@@ -234,7 +236,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return cls.from_bcoo(matrix.to_bcoo())
 
     def to_bcsr(self) -> Any:
-        """Converts the matrix, or stack of matrices, to a `jax.experimental.sparse.BCSR`."""
+        """Converts a matrix, or a stack of matrices, to a `jax.experimental.sparse.BCSR`."""
         from jax.experimental import sparse
 
         if self.order is None or self.major != 0:
@@ -244,7 +246,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any) -> "SparseArray":
-        """Converts a `scipy.sparse` array of any format."""
+        """Converts a `scipy.sparse` array in any format."""
         coo = matrix.tocoo()
         coordinates = (coo.row, coo.col) if coo.ndim == 2 else coo.coords
         return cls.from_coo(coo.data, np.stack(coordinates, -1), coo.shape)
@@ -265,17 +267,17 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def num_batch(self) -> int:
-        """How many axes stack arrays."""
+        """How many axes are batch axes."""
         return len(self.data.shape) - 1
 
     @property
     def nse(self) -> int:
-        """The number of stored elements of one array."""
+        """The number of stored elements in one array."""
         return self.data.shape[-1]
 
     @property
     def csr(self) -> CsrIndex | None:
-        """The index of the matrix with rows along the axis `major`; None if its elements are not in order."""
+        """The index of the matrix with rows along `major`; None if elements are not in order."""
         if self.order is None:
             return None
         return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
@@ -308,11 +310,11 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
 
     def replace(self, **fields: Any) -> "SparseArray":
-        """This array with some fields replaced, without checking them against the others."""
+        """Replaces some fields, without checking them against the others."""
         return replace_fields(self, **fields)
 
     def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
-        """Replaces the elements by others, in any order, without checking their indices."""
+        """Replaces the elements (in any order) without checking their indices."""
         return replace_fields(
             self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
         )
@@ -321,7 +323,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        # No place occurs twice, and the pointers of a matrix end with the number of its elements.
+        # No place occurs twice, and a matrix's pointers end with the number of elements.
         if self.nse >= (2 if self.order is None else 1):
             self.check_not_zeros([*self.indices, *(self.order or ())])
         return self.added_to(jnp.zeros(self.shape, self.data.dtype))
@@ -334,7 +336,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
-    """Checks that elements, `(*batch, elements, axes)`, are at distinct positions, or padding at `sizes`."""
+    """Checks that all positions, `(*batch, elements, axes)`, are distinct, or padding at `sizes`."""
     inside = ((indices >= 0) & (indices < sizes)).all(-1)
     padding = (indices == sizes).all(-1)
     if not (inside | padding).all():
@@ -357,7 +359,7 @@ def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
 
 
 def unstacked(x: SparseArray) -> SparseArray:
-    """The same array, with its batch axes made sparse like the others."""
+    """Turns batch axes into sparse axes."""
     if not x.num_batch:
         return x
     shape, batch = x.data.shape, x.data.shape[:-1]
@@ -373,7 +375,7 @@ def unstacked(x: SparseArray) -> SparseArray:
 def flattened(
     indices: Sequence[Array], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> Int32[Array, " elements"]:
-    """The flat indices of elements in an array of these sizes; its total size for those not `inside`."""
+    """Flat indices into an array with these sizes; the total size for elements not `inside`."""
     place = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
         place = place * size + index
@@ -392,12 +394,12 @@ def unflattened(
 
 
 def fits_int32(sizes: Sequence[int]) -> bool:
-    """Whether flat indices into an array of these sizes fit int32."""
+    """Whether flat indices into an array with these sizes fit int32."""
     return math.prod(sizes) < 2**31
 
 
 def smaller(x: SparseArray) -> Any:
-    """`x`, or the dense array if that needs no more elements."""
+    """`x`, or the dense array if it needs no more elements."""
     return x.materialise() if x.data.size >= x.size else x
 
 
@@ -405,14 +407,14 @@ def smaller(x: SparseArray) -> Any:
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:
-    """The concrete indices of the elements, `(elements, axes)`; None if they are traced, or for a stack."""
+    """The concrete indices, `(elements, axes)`; None if they are traced, or for a stack."""
     if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
         return None
     return np.stack([np.asarray(index) for index in x.indices], -1)
 
 
 def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Flat indices into the array of these axes; -1 for padding."""
+    """Flat indices into the array with only these axes; -1 for padding."""
     inside = (indices < np.asarray(sizes)).all(1)
     safe = np.where(inside[:, None], indices, 0).astype(np.int64)
     place = np.zeros(len(indices), np.int64)
@@ -422,7 +424,7 @@ def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int])
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of positions at which `x` and `y` hold the same number that is not negative."""
+    """All pairs of positions at which `x` and `y` hold the same nonnegative number."""
     order = np.argsort(y, kind="stable")
     first = np.searchsorted(y[order], x, side="left")
     counts = np.searchsorted(y[order], x, side="right") - first

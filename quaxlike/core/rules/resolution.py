@@ -303,10 +303,7 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            self._here = (
-                weakref.ref(trace),
-                right_here,
-            )  # at once, for other threads
+            self._here = weakref.ref(trace), right_here  # one assignment: other threads have other traces
         right_here.add(key)
 
 
