@@ -1,8 +1,8 @@
 """`AdaptedArray`: a frozen weight with trained parts, the base class of all adapters.
 
 The invariant is that derivatives reach the base exactly as `gradients` says, whatever rules do to the array.
-So every rule builds its result with `replace` and reads the base as `self.base`. A rule that reads `self.w`
-instead would leak gradients into a frozen weight (and compute them, at full size).
+So a rule that computes with the base reads `self.base`. With `self.w` instead, gradients
+would leak into a frozen weight (and be computed, at full size).
 """
 
 import dataclasses

@@ -22,8 +22,6 @@ def takes_no_like(cls: Any) -> bool:
 class Following:
     """The trace's hook: it sees each primitive on plain arrays, in a level with a Value that asks for it."""
 
-    """The hook of the trace: it sees each primitive on plain arrays in a level with a Value that asks."""
-
     asked_for_by: Callable[[Any], bool]  # a Value from outside, or one inside it
     asked_for_by_type: Callable[[Any], bool]
     follow: Callable[[Any, Any, dict[str, Any], Any], None]  # primitive, operands, params, result
@@ -35,9 +33,6 @@ class Placeholders:
 
     This is the `constant` of the array's slot, which is None as long as nobody asks.
     """
-
-    """The hook of slots: what fills a plain array goes into branches and loops, and comes out of them. It is
-    the `constant` of its slot, which is None as long as nobody asks."""
 
     marked: Callable[..., tuple[Any, ...]]  # operands' slots, with what fills them
     starts: Callable[..., tuple[Any, ...]]  # a loop's carry, when only its start is known

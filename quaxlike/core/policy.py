@@ -1,8 +1,8 @@
 """What happens if no rule matches: a `default`, or materialising under the policy.
 
-The invariant is that nothing becomes dense unnoticed: every array that the interpreter materialises goes
-through `_densify`, which raises, warns or records. A second path would make `on_materialise("error")` a
-promise that we do not keep.
+The invariant is that nothing becomes dense unnoticed: a Value that is materialised for want of a rule goes
+through `_densify`, which raises, warns or records. A second path would break the promise of
+`on_materialise("error")`.
 
 The mode also has to reach JAX's caches. A function that was traced under "allow" must be traced again under
 "error", or else the cached program would materialise silently: see `_jit_mode`.

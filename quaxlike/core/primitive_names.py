@@ -33,3 +33,46 @@ CALLS: list[Callable[..., Any]] = [
 ]
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only named if alone
+
+
+def function_called(name: str) -> tuple[str, Any] | None:
+    """The JAX function with this (NumPy-like) name, and its full name."""
+    for module, namespace in MODULES.items():
+        if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
+            return f"{module}.{name}", function
+    return None
+
+
+def primitives_of(function: Any) -> list[str]:
+    """The names of the primitives that compute a JAX or NumPy function.
+
+    We find them by calling it with small arrays. If no call works, or for any other function, returns none.
+    """
+    package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):
+        return primitives_of(called[1])
+    if not callable(function) or package != "jax":
+        return []
+    if function is jnp.einsum:
+        return primitives_of(jnp.matmul)
+    args = [jax.ShapeDtypeStruct((2, 2), dtype) for dtype in (jnp.float32, jnp.int32, jnp.bool)]
+    for call in CALLS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                jaxpr = jax.make_jaxpr(lambda *xs, call=call: call(function, *xs))(*args)
+            except Exception:  # takes something else
+                continue
+        found = list(dict.fromkeys(_names(jaxpr)))
+        if found := [name for name in found if name not in _FORMS] or found:
+            return found
+    return []
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        inside = list(jexc.jaxprs_in_params(eqn.params)) if eqn.primitive.name in _CALLERS else []
+        if inside:
+            yield from _names(inside[0])
+        else:
+            yield eqn.primitive.name

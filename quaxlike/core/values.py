@@ -254,7 +254,6 @@ class ArrayValue(Value):
     @abc.abstractmethod
     def materialise(self) -> jax.Array:
         """Computes the dense array. May raise, to refuse."""
-        """The dense array that this value stands for. May raise, to refuse."""
 
     # These ask `aval`, because a type may report another shape than its leaves suggest.
 
@@ -375,7 +374,6 @@ def missing_field(value: Value) -> str:
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
     """The fields of a module or named tuple that may not be None."""
-    """The fields of a module, or of a named tuple, that may not be None."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # a local class, or no types: then any field may be missing

@@ -49,32 +49,6 @@ class Partitioning:
     **Raises:** `ValueError` for a rule that cannot be parsed.
     """
 
-    """Says along which dimensions a primitive can be split over devices.
-
-    !!! example
-
-        ```python
-        from quaxlike.primitives import Partitioning
-
-        # x: (m, k), w: (n, k). Rows and columns of the result are independent of
-        # each other; where `k` is split, every device has a summand of the result.
-        Partitioning("m k, n k -> m n", sums=("k",))
-        ```
-
-    **Arguments:**
-
-    - `rule`: the dimensions of each operand (each leaf, in order) and each result by name. A
-        dimension can be split if its name is in a result.
-    - `sums`: names that are in no result but can still be split, since each device then computes a summand of
-        every result.
-    - `first`: names that take precedence, in this order, if the same devices could split several. Default:
-        those that results are split over, then those that operands are.
-    - `shared`: operands (leaves) that enter every result additively, such as a bias. When a summed dimension
-        is split, they are divided by the number of devices.
-
-    **Raises:** `ValueError` for a rule that cannot be read.
-    """
-
     rule: str
     sums: tuple[str, ...] = ()
     first: tuple[str, ...] = ()

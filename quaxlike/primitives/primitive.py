@@ -81,7 +81,6 @@ class Slot:
     @property
     def registered(self) -> bool:
         """Whether the slot has a rule."""
-        """Whether the slot holds a rule."""
         return self._rule is not None
 
     @property

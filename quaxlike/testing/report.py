@@ -11,8 +11,6 @@ from .programs import MODES
 class Check:
     """The check of one hook, or of one program in its modes."""
 
-    """The check of one hook of a type, or of one program in its modes."""
-
     name: str
     results: Mapping[str, str]
     """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not fit

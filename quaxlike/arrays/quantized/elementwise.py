@@ -1,7 +1,6 @@
 """Arithmetic on scales or on code tables: factors, powers, and the sums in penalties.
 
-The result is rounded once per block, not once per element. So these rules apply only where one scale, or the
-table, determines the result exactly.
+The codes stay the same. So the result is rounded once per block (or table entry), not once per element.
 """
 
 import dataclasses

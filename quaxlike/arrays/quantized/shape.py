@@ -1,7 +1,7 @@
 """Axes of quantised arrays: permutes, slices and gathers without reading codes.
 
-Codes never change here. If an operation would cut a block, the rule declines, and the array becomes dense
-under the policy; requantising would change the weights silently.
+Codes never change here, except in a `CacheArray`. If an operation would cut a block, the rule declines, and
+the array becomes dense under the policy; requantising would change the weights silently.
 
 If indices are data, gathered rows of a matrix become dense, since rows of an embedding are activations.
 Gathered matrices of a stack stay quantised.

@@ -1,7 +1,7 @@
 """`SparseArray`: an array with only some elements stored.
 
-No position occurs twice, and padding has an index just past the end. Scatters rely on both: a duplicate would
-be added twice in products, but only once by `set`.
+No position occurs twice, and padding has an index just past the end. Elementwise functions rely on
+this: two elements at one position would have to be added before, not after.
 """
 
 import functools

@@ -1,11 +1,11 @@
-"""Structured matrices: diagonal, block-diagonal, block-circulant,
-tridiagonal, Kronecker product, low-rank update.
+"""Structured matrices: diagonal, block-diagonal, block-circulant, tridiagonal, Kronecker product, low-rank
+update.
 
 Products, linear systems and determinants exploit the structure: `jnp.linalg.solve`, `jnp.linalg.inv`,
 `jnp.linalg.slogdet` and `jnp.linalg.det` do so under `quaxify`.
 """
 
-# Imported to register rules.
+# These are imported to register their rules.
 from . import dot, elementwise, shape  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .base import StructuredMatrix
 from .block_diagonal import BlockDiagonalMatrix

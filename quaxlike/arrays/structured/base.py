@@ -1,4 +1,8 @@
-"""`StructuredMatrix`: the base of matrices that are made of parts, with leading batch axes."""
+"""`StructuredMatrix`: the base class for matrices made from parts, with leading batch axes.
+
+A part may lack batch axes, from the left, and is then shared along them. So shapes are computed from the
+parts every time: a static shape would be wrong under `vmap`.
+"""
 
 import abc
 import contextlib
@@ -23,24 +27,26 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 
 
 class StructuredMatrix(ArrayOperators, ArrayValue):
-    """A matrix, or a stack of them, made of smaller arrays: its parts.
+    """A matrix, or a stack of matrices, made from smaller arrays: its parts.
 
-    Axes in front of a part's own are batch axes. A part may lack some of them, from the left; it is then
-    shared along those.
+    Axes in front of a part's own axes are batch axes. A part may lack some of these, from the left; it is
+    then shared along them.
     """
 
     CORE: ClassVar[dict[str, int]]
-    """For each part, the name of its field and how many of its axes are not batch axes."""
+    """For each part, its field name and how many of its axes are not batch axes."""
 
     FACTORS: ClassVar[tuple[str, ...]]
-    """The parts that are multiplied when the matrix is multiplied by a scalar."""
+    """The parts to multiply if the matrix is multiplied by a scalar."""
 
     OTHERS: ClassVar[dict[str, int] | None]
-    """The numbers that fill the other parts of a matrix that is filled with a number, as is its part
-    `FACTORS[0]`. None for a type that always has zeros."""
+    """If a matrix is filled with a number, `FACTORS[0]` is filled with it, and the other parts with these.
+
+    None for a type that always has zeros.
+    """
 
     is_sum: ClassVar[bool] = False
-    """Whether elements are sums, of terms that a factor must leave finite."""
+    """Whether elements are sums, so that a factor must leave every term finite."""
 
     @property
     @abc.abstractmethod
@@ -49,18 +55,22 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def transposed(self) -> "StructuredMatrix":
-        """The matrix with its last two axes swapped."""
+        """Swaps the last two axes."""
 
-    # The rules call these methods through `inside`, so that parts may be Values.
+    # Rules call these methods through `inside`, so parts may be Values.
 
     @abc.abstractmethod
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        """The product with `x`, of shape `(..., n, k)`, whose batch axes broadcast against the matrix's.
-        `product` is that of a part with `x`, if it is not `jnp.matmul`."""
+        """Multiplies `x`, with shape `(..., n, k)`. Its batch axes broadcast against the matrix's.
+
+        **Arguments:**
+
+        - `product`: multiplies a part and `x`. Default: `jnp.matmul`.
+        """
 
     @abc.abstractmethod
     def solve(self, b: Any) -> Any:
-        """`x` such that `self @ x = b`, of shape `(*batch, n, k)`."""
+        """Finds `x` with shape `(*batch, n, k)` such that `self @ x = b`."""
 
     @abc.abstractmethod
     def inverse(self) -> Any:
@@ -68,7 +78,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
-        """Sign and logarithm of the absolute value of the determinant."""
+        """The sign and the logarithm of the absolute value of the determinant."""
 
     @abc.abstractmethod
     def det(self) -> Any:
@@ -78,32 +88,34 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def diagonal_elements(self) -> Any:
         """The elements on the diagonal; shape `(*batch, min(m, n))`."""
 
-    # What other types need to know of this one. Where a method declines, the other operand is asked, and then
-    # the arrays are made dense.
+    # Questions that other types ask. If a method declines, we ask the other operand, and then make the arrays
+    # dense.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
-        """For each part, the rows and columns of its elements, as arrays of one axis; None unless the matrix
-        is zero everywhere else."""
+        """For each part, the rows and columns of its elements, as arrays with one axis.
+
+        None unless the matrix is zero everywhere else.
+        """
         return None
 
     def diagonal_block(self: _M, rows: slice) -> _M | NotImplementedType:
-        """The block of these rows and the same columns, if it is of this type."""
+        """The block with these rows and the same columns, if it has this type."""
         return NotImplemented
 
     def plus(self: _M, other: "StructuredMatrix", add: Callable[[Any, Any], Any]) -> _M | NotImplementedType:
-        """`add(self, other)`, where `add` adds or subtracts arrays, or does so with its operands swapped."""
+        """Computes `add(self, other)`. Here `add` adds or subtracts arrays, perhaps with swapped operands."""
         alike = self.lifted(other) if self.places() is not None else NotImplemented
         return NotImplemented if alike is NotImplemented else self.paired(alike, add)
 
     def multiplied(
         self: _M, other: "StructuredMatrix", by: Callable[[Any, Any], Any]
     ) -> _M | NotImplementedType:
-        """The product with another matrix, or the quotient, element by element."""
+        """Multiplies or divides by another matrix, element by element."""
         same = type(other) is type(self) and self.places() is not None
         return self.paired(other, by) if same else NotImplemented
 
     def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
-        """`other` as a matrix of this type, if each part of it is one of those of this type."""
+        """Converts `other` to this type, if this type has all its parts."""
         if type(other) is type(self):
             return other
         mine, its = self.places(), other.places()
@@ -118,12 +130,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return NotImplemented if its else self.with_parts(parts)
 
     def paired(self: _M, other: Any, fn: Callable[[Any, Any], Any]) -> _M:
-        """Applies `fn` to each part and that of another matrix of the same type and shape."""
+        """Applies `fn` to each part and the same part of another matrix with the same type and shape."""
         x, y = self.converted(self.dtype).stacked(), other.converted(other.dtype).stacked()
         return x.with_parts({name: quaxify(fn)(part, y.parts[name]) for name, part in x.parts.items()})
 
     def after_diagonal(self: _M, diagonal: Any) -> _M | NotImplementedType:
-        """The product of the diagonal matrix of `diagonal` and this one."""
+        """Multiplies by a diagonal matrix, given its `diagonal`, from the left."""
         places = self.places()
         if places is None:
             return NotImplemented
@@ -135,12 +147,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return x.with_parts({name: by(part, places[name][0]) for name, part in x.parts.items()})
 
     def matmul(self: _M, other: "StructuredMatrix", precision: Any = None) -> _M | NotImplementedType:
-        """The product with another matrix of the same batch axes, neither of them diagonal."""
+        """Multiplies another matrix with the same batch axes. Neither is diagonal."""
         return NotImplemented
 
     @property
     def has_solver(self) -> bool:
-        """Whether linear systems and determinants benefit from the structure; else the sum is factorised."""
+        """Whether linear systems exploit the structure; else the dense matrix is factorised."""
         return True
 
     @property
@@ -163,7 +175,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
-        """Replaces each part by `fn(part, n)`; its last `n` axes are not batch axes."""
+        """Replaces each part by `fn(part, n)`. Its last `n` axes are not batch axes."""
         return self.with_parts(
             {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
         )
@@ -172,27 +184,33 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """The same matrix, with all batch axes on every part."""
+        """Puts all batch axes on every part."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
     def repeated(self: _M, shape: tuple[int, ...]) -> _M | NotImplementedType:
-        """The same matrix, repeated along the batch axes in which it has size one, or none, and an array of
-        this shape has not; declines if rows or columns would be repeated."""
+        """Repeats the matrix along batch axes, to broadcast against an array with this shape.
+
+        Declines if rows or columns would be repeated.
+        """
         full = np.broadcast_shapes(self.shape, shape)
         if full[-2:] != self.matrix_shape:
             return NotImplemented
         return self if full == self.shape else self.stacked(full[:-2])
 
     def converted(self: _M, dtype: Any) -> _M:
-        """The same matrix, with all parts converted to one dtype."""
+        """Converts all parts to one dtype."""
         if all(part.dtype == dtype for part in self.parts.values()):
             return self
         return self.each(lambda part, _: part if part.dtype == dtype else part.astype(dtype))
 
     def scaled(self: _M, factor: Any, by: Callable[[Any, Any], Any] = jnp.multiply) -> _M:
-        """The matrix times a scalar, or times one scalar for each matrix of a stack, of the shape of `batch`;
-        `by` may be another elementwise function."""
+        """Multiplies by a scalar, or by one scalar per matrix in a stack (with the shape of `batch`).
+
+        **Arguments:**
+
+        - `by`: another elementwise function to use instead.
+        """
         parts, n = self.converted(self.dtype).parts, jnp.ndim(factor)
         for name in self.FACTORS:
             core = self.CORE[name]
@@ -203,8 +221,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """Gives each part the batch axes that it has in `like`, and all parts one dtype if dtypes differ;
-        dense if parts have other sizes or types."""
+        """Gives each part the same batch axes as in `like`, and all parts one dtype if dtypes differ.
+
+        Becomes dense if parts have other sizes or types.
+        """
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
         dtypes = [[part.dtype for part in x.parts.values()] for x in (self, like)]
@@ -226,7 +246,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         batch = len(self.batch)
         if any(axis is not None for axis in spec[batch:]):
-            return NotImplemented  # a block of rows is not a matrix of this type
+            return NotImplemented  # a block of rows is not a matrix with this type
         sharded = (*spec[:batch], *[None] * (batch - len(spec)))
 
         def own(part: Any, core: Any) -> Any:
@@ -240,7 +260,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
     def on_parts(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
-        # All operations are on parts of one dtype.
+        # All operations act on parts with one dtype.
         return fn(
             *(x.with_parts(p).converted(x.dtype) if isinstance(x, StructuredMatrix) else p for x, p in pairs)
         )
@@ -249,7 +269,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def check_batches(matrix: StructuredMatrix) -> None:
-    """Raises a `ValueError` unless the batch axes of all parts agree, as far as they have them."""
+    """Raises a `ValueError` unless the existing batch axes of all parts agree."""
     batch = matrix.batch
     for name, part in matrix.parts.items():
         core = matrix.CORE[name]
@@ -272,13 +292,15 @@ def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:
 
 
 def lead(part: Any, ndim: int) -> Any:
-    """`part` with leading axes of size 1, up to `ndim` axes."""
+    """Adds leading axes of size 1, up to `ndim` axes."""
     return part if part.ndim >= ndim else jnp.reshape(part, (*[1] * (ndim - part.ndim), *part.shape))
 
 
 def solve_part(part: Any, b: Any) -> Any:
-    """`jnp.linalg.solve` of a part with `b`, of shape `(*batch, n, k)`; factorises a part that the batch
-    shares once."""
+    """`jnp.linalg.solve` for a part and `b`, with shape `(*batch, n, k)`.
+
+    A part that the batch shares is factorised only once.
+    """
     batch = b.shape[:-2]
     if part.ndim > 2:
         return jnp.linalg.solve(_broadcast(part, (*batch, *part.shape[-2:])), b)

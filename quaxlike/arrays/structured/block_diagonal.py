@@ -13,15 +13,15 @@ from .base import StructuredMatrix, as_part, diagonal_of, lead
 
 
 class BlockDiagonalMatrix(StructuredMatrix):
-    """Blocks of one shape along the diagonal, and zeros elsewhere.
+    """A matrix with equally shaped blocks along the diagonal, and zeros elsewhere.
 
     **Arguments:**
 
-    - `blocks`: shape `(*batch, n, p, q)`; the shape of the matrix is `(*batch, n * p, n * q)`.
+    - `blocks`: shape `(*batch, n, p, q)`; the matrix has shape `(*batch, n * p, n * q)`.
 
     **Raises:**
 
-    `ValueError` for blocks of fewer than three axes.
+    `ValueError` for blocks with fewer than three axes.
 
     !!! example
 
@@ -58,7 +58,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         return jnp.reshape(rows, self.shape)
 
     def _by_block(self, apply: Any, x: Any) -> Any:
-        """Applies `apply` to the blocks of rows of `x`, of shape (..., n * q, k)."""
+        """Applies `apply` to blocks of rows of `x`, which has shape (..., n * q, k)."""
         *batch, m, k = x.shape
         n = self.blocks.shape[-3]
         y = apply(jnp.reshape(x, (*batch, n, m // max(n, 1), k)))

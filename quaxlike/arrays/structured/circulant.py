@@ -1,4 +1,4 @@
-"""`BlockCirculantMatrix`: blocks that shift one row."""
+"""`BlockCirculantMatrix`: blocks with cyclically shifted rows."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -14,20 +14,18 @@ from .base import StructuredMatrix, as_part
 
 
 class BlockCirculantMatrix(StructuredMatrix):
-    """A matrix of square blocks, each of which has one row, shifted by one from row to row: block `(m, n)`
-    has `kernel[m, n, (j - k) % b]` at row `k` and column `j`.
+    """A matrix of square circulant blocks: each row is the previous one, shifted by one.
 
-    Products are computed by fast Fourier transforms, and so are linear systems, which split into one for each
-    frequency.
+    Block `(m, n)` has `kernel[m, n, (j - k) % b]` at row `k` and column `j`. We compute products by fast
+    Fourier transforms. Linear systems, too, which split into one system per frequency.
 
     **Arguments:**
 
-    - `kernel`: shape `(*batch, rows, columns, b)`; the shape of the matrix is `(*batch, rows * b, columns *
-        b)`.
+    - `kernel`: shape `(*batch, rows, columns, b)`; the matrix has shape `(*batch, rows * b, columns * b)`.
 
     **Raises:**
 
-    `ValueError` for a kernel of fewer than three axes.
+    `ValueError` for a kernel with fewer than three axes.
 
     !!! example
 
@@ -74,8 +72,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:
-        """Applies `by` to the spectrum of the blocks and that of `x`, `(..., columns * b, k)`, by
-        frequency."""
+        """Applies `by` to the spectra of the blocks and of `x`, `(..., columns * b, k)`, by frequency."""
         *batch, m, k = x.shape
         b, dtype = self.kernel.shape[-1], x.dtype
         wide = in_float32(dtype)  # Fourier transforms have no 16-bit types
@@ -87,7 +84,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return jnp.reshape(y, (*y.shape[:-3], rows * b, k)).astype(dtype)
 
     def _spectrum(self) -> Any:
-        """The blocks `(..., b, rows, columns)` by which each frequency is multiplied."""
+        """For each frequency, the matrix that multiplies it: `(..., b, rows, columns)`."""
         b = self.kernel.shape[-1]
         kernel = self.kernel.astype(in_float32(self.kernel.dtype))
         return jnp.moveaxis(jnp.fft.ifft(kernel, axis=-1) * b, -1, -3)

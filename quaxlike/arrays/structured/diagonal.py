@@ -17,7 +17,7 @@ class DiagonalMatrix(StructuredMatrix):
 
     **Arguments:**
 
-    - `diagonal`: shape `(*batch, n)`; the shape of the matrix is `(*batch, n, n)`.
+    - `diagonal`: shape `(*batch, n)`; the matrix has shape `(*batch, n, n)`.
 
     !!! example
 

@@ -47,13 +47,13 @@ def _product(
     dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
-        # x: (*batch, n, k), with batch axes in the order of the matrix's, and of size 1 where x has none.
+        # x: (*batch, n, k), with batch axes in the matrix's order, and size 1 if x lacks them.
         own = dict(zip(batch, of_x.batch, strict=True))
         x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *of_x.contracting, *of_x.free])
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        # Some types have rules for one side alone, and so the order of the operands counts.
+        # Some types have rules for only one side, so the order of the operands matters.
         reverse = (
             not on_left and is_value(value_of(x)) and "product" in signature(matrix.applied_to).parameters
         )
@@ -61,7 +61,7 @@ def _product(
         y = matrix.converted(dtype).applied_to(_cast(x, dtype), precision, **by)
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
-        # y: (*batch, m, *free), to (*batch of the product, free axes of the first, of the second).
+        # y: from (*batch, m, *free) to (*batch of the product, free axes of the first, of the second).
         free = [*(i for i in range(n_batch) if i not in own), n_batch]
         x_free = [n_batch + 1 + i for i in range(len(sizes))]
         y = jnp.transpose(y, [*batch, *in_order(on_left, free, x_free)])
@@ -71,7 +71,7 @@ def _product(
 
 
 def _reversed(part: Any, x: Any, precision: Any) -> Any:
-    """`part @ x`, with `x` as the first operand."""
+    """Computes `part @ x`, with `x` as the first operand."""
     out = jnp.matmul(jnp.matrix_transpose(x), jnp.matrix_transpose(part), precision=precision)
     return jnp.matrix_transpose(out)
 
@@ -80,7 +80,7 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-# Products of two structured matrices that are structured again ------------------------------------
+# Products of two structured matrices that are structured as well ----------------------------------
 
 
 def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **params: Any) -> Any:
@@ -100,7 +100,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
 
 
 def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:
-    """`x @ y` as a structured matrix, or NotImplemented if it is not one."""
+    """Computes `x @ y` as a structured matrix; NotImplemented if it is not one."""
     if isinstance(x, DiagonalMatrix):
         return y.after_diagonal(x.diagonal)
     out = NotImplemented if isinstance(y, DiagonalMatrix) else x.matmul(y, precision)

@@ -1,4 +1,4 @@
-"""Sums, scaling and elementwise functions that keep the structure of a matrix."""
+"""Sums, scaling and elementwise functions that keep a matrix's structure."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
 
 
 def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
-    """Multiplies or divides the elements that are stored by those of an array."""
+    """Multiplies or divides the stored elements by elements of an array."""
     places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
 
@@ -108,8 +108,10 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
 
 
 def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
-    """`y` as a single number, or as one for each matrix of a stack, if it is that; else None. JAX may bind
-    primitives with axes of size 1, too."""
+    """`y` as a single number, or as one number per matrix in a stack; None if it is neither.
+
+    JAX may also bind primitives with axes of size 1.
+    """
     shape = np.shape(y)
     if not shape:
         return y
@@ -177,7 +179,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # A product with ones, followed by plain sums over the remaining axes.
+        # A product with ones, then plain sums over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))

@@ -16,12 +16,12 @@ from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, s
 class KroneckerMatrix(StructuredMatrix):
     """The Kronecker product of two matrices: `a[i, j] * b` in block `(i, j)`.
 
-    Each of them may be any Value: another `KroneckerMatrix`, for a product of three.
+    Both may be any Value, such as another `KroneckerMatrix` for a product of three matrices.
 
     **Arguments:**
 
     - `a`: shape `(*batch, p, q)`.
-    - `b`: shape `(*batch, r, s)`; the shape of the matrix is `(*batch, p * r, q * s)`.
+    - `b`: shape `(*batch, r, s)`; the matrix has shape `(*batch, p * r, q * s)`.
 
     **Raises:**
 
@@ -60,7 +60,7 @@ class KroneckerMatrix(StructuredMatrix):
         return jnp.reshape(a * b, self.shape)
 
     def _map(self, by_a: Any, by_b: Any, x: Any) -> Any:
-        """Applies `by_a` along q and `by_b` along s to `x`, of shape (..., q * s, k)."""
+        """Applies `by_a` along q and `by_b` along s to `x`, which has shape (..., q * s, k)."""
         *batch, _, k = x.shape
         q, s = self.a.shape[-1], self.b.shape[-1]
         # (..., s, q * k)

@@ -1,4 +1,4 @@
-"""Linear systems, inverses and determinants of structured matrices, through the functions of `jax.numpy`.
+"""Linear systems, inverses and determinants of structured matrices, through `jax.numpy`'s functions.
 
 `jnp.linalg.solve` factorises with the primitive `lu` and then solves with `triangular_solve`, all inside
 `lax.custom_linear_solve`. Here the `lu` of a structured matrix is the matrix itself, kept as a factor. This
@@ -35,12 +35,12 @@ def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
 
     **Arguments:**
 
-    - `matrix`: shape `(*batch, n, n)`, of any type.
+    - `matrix`: shape `(*batch, n, n)`, any type.
     - `b`: shape `(n,)`, or `(*batch, n, k)`.
 
     **Returns:**
 
-    An array of the shape of `b`.
+    An array with the shape of `b`.
 
     !!! example
 
@@ -60,16 +60,17 @@ def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
 
 @checked
 def logdet(matrix: ArrayLike | ArrayValue) -> Any:
-    """Computes the logarithm of the absolute value of the determinant: the second result of
-    `jnp.linalg.slogdet` under [`quaxlike.quaxify`][].
+    """Computes the logarithm of the absolute value of the determinant.
+
+    This is the second result of `jnp.linalg.slogdet` under [`quaxlike.quaxify`][].
 
     **Arguments:**
 
-    - `matrix`: shape `(*batch, n, n)`, of any type.
+    - `matrix`: shape `(*batch, n, n)`, any type.
 
     **Returns:**
 
-    An array of shape `batch`; minus infinity for a singular matrix.
+    An array with shape `batch`; minus infinity for a singular matrix.
 
     !!! example
 
@@ -77,7 +78,7 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
         import jax.numpy as jnp
         from quaxlike.arrays.structured import KroneckerMatrix, logdet
 
-        # of a matrix of shape (1200, 1200)
+        # a matrix with shape (1200, 1200)
         logdet(KroneckerMatrix(2 * jnp.eye(30), jnp.eye(40)))
         ```
     """
@@ -99,9 +100,9 @@ def _check_square(matrix: Any) -> None:
 
 
 class Factored(ArrayValue):
-    """The result of `lu` for a structured matrix: the identity as L, and the matrix as U.
+    """The `lu` factors of a structured matrix: the identity as L, and the matrix as U.
 
-    Only the primitive `triangular_solve` uses it.
+    Only the primitive `triangular_solve` uses this.
     """
 
     matrix: StructuredMatrix
@@ -163,11 +164,11 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
     return inside(solved, matrix, b)
 
 
-# Functions that are recognised as a whole ---------------------------------------------------------
+# Functions that we recognise as a whole ----------------------------------------------------------
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
-# For each jitted function, its implementation, and the keywords that it may have been called with.
+# For each jitted function: its implementation, and keywords with which it may have been called.
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
@@ -199,8 +200,8 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
     return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
 
 
-# Functions whose derivative reads elements of LU factors, which have none here; how many results they have.
-# JAX takes long to import its `scipy.linalg`, which only they need.
+# Functions with a derivative that reads elements of LU factors (there are none here), and how many results
+# they have. Importing `jax.scipy.linalg` takes long, and only these need it.
 _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
     "det": (lambda: jnp.linalg.det, 1),
     "lu_factor": (lambda: jax.scipy.linalg.lu_factor, 2),
@@ -211,8 +212,11 @@ _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
 def _call_of_derivative(
     primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any
 ):
-    """Makes the matrix dense in the derivative of such a function, which JAX stages as a function of the same
-    source that has tangents among its operands, or more results."""
+    """Makes the matrix dense in the derivative of such a function.
+
+    JAX stages this derivative as a function with the same source, but with tangents among its operands, or
+    more results.
+    """
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))
     jaxpr = params["jaxpr"]
     if fun is None or not (rest or len(jaxpr.out_avals) > n):
@@ -224,16 +228,16 @@ def _call_of_derivative(
 
 
 def _source(jaxpr: Any) -> Any:
-    """What transforms leave of a jitted function when they rewrite its jaxpr."""
+    """What remains of a jitted function after transforms have rewritten its jaxpr."""
     return compat.debug_info_of(jaxpr).func_src_info
 
 
 @register("jit")
 def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
-    """Replaces the diagonal of factors by one with the same product, the determinant.
+    """Replaces the factors' diagonal by one with the same product, the determinant.
 
-    Transforms rewrite this call, so it is recognised by its source. `lu` puts the batch axes of every
-    transform in front, and elements of all rows are those of the diagonal.
+    Transforms rewrite this call, so we recognise it by its source. `lu` puts every transform's batch axes in
+    front, so picking elements from all rows picks the diagonal.
     """
     diagonal: Any = jnp.diagonal
     like = diagonal.trace(x.aval(), axis1=-2, axis2=-1).jaxpr
@@ -243,12 +247,12 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # Elements of equal magnitude, so that neither they nor the logarithm of their product overflow.
+    # Elements with equal magnitude, so that neither they nor the logarithm of their product overflow.
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 
 
 def _is_call_of(fun: Any, kwargs: dict[str, Any], jaxpr: Any, x: ArrayValue) -> bool:
     if not kwargs and x.ndim > 2 and fun in (jnp.diagonal, jnp.trace):
-        return False  # without keywords they act on the first two axes
+        return False  # without keywords, these act on the first two axes
     return fun.trace(x.aval(), **kwargs).jaxpr is jaxpr

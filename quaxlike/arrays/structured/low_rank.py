@@ -1,4 +1,4 @@
-"""`LowRankUpdate`: a matrix plus a product of two thin ones."""
+"""`LowRankUpdate`: a matrix plus a product of two thin matrices."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -22,13 +22,13 @@ from .dot import multiply
 class LowRankUpdate(StructuredMatrix):
     """The matrix `base + u @ v.T`, with thin `u` and `v`.
 
-    Linear systems are solved by the Woodbury formula, through systems with the base and one of the size of
-    the rank; determinants are computed by the matrix determinant lemma. Both need an invertible base. If the
-    base has no structure, and no stack shares it, they would save nothing, and the sum is factorised.
+    We solve linear systems by the Woodbury formula, which needs systems with the base and one small (rank by
+    rank) system, and compute determinants by the matrix determinant lemma. Both need an invertible base. If
+    the base has no structure, and no stack shares it, they would save nothing, so we factorise the sum.
 
     **Arguments:**
 
-    - `base`: an array or any Value, of shape `(*batch, m, n)`.
+    - `base`: an array or any Value with shape `(*batch, m, n)`.
     - `u`: shape `(*batch, m, rank)`.
     - `v`: shape `(*batch, n, rank)`. Default: `u`, for a symmetric update.
 
@@ -88,7 +88,7 @@ class LowRankUpdate(StructuredMatrix):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
-        """Makes `array` the base, with an update that adds nothing."""
+        """Makes `array` the base, with a zero update."""
         assert isinstance(like, LowRankUpdate)
         base = widened(array, like.base)
         if is_value(base) != is_value(like.base) or base.shape != like.base.shape:
@@ -102,7 +102,7 @@ class LowRankUpdate(StructuredMatrix):
             return NotImplemented
         rank = self.u.shape[-1]
         more = max(0, like.u.shape[-1] - rank)
-        if like.u.shape[-1] < rank:  # its rank is raised in turn
+        if like.u.shape[-1] < rank:  # then `like` raises its rank
 
             def wide(part: Any) -> Any:
                 return jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
@@ -157,13 +157,13 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(self, u=quaxify(joined)(self.u, u), v=quaxify(joined)(self.v, v))
 
     def with_added(self, array: Any, add: Callable[[Any, Any], Any]) -> "LowRankUpdate":
-        """`add(self, array)` for anything of this shape, which is added to the base."""
+        """Computes `add(self, array)` for anything with this shape, by adding to the base."""
         x = self.converted(self.dtype)
         base = quaxify(add)(self.full_base(), array)
         return replace_fields(x, base=base, u=quaxify(lambda u: add(u, jnp.zeros_like(u)))(x.u))
 
     def full_base(self) -> Any:
-        """The base, with all batch axes, in the dtype of the matrix."""
+        """The base with all batch axes, in the matrix's dtype."""
         base = self.converted(self.dtype).base
         return base if base.shape == self.shape else quaxify(jnp.broadcast_to)(base, self.shape)
 
@@ -179,7 +179,7 @@ class LowRankUpdate(StructuredMatrix):
         if base is NotImplemented:
             return NotImplemented
         v = inside(lambda y, v: y.transposed().applied_to(v, precision), other, self.v)
-        if isinstance(base, LowRankUpdate):  # one update, lest those of powers are nested ever deeper
+        if isinstance(base, LowRankUpdate):  # one update, or else powers would nest ever deeper
             return base.with_columns(self.u, v)
         return replace_fields(self, base=base, v=v)
 
@@ -212,7 +212,7 @@ class LowRankUpdate(StructuredMatrix):
         return jnp.linalg.det(self._capacitance()) * of_base
 
     def _capacitance(self) -> Any:
-        """The capacitance matrix `I + v.T @ inv(base) @ u`, of the size of the rank."""
+        """The (rank by rank) capacitance matrix `I + v.T @ inv(base) @ u`."""
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 

@@ -1,6 +1,6 @@
-"""Axes of structured matrices: moving and joining the batch axes, and slices that are structured.
+"""Axes of structured matrices: moves and joins batch axes, and takes structured slices.
 
-Those are blocks on the diagonal, and matrices of a stack.
+A slice is structured if it is a diagonal block, or picks matrices from a stack.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # shared along the new axes as well
+            return part  # shared along the new axes, too
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 
@@ -63,7 +63,7 @@ def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[Any]):
 
 
 def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
-    """Applies `join` to each part of several matrices of one type."""
+    """Applies `join` to each part of several matrices with one type."""
     xs = [x.stacked() for x in xs]
     first = xs[0]
     if any(type(x) is not type(first) for x in xs):
@@ -126,7 +126,7 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """Picks whole matrices from a stack by index."""
+    """Picks whole matrices from a stack."""
     dnums, n = dimension_numbers, x.num_batch
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
@@ -137,11 +137,11 @@ def _gather(
     if fills(indices, x.shape, dnums, slice_sizes, mode):
         fill = fill_value_of(mode, fill_value, x.dtype)
         if x.OTHERS is None and fill != 0:
-            return NotImplemented  # a matrix that is filled with a number is not of this type
+            return NotImplemented  # a matrix filled with a number does not have this type
         constant_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
     else:
         mode = lax.GatherScatterMode.from_any(mode)
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are concrete, and in bounds
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are concrete and in bounds
             mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
         constant_of = dict.fromkeys(x.CORE)
 

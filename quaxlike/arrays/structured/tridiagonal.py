@@ -1,4 +1,4 @@
-"""`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two beside it."""
+"""`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two next to it."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -15,7 +15,7 @@ from .base import StructuredMatrix, as_part, check_batches, lead
 
 
 class TridiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero except on its diagonal and the two beside it.
+    """A square matrix that is zero except on its diagonal and the two next to it.
 
     **Arguments:**
 
@@ -33,7 +33,7 @@ class TridiagonalMatrix(StructuredMatrix):
         import jax.numpy as jnp, quaxlike as ql
         from quaxlike.arrays.structured import TridiagonalMatrix
 
-        n = 1000  # the second derivative, of a step of heat conduction
+        n = 1000  # one implicit step of heat conduction
         heat = TridiagonalMatrix(-jnp.ones(n - 1), 3 * jnp.ones(n), -jnp.ones(n - 1))
         ql.quaxify(jnp.linalg.solve)(heat, jnp.ones(n))
         ```
@@ -98,7 +98,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """The three diagonals by rows, all padded to the length of the middle one."""
+        """The three diagonals by rows, padded to the length of the middle one."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)
@@ -108,18 +108,18 @@ class TridiagonalMatrix(StructuredMatrix):
         return self.solve(jnp.broadcast_to(jnp.eye(self.diagonal.shape[-1], dtype=self.dtype), self.shape))
 
     def slogdet(self) -> tuple[Any, Any]:
-        """Eliminates with partial pivoting between neighbouring rows, like LAPACK's `gttrf`: O(n)."""
+        """Eliminates with partial pivoting between adjacent rows, like LAPACK's `gttrf`. This is O(n)."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype), jnp.zeros(self.batch, jnp.finfo(self.dtype).dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
 
         def eliminate(row: tuple[Any, Any, Any], below: tuple[Any, Any, Any]) -> Any:
-            # `row` starts at the pivot: (pivot, next); the row below it is (first, d, u).
+            # `row` starts at the pivot: (pivot, next); the row below is (first, d, u).
             pivot, after, sign = row
             first, d, u = below
             swap = jnp.abs(first) > jnp.abs(pivot)
             chosen = jnp.where(swap, first, pivot)
-            # A pivot of zero makes the determinant zero, whatever follows.
+            # A zero pivot makes the determinant zero, whatever follows.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
             return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
@@ -129,7 +129,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
 
     def det(self) -> Any:
-        """Follows the recurrence of the leading minors, which needs no division."""
+        """Uses the recurrence for leading minors, which needs no division."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))

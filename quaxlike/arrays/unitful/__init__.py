@@ -1,4 +1,4 @@
-"""Arrays with SI units, which are checked and propagated while tracing."""
+"""Arrays with SI units, which are propagated and checked during tracing."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import (

@@ -1,4 +1,8 @@
-"""Units, and `Unitful`: an array in one of them."""
+"""Units, and `Unitful`: an array with a unit.
+
+Units are static, so they cost nothing at run time. Exponents are fractions, so that equal
+units compare equal after any powers and roots.
+"""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +27,7 @@ from .placeholders import may_be_placeholder, note_constant
 
 
 class DimensionError(OperandMismatch):
-    """The units of arrays do not match each other, or the operation applied to them."""
+    """The units of arrays do not match each other, or the operation."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}\n  at {user_source()[0]}", Unitful)
@@ -54,7 +58,7 @@ _PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
-# What people write for units, for the advice in errors.
+# What people write for units, for advice in errors.
 _NAMES = {
     **{"metre": "m", "meter": "m", "kilogram": "kg", "second": "s", "sec": "s", "ampere": "A", "kelvin": "K"},
     **{"mole": "mol", "candela": "cd", "radian": "rad", "hertz": "Hz", "newton": "N", "pascal": "Pa"},
@@ -68,7 +72,7 @@ _PREFIXES = {
 
 
 def _advice(name: str) -> str:
-    """What to write in place of a symbol that is not known."""
+    """What to write instead of an unknown symbol."""
     powers = {**{symbol: (symbol, 0) for symbol in (*_BASE, *_DERIVED)}, "g": ("kg", -3), "gram": ("kg", -3)}
     powers |= {full: (symbol, 0) for full, symbol in _NAMES.items()}
     for prefix, power in {"": 0, **_PREFIXES}.items():
@@ -81,7 +85,7 @@ def _advice(name: str) -> str:
 
 
 def _of_symbol(name: str) -> tuple[Fraction, ...]:
-    """The exponents of the base units for a symbol, in order."""
+    """The base units' exponents for a symbol, in order."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
         raise ValueError(f"{name!r} is not a unit of the SI. {_advice(name)}")
@@ -89,7 +93,7 @@ def _of_symbol(name: str) -> tuple[Fraction, ...]:
 
 
 def _parse(text: str) -> list[tuple[str, Fraction]]:
-    """Parses the factors of a unit, and the power of each."""
+    """Parses a unit into factors, each with its power."""
     factors, at = [], 0
     text = re.sub(f"[{_RAISED}]+", lambda power: "^" + power[0].translate(_LOWER), text.strip())
     while at < len(text):
@@ -111,16 +115,16 @@ def _superscript(e: Fraction) -> str:
 
 
 class Unit:
-    """An SI unit: a product of powers of metre, kilogram, second, ampere, kelvin, mole and candela.
+    """An SI unit: a product of powers of the metre, kilogram, second, ampere, kelvin, mole and candela.
 
-    Powers are rational. Immutable and hashable. `number * unit` and `array * unit` make a
+    Powers are rational. Units are immutable and hashable. `number * unit` and `array * unit` make a
     [`quaxlike.arrays.unitful.Unitful`][].
 
     **Arguments:**
 
-    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a string: `"m/s^2"`, in which
-        `/` divides by only the factor that follows, or the `str` of a unit. The derived units Hz, N, Pa, J,
-        W, C, V, F, ohm, S, Wb, T, H and rad have symbols too.
+    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a string like `"m/s^2"`, in
+      which `/` divides only by the next factor, or the `str` of a unit. The derived units Hz, N, Pa, J, W, C,
+      V, F, ohm, S, Wb, T, H and rad have symbols too.
 
     **Raises:**
 
@@ -136,10 +140,10 @@ class Unit:
     """
 
     __slots__ = ("_exponents", "_guard")
-    _exponents: tuple[Fraction, ...] | str  # a text for the two units that are none
+    _exponents: tuple[Fraction, ...] | str  # a string for the two wildcards
     _guard: int  # see `guarded`
 
-    # Makes NumPy arrays leave `array * unit` to us.
+    # Makes NumPy arrays defer to us in `array * unit`.
     __array_ufunc__ = None
 
     @checked
@@ -164,7 +168,7 @@ class Unit:
 
     @property
     def exponents(self) -> dict[str, Fraction]:
-        """The exponents that are not zero, by base unit."""
+        """The nonzero exponents, by base unit."""
         return {
             name: e for name, e in zip(_BASE, self._exponents, strict=False) if isinstance(e, Fraction) and e
         }
@@ -192,7 +196,7 @@ class Unit:
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        # A division, or a negative power, is what a guard is for.
+        # Guards exist for divisions and negative powers.
         used = USED if other._guard and power != 1 else other._guard
         guards = {self._guard, used if power > 0 else 0} - {0}
         exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
@@ -223,7 +227,7 @@ def _unit(exponents: tuple[Fraction, ...] | str, guard: int = 0) -> Unit:
     return unit
 
 
-# The states of a guard: as `jnp.where` made it, or with a power or a root taken of it.
+# The states of a guard: fresh from `jnp.where`, or after a power or a root.
 FRESH, USED = 1, 2
 
 
@@ -233,9 +237,10 @@ def guard_of(unit: Unit) -> int:
 
 
 def guarded(unit: Unit, guard: int) -> Unit:
-    """The unit of an array that has the bare number 1 in place of some elements, as in
-    `jnp.where(x > 0, x, 1)`: only for divisions, which give it the unit of the others. With 0, the unit of
-    those."""
+    """The unit of an array with a bare 1 at some places, as in `jnp.where(x > 0, x, 1)`.
+
+    Only divisions accept it, and give it the unit of the other elements. If `guard` is 0, this is that unit.
+    """
     return _unit(unit._exponents, guard)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -243,12 +248,14 @@ def _fraction(power: Any) -> Fraction:
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard, for tolerances of libraries, and while inferring the units of a loop's placeholders: matches any
-# unit, and becomes it.
+# A wildcard that matches any unit, and becomes it: for libraries' tolerances, and while inferring the units
+# of a loop's placeholders.
 UNKNOWN = any_unit = _unit("any unit")
-"""The unit of a number that takes the unit of whatever it is added to or compared with, such as a tolerance
-for states in several units: `1e-6 * any_unit`."""
-# The unit of derivatives by the bare numbers inside a Unitful: matches any unit, and stays as it is.
+"""A wildcard: takes the unit of whatever it is added to or compared with.
+
+Use it for tolerances on states with several units: `1e-6 * any_unit`.
+"""
+# The unit of derivatives by bare numbers inside a Unitful: matches any unit, and never changes.
 ANY = _unit("any")
 dimensionless = Unit()
 metre = Unit("m")
@@ -272,18 +279,18 @@ weber = Unit("Wb")
 tesla = Unit("T")
 henry = Unit("H")
 
-# A unit describes any array, whatever its parts, so this type precedes those with a special storage.
+# A unit can describe any array, so this type precedes types with a special storage.
 
 
 class Unitful(AnnotatedArray):
-    """An array in an SI unit.
+    """An array with an SI unit.
 
-    Units are propagated through primitives while tracing; they cost nothing at run time. A mismatch (metres
-    plus seconds, the exponential of a length) raises a [`quaxlike.arrays.unitful.DimensionError`][] there. A
+    Units are propagated through primitives during tracing, and cost nothing at run time. A mismatch (metres
+    plus seconds, the exponential of a length) raises a [`quaxlike.arrays.unitful.DimensionError`][]. A
     dimensionless result is a plain array.
 
-    A plain array counts as dimensionless. Only 0, infinity and NaN, if they are known while tracing, match
-    any unit; and so does 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
+    A plain array counts as dimensionless. Only 0, infinity and NaN match any unit, if they are known during
+    tracing; and so does 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -311,7 +318,7 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.unit == dimensionless else "error"  # units are only dropped on request
+        return None if self.unit == dimensionless else "error"  # we drop a unit only on request
 
     to_materialise = (
         "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
@@ -354,7 +361,7 @@ class Unitful(AnnotatedArray):
         return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
 
     def widen(self, like: Any) -> Any:
-        # The rules drop a unit once it is dimensionless.
+        # Rules drop a unit once it is dimensionless.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
             return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
@@ -363,7 +370,7 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # The unit of the differentiated function is unknown here, so the cotangent gets the unit ANY.
+        # We do not know the unit of the differentiated function, so the cotangent gets the unit ANY.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def cotangent_factor(self, dtype: Any) -> Any:
@@ -372,7 +379,7 @@ class Unitful(AnnotatedArray):
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
 
-    def __repr__(self) -> str:  # of one by itself, and in a tuple or a list; a model shows shapes
+    def __repr__(self) -> str:  # alone, or in a tuple or list; a model shows shapes
         return f"Unitful({self.array!r}, {str(self.unit)!r})"
 
     def __format__(self, spec: str) -> str:
@@ -383,31 +390,30 @@ class Unitful(AnnotatedArray):
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
-    """The unit of an array; dimensionless for a plain array."""
+    """The unit of an array; a plain array is dimensionless."""
     return x.unit if isinstance(x, Unitful) else Unit()
 
 
 def with_unit(array: Any, unit: Unit) -> Any:
     """Attaches a unit to an array; returns it unchanged if the unit is dimensionless."""
-    if isinstance(array, Unitful):  # the array is made of parts that have a unit
+    if isinstance(array, Unitful):  # its parts have a unit already
         array, unit = array.array, array.unit * unit
     if not unit.dimensionless:
         return Unitful(array, unit)
     if isinstance(array, jax.Array) and not array.ndim:
-        note_constant(array, None)  # it was computed: what it happens to be may not decide about units
+        note_constant(array, None)  # computed, so its value may not decide about units
     return array
 
 
 def quantity(array: Any, unit: Unit) -> Any:
-    """`array * unit`."""
+    """Computes `array * unit`."""
     if isinstance(array, Unitful):
         return Unitful(array.array, array.unit * unit)
     value = Unitful(array, unit)
     level = level_of(value)
     if level is None:
         return value
-    # Inside a quaxified function it must become an operand right away: a transform that it is passed to
-    # would flatten a Value.
+    # Inside a quaxified function, this must become an operand right away: a transform would flatten a Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

@@ -1,4 +1,4 @@
-"""Conversion from and to quantities of pint and astropy, if they are installed."""
+"""Conversion to and from pint and astropy quantities, if these are installed."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,7 @@
-"""The functions of jax.numpy that are running: some treat numbers as if they had any unit."""
+"""Finds the jax.numpy functions that are running. Some treat numbers as if they had any unit.
+
+There is no other way to tell: by the time a primitive is bound, its numbers look like the user's own.
+"""
 
 import inspect
 import os
@@ -14,9 +17,9 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 
 
 def functions_of_jax_numpy() -> list[str]:
-    """The names of the functions of jax.numpy that are being executed, innermost first.
+    """The names of the running jax.numpy functions, innermost first.
 
-    A jaxpr that is being interpreted counts as the function that it was traced from.
+    A jaxpr that is being interpreted counts as the function from which it was traced.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -27,7 +30,7 @@ def functions_of_jax_numpy() -> list[str]:
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)
-            # Beyond its own function are the callers that came first: JAX caches what it traces.
+            # Beyond its own function are the callers that came first, because JAX caches what it traces.
             calls = [*calls[: calls.index(own) if own in calls else None], own]
         found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
         frame = frame.f_back
@@ -35,7 +38,7 @@ def functions_of_jax_numpy() -> list[str]:
 
 
 def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
-    """Whether a jaxpr was traced from the function of jax.numpy with this name."""
+    """Whether a jaxpr was traced from the jax.numpy function with this name."""
     file, function = _function_of(jaxpr)
     return function == name and bool(file) and file.startswith(_JAX_NUMPY)
 

@@ -1,12 +1,10 @@
-"""Placeholders: the zeros, say, that a library starts a loop from, before it is known in which unit they are.
+"""Placeholders: initial loop values (such as zeros) whose unit is not known yet.
 
-All that is done for types whose `promote` can be called without `like`, such as quantities in units, is here.
-The interpreter calls it by two hooks (core/plain_arrays.py), which are empty while no such type is defined.
+This holds everything for types whose `promote` works without `like`, such as quantities with units. The
+interpreter calls it by two hooks (core/plain_arrays.py), which are empty while there is no such type.
 
-A placeholder is a plain array that is known to be filled with 0, infinity or NaN. A plain array is never
-boxed, so the number that fills it is kept in a table for as long as it lives, once a running `quaxify` holds
-a Value of such a type. A placeholder in a loop's carry is first replaced by what `promote` makes of it
-without `like`, a *guess*; iterations show what it becomes.
+What we know about an array is stored under its id, next to a weak reference to it: an id alone might already
+belong to another array. A wrong entry would give a number the wrong unit, so when in doubt we know nothing.
 """
 
 import dataclasses
@@ -29,17 +27,17 @@ from ...core.high_level import as_call
 from ...core.plain_arrays import Following, Placeholders, hooks, takes_no_like
 from ...core.values import Value, as_shapes, is_value, probing
 
-# Stands for the number if it is 0, infinity or NaN, but it is not known which.
+# Stands for 0, infinity or NaN, without knowing which.
 OPEN = np.float64("nan")
 
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-# Primitives each of whose results holds only elements of the operand at the same position.
+# Primitives that only move elements: each result holds elements of the operand at the same position.
 _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
-# Which operands must all be filled with 0, infinity or NaN for the result to be so ...
+# Operands that must all be filled with 0, infinity or NaN for the result to be, too ...
 _ALL: dict[str, slice] = {
     **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
     **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
@@ -48,9 +46,9 @@ _ALL: dict[str, slice] = {
     **dict.fromkeys(["scatter", "scatter-add"], slice(0, None, 2)),
     **dict.fromkeys(["select_n", "select_if_vmap"], slice(1, None)),
 }
-# ... and of which one is enough.
+# ... and operands for which one is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# Primitives that carry code, and the parameter that holds it, if there is a single one.
+# Primitives that carry code, and the parameter with the code, if there is only one.
 _CODE = {
     **dict.fromkeys(["cond", "scan", "while"], ""),
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
@@ -58,11 +56,11 @@ _CODE = {
 }
 # Uninitialised buffers.
 _UNSET = frozenset(["empty", "empty2"])
-# The module of the callback of `eqx.error_if`: it raises instead of returning, but has a result all the same.
+# The module of the callback in `eqx.error_if`: it raises instead of returning, but still has a result.
 _RAISING = "equinox._errors"
 # Numbers that stay known beyond one equation, besides 0, infinity and NaN: 1, which guards divisions, and
-# the largest and the least of a dtype, which stand for infinity and 0. Any others are dropped: what is
-# memoised by them has no limit.
+# each dtype's largest and least number, which stand for infinity and 0. We drop all others, since memoising
+# by arbitrary numbers would have no limit.
 _EXTREMES = [
     float(limit)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -74,7 +72,7 @@ _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _C
 
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
-    """Whether `promote` of the class can turn an array into a value without a `like`."""
+    """Whether the class's `promote` can turn an array into a value without `like`."""
     return (
         takes_no_like(cls)
         and promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
@@ -82,7 +80,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """What `promote` of the class makes of an array without a `like`, with shapes in place of leaves."""
+    """The result of `promote` without `like`, with shapes as leaves."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:
@@ -97,7 +95,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Whether the type of a Value, or of a Value that it holds, has placeholders."""
+    """Whether the type of a Value, or of a Value inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True
@@ -106,7 +104,7 @@ def holds_type_with_placeholders(value: Value) -> bool:
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
-    """Records what is known of `out`, the result of `primitive` for plain operands."""
+    """Records what we know about `out`, the result of `primitive` on plain operands."""
     name, params = as_call(primitive, params)
     if name not in _FOLLOWED:
         return
@@ -118,8 +116,10 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """The number that fills each result of a primitive, from those that fill its operands; None if unknown.
-    There may be more entries than results."""
+    """The number that fills each result, given the numbers that fill the operands; None if unknown.
+
+    This may have more entries than there are results.
+    """
     if name in _MOVES:
         return numbers
     if name in _UNSET:
@@ -129,7 +129,7 @@ def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Itera
         return itertools.repeat(OPEN) if getattr(function, "__module__", None) == _RAISING else ()
     if name in _CODE:
         return _results_of_code(name, list(map(_lasting, numbers)), params)
-    if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`, of any function
+    if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`, with any function
         return ()
     among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
     if not among(map(_is_placeholder, matter)):
@@ -142,12 +142,12 @@ def _is_placeholder(number: Any) -> bool:
 
 
 def _lasting(number: Any) -> Any:
-    """What stays known of a number beyond one equation."""
+    """What stays known about a number beyond one equation."""
     if number is None:
         return None
     if _is_placeholder(number):
         return 0 if number == 0 else OPEN
-    number = complex(number)  # compared with a larger number as it is, a half-precision one would warn
+    number = complex(number)  # compared directly with a larger number, a half-precision one would warn
     return number.real if number in _LASTING else None
 
 
@@ -222,8 +222,7 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """The constant that `x` is known to be filled with: a number, `OPEN` (0, infinity or NaN, unknown which),
-    or None."""
+    """The constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if unknown."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -237,7 +236,7 @@ def _is_extended(x: Any) -> bool:
 
 
 def may_be_placeholder(x: Any) -> bool:
-    """Whether all elements of `x` are known to be 0, infinity or NaN, as in a buffer to be written to."""
+    """Whether all elements are known to be 0, infinity or NaN, as in a buffer that will be written."""
     return _is_placeholder(constant_of(x))
 
 
@@ -246,24 +245,26 @@ def is_open(x: Any) -> bool:
     return constant_of(x) is OPEN
 
 
-# Slots of plain arrays that are known to be filled with one number --------------------------------
+# Slots of plain arrays filled with a known number -------------------------------------------------
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two numbers, or `OPEN`, or None, are the same."""
+    """Whether two numbers (or `OPEN`, or None) are the same."""
     return a is b or a == b
 
 
 def either(a: Any, b: Any) -> Any:
-    """The number that fills an array that is one of two, filled with `a` and `b`."""
+    """The number that fills an array that is one of two."""
     if same(a, b):
         return a
     return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
 
 
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The slots of `operands`, with the numbers that are known to fill plain arrays, if there is a type that
-    has placeholders in one of these slots or of those `beside`."""
+    """The slots of `operands`, with the numbers known to fill plain arrays.
+
+    This only looks if some type in these slots, or in `beside`, has placeholders.
+    """
     known = any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
     return tuple(map(_with_constant, slots, operands) if known else slots)
 
@@ -279,15 +280,17 @@ def start(slot: Any, x: Any) -> Any:
 
 
 def _with_constant(slot: Any, x: Any) -> Any:
-    """The slot of `x`, with the number that is known to fill `x` if it is a plain array."""
+    """The slot of `x`, with the number known to fill it if it is a plain array."""
     if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
         return slot
     return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
 
 
 def _as_carry(slot: Any) -> Any:
-    """The slot of a loop's carry that starts in this one: only its initial value is known. Counters also
-    start from zero, but are not placeholders."""
+    """The slot of a loop's carry that starts in this slot. Only its initial value is known.
+
+    Counters also start from zero, but they are not placeholders.
+    """
     if slot.constant is None:
         return slot
     is_open = _is_placeholder(slot.constant) and _has_dtype(slot.avals[0], jnp.inexact)
@@ -299,7 +302,7 @@ def _has_dtype(aval: Any, kind: Any) -> bool:
 
 
 def _guessed(slot: Any, cls: type[Value]) -> Any:
-    """The slot of a placeholder as one of `cls` of which nothing else is known; another slot unchanged."""
+    """If the slot holds a placeholder, returns a slot of `cls` with unknown statics."""
     if not _is_placeholder(slot.constant):
         return slot
     value = promoted_alone(cls, slot.avals[0])
@@ -309,7 +312,7 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """The plain slot that a guess stands for; another slot unchanged."""
+    """The plain slot for which a guess stands; other slots unchanged."""
     may_be_one = len(slot.avals) == 1 and slot.treedef is not None
     if not may_be_one or not has_placeholders(slot.cls):
         return slot
@@ -324,19 +327,19 @@ def with_revealed_types(
     cls: type[Value],
     unify: Callable[[Any, Any, str], Any],
 ) -> tuple[Any, ...] | None:
-    """Lifts those plain arrays of a loop's carry that turn out to be Values.
+    """Lifts plain arrays in a loop's carry that turn out to be Values.
 
-    Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration.
-    Nothing is assumed about them at first; what an iteration reveals is assumed in the next, until nothing
-    new is found.
+    Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration. At
+    first we assume nothing about them. Whatever one iteration reveals is assumed in the next one, until
+    nothing new is found.
 
     **Arguments:**
 
-    - `init`, `carry`: what the loop starts from, and its slots.
-    - `results_for`: the slots after an iteration with a carry in the given ones.
-    - `cls`: the type that an operation in the loop asked for.
+    - `init`, `carry`: the loop's initial values, and their slots.
+    - `results_for`: the slots after an iteration, given the slots before.
+    - `cls`: the type that an operation in the loop needs.
 
-    **Returns:** the slots of the carry; None if no plain array turns out to be a Value.
+    **Returns:** the slots of the carry; None if no plain array is a Value.
     """
     guesses = tuple(_guessed(start(slot, x), cls) for slot, x in zip(carry, init, strict=True))
 

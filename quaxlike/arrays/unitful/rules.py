@@ -1,4 +1,7 @@
-"""Rules for units, as tables."""
+"""Rules for units, as tables.
+
+A primitive without an entry raises for a quantity: we never guess a unit.
+"""
 
 import itertools
 import math
@@ -37,7 +40,7 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# What a guard may go through on its way to a division (see `guarded`), besides what moves elements.
+# What a guard may pass through on its way to a division (see `guarded`), besides moving elements.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS
@@ -57,8 +60,8 @@ def _units(operands: Sequence[Any]) -> str:
 
 # One array ----------------------------------------------------------------------------------------
 
-# For each result, the power of the operand's unit that it has; one number applies to all results.
-# Further operands are indices and the like.
+# For each result, the power of the operand's unit; one number applies to all results. Further operands are
+# indices and the like.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(
@@ -114,7 +117,7 @@ _NUMBERS = set(ELEMENTWISE_UNARY) - {*STRUCTURAL, *_POWERS} - {"integer_pow"} | 
 
 @register(tuple(_NUMBERS))
 def _of_numbers(primitive: Primitive, x: Unitful, **params: Any) -> Any:
-    """Applies functions that are defined only for dimensionless numbers."""
+    """Applies functions that are only defined for dimensionless numbers."""
     return _bind(primitive, _dimensionless(primitive, [x]), params)
 
 
@@ -137,14 +140,14 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_constant(out, OPEN)  # the product is open too, whichever unit a loop finds for its placeholder
+        note_constant(out, OPEN)  # the product is open too, whatever unit a loop finds for it
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
 @register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
-    # With a unit diagonal the matrix is dimensionless, like the lower factor of an LU decomposition.
+    # With a unit diagonal, the matrix is dimensionless, like the lower factor of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
@@ -164,7 +167,7 @@ def _pow(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     return with_unit(out, unit_of(x) ** np.asarray(power).item())
 
 
-# Arrays that must be in one unit ------------------------------------------------------------------
+# Arrays that must have one unit -------------------------------------------------------------------
 
 _SAME = installed("add add_any sub max min rem complex nextafter")
 _RATIOS = (*COMPARISONS, "atan2")
@@ -185,8 +188,10 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 
 
 def _are_of_jax_numpy() -> bool:
-    """Whether numbers are those that a function of jax.numpy compares with, or adds, where any unit is right:
-    `hypot` scales what would overflow, and `histogram` widens a range that is empty."""
+    """Whether a jax.numpy function is running that adds or compares with numbers in any unit.
+
+    `hypot` rescales to avoid overflow, and `histogram` widens an empty range.
+    """
     return not {"hypot", "histogram_bin_edges"}.isdisjoint(functions_of_jax_numpy())
 
 
@@ -218,8 +223,10 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _stands_for_zero(x: Any) -> bool:
-    """Whether a plain array is known to hold a number of at most `eps ** 2`, with which libraries compare
-    instead of 0, as `jnp.interp` does."""
+    """Whether a plain array is known to hold a number of at most `eps ** 2`.
+
+    Libraries compare with such numbers instead of 0, as `jnp.interp` does.
+    """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
         return False
@@ -237,7 +244,7 @@ def _two_numbers(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 # Several operands, some of which have units -------------------------------------------------------
 
-# Which operands are the arrays that elements are taken from or written into.
+# The operands from which elements are taken, or into which they are written.
 _STORED = {
     "pad": slice(None),
     "dynamic_update_slice": slice(0, 2),
@@ -276,7 +283,7 @@ def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 @Unitful.rule_for_several(("reduce", "reduce_window"))
 def _folded(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    n = len(xs) // 2  # arrays, then the numbers that they start from
+    n = len(xs) // 2  # arrays, then their initial values
     units = [_common_if_any(primitive, pair) for pair in zip(xs[:n], xs[n:], strict=True)]
     elements = [*zip(xs[:n], units, strict=True)] * 2
     _check_function(primitive, params["jaxpr"], params.get("consts", ()), elements, *units)
@@ -298,8 +305,10 @@ def _common_if_any(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 def _check_function(
     primitive: Primitive, jaxpr: Any, consts: Sequence[Any], elements: Sequence[tuple[Any, Unit]], *to: Unit
 ) -> None:
-    """Raises an error unless a function of elements of arrays, in their units, has results in the units `to`:
-    those of the arrays that the results become elements of."""
+    """Raises unless a function of elements has results with the units `to`.
+
+    These are the units of the arrays to which the results will belong.
+    """
     found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
 
     def fits(x: Any, unit: Any) -> Any:
@@ -335,7 +344,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Takes a plain 1 beside quantities as a guard: see `guarded`."""
+    """Takes a plain 1 next to quantities as a guard: see `guarded`."""
     out = _bind(primitive, (*_dimensionless(primitive, [which]), *cases), {})
     quantities = [x for x in cases if isinstance(x, Unitful)]
     if not quantities:
@@ -356,13 +365,15 @@ def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
         return out
     if FRESH in guards or numbers:
         return with_unit(out, guarded(unit, FRESH))
-    # What a guard was made for has happened: `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
+    # The guard has served its purpose: `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
     return with_unit(out, guarded(unit, USED if len(quantities) == len(cases) and guards == {USED} else 0))
 
 
 def _has_any_unit(x: Any) -> bool:
-    """Whether a plain array is known to hold 0, infinity or NaN, or the least or largest number in place of
-    them, as `jnp.nan_to_num` puts it."""
+    """Whether a plain array is known to hold a number that matches any unit.
+
+    That is 0, infinity or NaN, or the largest or least number in their place, as in `jnp.nan_to_num`.
+    """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
         return may_be_placeholder(x)
@@ -377,7 +388,7 @@ def _is_one(x: Any) -> bool:
 
 @register_on_either_side("jit", Unitful, precedence=precedence.UNITFUL)
 def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """`jnp.heaviside`: the step has no unit, though the function takes `x` itself where it is NaN."""
+    """`jnp.heaviside`: the step has no unit, though the function returns `x` itself if it is NaN."""
     if not is_from_jax_numpy(params["jaxpr"], "heaviside"):
         return NotImplemented
     _dimensionless(primitive, [y])

@@ -1,4 +1,8 @@
-"""`Zero` and `Full`, arrays whose elements are all equal, and `Identity`, the identity matrix."""
+"""`Zero` and `Full`, arrays with equal elements, and `Identity`, the identity matrix.
+
+Operations are simplified during tracing, and only by numbers that are static. A number that is traced is a
+leaf, and never read.
+"""
 
 import functools
 import math
@@ -26,14 +30,14 @@ from .. import precedence
 from ..bounds import fill_value_of
 from ..dot_axes import dot_axes
 
-# Tried after the types that describe an array, and before those with a special storage.
+# We try this after types that describe an array, and before types with a special storage.
 
 
 class Zero(ArrayOperators, ArrayValue):
     """An array of zeros.
 
-    It holds no array, so transforms that are applied *outside* `quaxify` do not affect it: `jax.vmap`
-    passes it on unchanged.
+    It contains no array, so transforms *outside* `quaxify` do not affect it: `jax.vmap` passes it on
+    unchanged.
 
     **Arguments:**
 
@@ -66,7 +70,7 @@ class Zero(ArrayOperators, ArrayValue):
         return jnp.zeros(self._shape, self._dtype)
 
     def widen(self, like: Value) -> Any:
-        """Converts to a `Full`, or lifts an array of zeros to another type."""
+        """Converts to a `Full`, or lifts zeros to another type."""
         if isinstance(like, Zero):
             return self
         return _unknown(self) if isinstance(like, Full) else widened(self.materialise(), like)
@@ -76,16 +80,16 @@ class Zero(ArrayOperators, ArrayValue):
 
 
 class Full(ArrayOperators, ArrayValue):
-    """An array whose elements are all equal.
+    """An array with all elements equal.
 
-    A Python or NumPy number is known while tracing, and operations with 0 and 1 are simplified. An array is a
-    leaf: it may be traced and differentiated. Leading axes of it stack arrays, as `jax.vmap` does.
+    A Python or NumPy number is known during tracing, so operations with 0 and 1 are simplified. An array is a
+    leaf: it may be traced and differentiated. Its leading axes stack arrays, as `jax.vmap` does.
 
     **Arguments:**
 
-    - `value`: a number, or an array of shape `()`, or `(*batch,)` for a stack.
-    - `shape`: the shape of the array, without batch axes. Default: `()`.
-    - `dtype`: the dtype. Default: that of `value`.
+    - `value`: a number, or an array with shape `()`, or `(*batch,)` for a stack.
+    - `shape`: the shape, without batch axes. Default: `()`.
+    - `dtype`: the dtype. Default: `value`'s.
 
     !!! example
 
@@ -128,7 +132,7 @@ class Full(ArrayOperators, ArrayValue):
         return self.number is None
 
     def widen(self, like: Value) -> Any:
-        """Makes the number an array, unless `like` has the same; or lifts a dense array to another type."""
+        """Makes the number an array, unless `like` has the same number; or lifts to another type."""
         if not isinstance(like, Zero | Full):
             return widened(self.materialise(), like)
         same = isinstance(like, Full) and (like.number is self.number or like.number == self.number)
@@ -157,24 +161,24 @@ _Any = ArrayLike | ArrayValue
 
 
 def _lift(x: Any) -> Any:
-    """Converts a plain operand of shape () to a constant; returns anything else unchanged."""
+    """Converts a plain operand with shape () to a constant; returns anything else unchanged."""
     return x if isinstance(x, ArrayValue) or np.shape(x) else Full(x)
 
 
 def known(x: Any) -> Any:
-    """The number that all elements of `x` are known to be, or None."""
+    """The number that fills `x`, if it is known, or None."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 
 def _scalar(x: Constant) -> Any:
-    """The one element of `x`: an array of shape (), or of the batch axes."""
+    """The one element of `x`: an array with shape (), or with the batch axes."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
 
 
 def _unknown(x: Constant) -> Full:
-    """The same constant, but with a number that is not known while tracing."""
+    """The same constant, but its number is not known during tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -183,7 +187,7 @@ def _constant(number: Any, shape: Sequence[int], dtype: Any) -> Constant:
 
 
 def _same(x: Constant, shape: Sequence[int]) -> Any:
-    """The constant in another shape."""
+    """Gives a constant another shape."""
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
@@ -191,19 +195,19 @@ def _same(x: Constant, shape: Sequence[int]) -> Any:
 
 
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
-    """Applies `fn` to the elements of constants; computes the result right away if they are known."""
+    """Applies `fn` to the elements. If they are known, computes the result right away."""
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # also inside an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
-        # A NaN is computed where the program is, so that `checkify` sees the operation that makes it.
+        # A NaN must be computed by the program, so that `checkify` sees the operation.
         if number == number:
             return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
     scalars = vary_alike([*map(jnp.asarray, scalars)])
-    if 0 in shape:  # nothing is computed of no elements: no gradient is infinite, and `checkify` finds no NaN
+    if 0 in shape:  # no elements: compute nothing, so that no NaN or infinite gradient appears
         out = jax.eval_shape(fn, *scalars)
         value = vary_alike([jnp.zeros(out.shape, out.dtype), *scalars])[0]
     else:
@@ -212,7 +216,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The shape and dtype of the result of a primitive."""
+    """The shape and dtype of a primitive's result."""
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 
@@ -252,7 +256,7 @@ def broadcast_like(x: Any, out: Any) -> Any:
 
 
 def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], out: Any) -> Any:
-    """Applies the primitive to a constant of shape () instead, if the other operand has the full shape."""
+    """If the other operand has the full shape, applies the primitive to a constant with shape ()."""
     small = [_scalar(v) if isinstance(v, Constant) else v for v in (x, y)]
     fits = {np.shape(v) for v in small} == {(), out.shape}
     if not fits:
@@ -367,7 +371,7 @@ def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Z
 
 @register_on_either_side("dot_general", Full, other=ArrayLike, precedence=precedence.CONSTANT)
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Multiplies by a `Full`, all of whose rows are equal: sums the elements of the other operand once."""
+    """Multiplies by a `Full`. Its rows are equal, so we sum the other operand's elements once."""
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
     out = result(primitive, (x, y), params)
@@ -393,7 +397,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
 
 # The identity -------------------------------------------------------------------------------------
 
-# Tried after `Zero`: zero times the identity is zero.
+# We try this after `Zero`: zero times the identity is zero.
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -444,7 +448,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         out = jnp.asarray(x.n)
     elif len(axes) == 2:
         out = quaxify(functools.partial(jnp.trace, axis1=axes[0], axis2=axes[1]))(other)
-    else:  # the other axis of the identity replaces the contracted one, and comes first or last
+    else:  # the identity's other axis replaces the contracted one, and comes first or last
         out = quaxify(jnp.moveaxis)(other, axes[0], 0 if on_left else -1)
     return broadcast_like(out, result(primitive, (x, y), params))
 

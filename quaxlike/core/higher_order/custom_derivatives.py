@@ -405,7 +405,6 @@ class _Residuals:
     @property
     def size(self) -> int:
         """The number of stored leaves."""
-        """The number of leaves that are stored."""
         return self.places.count(None)
 
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:

@@ -45,7 +45,6 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
-    """The name of a result for `jax.checkpoint`, with `jax_remat3`."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
@@ -106,7 +105,6 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Writes a Value into a buffer that a library allocated, which is first lifted to its type."""
-    """Writes a Value into a buffer that a library allocated, which is lifted to its type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
@@ -159,7 +157,6 @@ builtin("select_if_vmap")(select)
 @builtin("maybe_set")
 def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     """Writes a Value into a buffer in one of Equinox's loops, which is first lifted to its type."""
-    """Writes a Value into a buffer of Equinox's loops, which is lifted to its type."""
     which, buffer, x, *index = operands
     if any(map(is_value, (which, *index))):
         return by_default(trace, primitive, operands, params)

@@ -58,8 +58,6 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
 class RulesDiff:
     """The primitives with rules for one type but not for another. Prints as a table."""
 
-    """The primitives that have rules for one type but not for another. Prints as a table."""
-
     types: tuple[type[Value], type[Value]]
     rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
     """For each primitive, by name: the first type's rules, and the second type's."""

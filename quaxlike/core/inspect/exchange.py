@@ -15,8 +15,6 @@ from typing import Any
 class Exchange:
     """All collectives of one kind that give each device an array with one shape."""
 
-    """All collectives of one kind in a compiled program that give each device an array of one shape."""
-
     kind: str
     """`"all-gather"`, `"all-reduce"`, `"all-to-all"`, `"collective-permute"`, `"reduce-scatter"`."""
     dtype: str

@@ -31,8 +31,6 @@ from .recorder import Event, Outcome, Recorder
 class Row:
     """All events of one kind: a primitive met operands with these types, at one place."""
 
-    """All events of one kind: a primitive that was applied to operands of these types, at one place."""
-
     primitive: str
     operands: tuple[str, ...]
     """Each operand's type, such as `LoraArray f32[4,3]`, or `f32[3]` for a plain array."""

@@ -19,8 +19,6 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 class Event:
     """One primitive that met Values."""
 
-    """One primitive that was applied to Values."""
-
     primitive: str
     operands: tuple[str, ...]
     source: str  # the line of the user's own code

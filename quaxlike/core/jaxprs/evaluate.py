@@ -163,8 +163,6 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 class Flat:
     """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of the operands."""
 
-    """A jaxpr on leaves: its inputs are `consts`, then the leaves of the operands."""
-
     jaxpr: compat.ClosedJaxpr  # closes over concrete constants
     consts: tuple[Any, ...]  # traced by an outer transform; the first inputs
     out: tuple[LeafLayout, ...]

@@ -169,7 +169,6 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
     """Whether a class describes plain operands other than `jax.Array`."""
-    """Whether a class is one of plain operands other than `jax.Array`."""
     if cls in (object, jax.Array):
         return False
     if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):

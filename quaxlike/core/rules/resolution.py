@@ -97,7 +97,6 @@ _jit_layers = jax.make_user_context((GLOBAL,))
 @contextlib.contextmanager
 def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
     """Puts these rule sets in force inside the block."""
-    """Puts these rule sets in force inside the block."""
     token = active_layers.set(layers)
     try:
         with _jit_layers(layers):
@@ -227,8 +226,6 @@ def _implies(a: Rule, b: Rule) -> bool:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
     """Stands for rules without a decided order. Raises the error when called."""
-
-    """Stands in for rules whose order is undecided; raises the error when it is called."""
 
     primitive: jexc.Primitive
     operands: "plum.Signature"
