@@ -1,4 +1,8 @@
-"""Fused operations on the bytes of quantised, adapted and sparse weights, as JAX primitives."""
+"""Fused operations on the bytes of quantised, adapted and sparse weights, as JAX primitives.
+
+Every operation has a reference in plain JAX, which runs everywhere and defines the result. A kernel may
+differ from it by rounding only.
+"""
 
 from .backends import Backend, Choice, KernelFallbackWarning, backend, chosen_backend
 from .block_matmul import (

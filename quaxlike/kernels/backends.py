@@ -1,4 +1,8 @@
-"""The choice of an implementation, by platform, shapes and dtypes only."""
+"""The choice of an implementation, by platform, shapes and dtypes only.
+
+The choice must not depend on values: it is made during tracing, and cached by JAX. It is part of the trace
+context, so that a function traced under one forced backend is not reused under another.
+"""
 
 import contextlib
 import functools
@@ -17,7 +21,7 @@ from .multilinear import is_spread, vary_alike
 
 Backend = Literal["reference", "native", "gpu", "tpu"]
 
-# Part of JAX's trace context: a function that was traced under one choice is not reused under another.
+# Part of JAX's trace context: a function traced under one choice is not reused under another.
 _forced = jax.make_user_context(default_value=None)
 
 _USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
@@ -33,8 +37,8 @@ class Choice(NamedTuple):
     **Attributes:**
 
     - `backend`: `"reference"`, `"native"`, `"gpu"` or `"tpu"`.
-    - `reason`: how it runs there, and why not on another one.
-    - `run`: the function that computes the operation from its operands and parameters.
+    - `reason`: how it runs there, and why not on another backend.
+    - `run`: computes the operation from its operands and parameters.
     """
 
     backend: Backend
@@ -44,11 +48,11 @@ class Choice(NamedTuple):
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Runs every kernel within this context on the backend `name`, if that supports its shapes.
+    """Runs every kernel inside this context on the backend `name`, if it supports the shapes.
 
-    A backend of another platform is interpreted if possible: `"tpu"` on a CPU runs the TPU kernels in
-    Pallas' interpret mode, which is slow. If the backend does not support an operation, the next best
-    one runs it, with a `KernelFallbackWarning`.
+    Another platform's backend is interpreted if possible: `"tpu"` on a CPU runs the TPU kernels in Pallas'
+    interpret mode, which is slow. If the backend does not support an operation, the next best one runs it,
+    with a `KernelFallbackWarning`.
 
     !!! example
 
@@ -66,9 +70,9 @@ def backend(name: str | None) -> Iterator[None]:
 
     **Arguments:**
 
-    - `name`: `"reference"`, `"native"` (of CPUs), `"gpu"`, `"tpu"`, or None for the platform's own.
+    - `name`: `"reference"`, `"native"` (for CPUs), `"gpu"`, `"tpu"`, or None for the platform's default.
 
-    **Raises:** `ValueError` for another name.
+    **Raises:** `ValueError` for any other name.
     """
     if name is not None and name not in get_args(Backend):
         raise ValueError(f"backend must be one of {get_args(Backend)} or None, got {name!r}")
@@ -77,7 +81,7 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def requested() -> Backend | None:
-    """The backend that the innermost `backend` names here."""
+    """The name given by the innermost `backend` context."""
     return _forced.value
 
 
@@ -86,10 +90,10 @@ def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, 
 
     **Arguments:**
 
-    - `primitive`: one that picks its backend: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
-    - `operands`: the inputs of an equation: arrays, or anything with a shape and a dtype.
-    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; that of the default device if None.
-    - `params`: the parameters of the equation.
+    - `primitive`: a kernel primitive: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
+    - `operands`: its inputs: arrays, or anything with a shape and a dtype.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; the default device's if None.
+    - `params`: its parameters.
 
     **Returns:** the [`Choice`][quaxlike.kernels.Choice].
     """
@@ -111,18 +115,17 @@ def kernel_primitive(
     local: Callable[..., dict[str, Any]] | None = None,
     **rules: Any,
 ) -> DefinedPrimitive:
-    """Defines a primitive that runs, on each platform, on the backend that `choose` picks there.
+    """Defines a primitive that lets `choose` pick its backend on each platform.
 
     **Arguments:**
 
-    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`, where a
-        `partitioned` operation is in a program that XLA divides between devices.
-    - `reference`: computes the operation on any platform; rules that are not given are derived from it.
-    - `result`: `result(*leaves, **params)`: the shape and dtype of the result; the reference is traced for
-        them if None.
-    - `partitioning`: `partitioning(*operands, **params)`: how the operation is split over devices, each of
-        which then runs the kernel on its part; None if it cannot be split.
-    - `local`: `local(*operands, **params)`: the parameters for parts of the operands.
+    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`. An operation is
+      `partitioned` if XLA divides its program between devices.
+    - `reference`: computes the operation on any platform. Missing rules are derived from it.
+    - `result`: `result(*leaves, **params)`: the result's shape and dtype. If None, we trace the reference.
+    - `partitioning`: `partitioning(*operands, **params)`: how to split the operation over devices, so that
+      each runs the kernel on its part; None if it cannot be split.
+    - `local`: `local(*operands, **params)`: the parameters for a device's parts of the operands.
     - `rules`: hand-written rules, for `define_primitive`.
     """
 
@@ -144,10 +147,10 @@ def kernel_primitive(
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
-            params["backend"] = "reference"  # other machines lack the native library
+            params["backend"] = "reference"  # other machines may lack the native library
         partitioned = is_partitioned(context)
         run = functools.partial(run_on, platform, partitioned)
-        # A reference that is requested by name stays plain JAX, so that it can be exported.
+        # A reference requested by name stays plain JAX, so that it can be exported.
         divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
@@ -168,11 +171,11 @@ def kernel_primitive(
 
 
 def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.ShapeDtypeStruct]) -> None:
-    """Makes JAX ask `result` for the type of the result, where shapes and dtypes determine it."""
+    """Makes JAX ask `result` for the result's type, if shapes and dtypes determine it."""
     traced: Any = primitive.abstract_eval
 
     def abstract_eval(*avals: Any, **params: Any) -> Any:
-        # Operands that vary over axes of a mesh, or are sharded by their types, say so of the result.
+        # Operands that vary over mesh axes, or have sharded types, determine the same for the result.
         if any(aval != jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type) for aval in avals):
             return traced(*avals, **params)
         out = result(*avals, **params)
@@ -187,7 +190,7 @@ def _split(
     *leaves: Any,
     **params: Any,
 ) -> jax.Array:
-    """Runs the operation on each device's part; or leaves it to XLA to divide it."""
+    """Runs the operation on each device's part, or lets XLA divide it."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
@@ -197,7 +200,7 @@ def _split(
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides the program over a mesh that is known here, and may use all of its axes."""
+    """Whether XLA divides the program over a known mesh, and may use all its axes."""
     axes = context.module_context.axis_context
     if not isinstance(axes, mlir.ShardingContext):
         return False
@@ -207,15 +210,15 @@ def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
 def _ask_for_devices(primitive: DefinedPrimitive) -> None:
     """Makes JAX choose devices, and a mesh, before it lowers the primitive, for `custom_partitioning`.
 
-    JAX would refuse this when lowering for devices that are not available, so it is not done then; XLA alone
-    divides such a program if it was traced before.
+    JAX would refuse this when lowering for unavailable devices, so we do not do it then. If such a program
+    was traced before, only XLA divides it.
     """
     elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
 def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA will divide the program between devices: all of it outside any `shard_map`."""
+    """Whether XLA will divide the whole program between devices, i.e. outside any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
@@ -226,7 +229,7 @@ def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Calls a kernel primitive for the requested backend; `explain` shows the choice for this device."""
+    """Binds a kernel primitive for the requested backend. `explain` shows the choice for this device."""
     params["backend"] = _forced.value
     if recording.active() is not None:
         choice = chosen_backend(primitive, *operands, **params)
@@ -256,12 +259,12 @@ def first_choice(
     partitioned: bool,
     **params: Any,
 ) -> Choice:
-    """The choice of a kernel for the platform, or else the reference and the reason.
+    """Chooses a kernel for the platform, or else the reference (with the reason).
 
     **Arguments:**
 
-    - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)`, which returns its
-        choice, or the reason why it does not support the operation.
+    - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)`. It returns its
+      choice, or the reason why it does not support the operation.
     """
     asked = _asked(platform, forced)
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
@@ -276,7 +279,7 @@ def first_choice(
 
 
 def device_platform() -> str:
-    """`"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`: that of the default device."""
+    """The default device's platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform
@@ -293,24 +296,24 @@ PARTITIONED = (
 )
 
 
-# For 12.0, Mosaic GPU (JAX 0.11.2) writes PTX for sm_120a and has it assembled for sm_120, which is an error.
+# For 12.0, Mosaic GPU (in JAX 0.11.2) emits PTX for sm_120a, but assembles it for sm_120, which is an error.
 _NEWEST = 10
 
 
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
-    """The reason why a kernel of Mosaic GPU cannot be compiled; None if it can.
+    """Why a Mosaic GPU kernel cannot be compiled; None if it can.
 
     **Arguments:**
 
     - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest supported major version of it. Default: the highest that Mosaic GPU assembles for.
+    - `newest`: the highest supported major version. Default: the highest for which Mosaic GPU can assemble.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     missing, looks_at_device = _mosaic_gpu()
     if missing is not None:
         return missing
-    # Without a GPU the program is lowered for another machine, which an abstract device may describe.
+    # Without a GPU, we lower for another machine, which an abstract device may describe.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
@@ -325,9 +328,9 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
 
 @functools.cache
 def _mosaic_gpu() -> tuple[str | None, bool]:
-    """What this JAX lacks of Mosaic GPU, if anything, and whether it looks at the device it compiles for.
+    """What is missing in this JAX's Mosaic GPU, if anything, and whether it checks its target device.
 
-    Earlier releases (0.10) do not: they elect a thread in every kernel by an instruction of Hopper.
+    JAX 0.10 does not: in every kernel, it elects a thread by an instruction that only Hopper has.
     """
     try:
         import jax.experimental.mosaic.gpu.utils as mosaic_utils
@@ -341,7 +344,7 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """The reason why TPU kernels can be neither compiled for a platform nor interpreted on it, or None."""
+    """Why TPU kernels can neither be compiled for a platform nor interpreted on it; None if they can."""
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits in a little-endian stream: code `j` is at bits `b·j … b·j + b - 1` of the bytes."""
+"""Codes with 2 to 8 bits as a little-endian stream: code `j` occupies bits `b·j … b·j + b - 1`."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """The smallest number of codes that fill whole bytes: 2 of 4 bits, 8 of 3 bits."""
+    """The smallest number of codes that fills whole bytes: 2 for 4 bits, 8 for 3 bits."""
     return math.lcm(8, bits) // bits
 
 
@@ -18,16 +18,16 @@ def num_bytes(codes: int, bits: int) -> int:
 
 
 def planes(packed: Any, bits: int) -> list[Any]:
-    """Unpacks the last axis into `stride` planes of codes: codes 0, stride, …; codes 1, stride + 1, …
+    """Unpacks the last axis into `stride` planes: codes 0, stride, …; codes 1, stride + 1, …
 
     Planes avoid interleaving the codes, which costs as much as unpacking them.
 
     **Arguments:**
 
-    - `packed`: `(..., bytes)` uint8, a NumPy or a JAX array.
-    - `bits`: the number of bits of a code, 1 to 8.
+    - `packed`: `(..., bytes)` uint8, a NumPy or JAX array.
+    - `bits`: the number of bits per code, 1 to 8.
 
-    **Returns:** the uint8 codes of each plane; the last `stride` codes are padded with zeros.
+    **Returns:** each plane's uint8 codes. The last `stride` codes are padded with zeros.
     """
     if bits == 8:
         return [packed]
@@ -48,7 +48,7 @@ def planes(packed: Any, bits: int) -> list[Any]:
 
 
 def unpack(packed: Any, bits: int, count: int) -> Any:
-    """Unpacks the first `count` codes of the last axis as uint8, a NumPy or JAX array like `packed`."""
+    """Unpacks the first `count` codes in the last axis as uint8, a NumPy or JAX array like `packed`."""
     xp: Any = np if isinstance(packed, np.ndarray) else jnp
     parts = planes(packed, bits)
     width = len(parts) * parts[0].shape[-1]
@@ -57,7 +57,7 @@ def unpack(packed: Any, bits: int, count: int) -> Any:
 
 
 def pack(codes: Any, bits: int) -> Any:
-    """Packs uint8 codes along the last axis into bytes; the last byte is padded with zeros."""
+    """Packs uint8 codes along the last axis into bytes, padding the last byte with zeros."""
     if bits == 8:
         return codes
     xp: Any = np if isinstance(codes, np.ndarray) else jnp

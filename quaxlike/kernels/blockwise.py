@@ -1,7 +1,9 @@
-"""Block-wise quantisation to codes and scales, and back: that of bitsandbytes bit for bit, on any backend.
+"""Block-wise quantisation to codes and scales, and back: identical to bitsandbytes bit for bit, on any
+backend.
 
-The tables of values and their thresholds are computed once, in NumPy. XLA sees only constants, so no compiler
-pass can reassociate or contract the arithmetic that decides a code.
+The tables of values and thresholds are computed once, in NumPy. XLA only sees constants, so no compiler pass
+can reassociate or contract the arithmetic that decides on a code. A single different rounding would give
+other codes than a published checkpoint has.
 """
 
 import functools
@@ -33,7 +35,7 @@ NF4: FloatArray = _frozen(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-"""The 16 values of 4-bit NormalFloat: quantiles of a normal distribution, with an exact zero.
+"""The 16 values of 4-bit NormalFloat: normal quantiles, with an exact zero.
 
 Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
 """
@@ -41,21 +43,21 @@ Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
 FP4: FloatArray = _frozen(
     np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / 12
 )
-"""The 16 values of 4-bit floating point (1 sign, 2 exponent, 1 mantissa bit), scaled to [-1, 1].
+"""The 16 values of 4-bit floats (1 sign, 2 exponent, 1 mantissa bit), scaled to [-1, 1].
 
 Code 8 is a second zero, as in bitsandbytes.
 """
 
 INT4: FloatArray = _frozen(np.arange(16) - 8)
-"""Code `i` stands for the integer `i - 8`; quantising yields only -7 to 7."""
+"""Code `i` stands for the integer `i - 8`. Quantising only gives -7 to 7."""
 
 
 @functools.cache
 def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.ndarray, "_"]]:
     """Thresholds and codes such that the nearest entry to `v` is `codes[(v > bounds).sum()]`.
 
-    Ties go to the smaller value; of equal entries (the two zeros of FP4) the first takes values
-    up to and including itself, the second those above it.
+    Ties go to the smaller value. FP4 has two equal entries, its zeros: the first takes values up to and
+    including itself, the second takes larger ones.
     """
     values = np.asarray(codebook, np.float32)
     order = np.argsort(values, kind="stable")
@@ -67,7 +69,7 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 def dynamic_map() -> FloatArray:
     """The 256 values of the signed 8-bit dynamic data type, ascending.
 
-    Seven decades, each with a linear fraction of twice as many steps as the one below.
+    There are seven decades, each with twice as many (linear) steps as the previous one.
     Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and
     <https://arxiv.org/abs/2110.02861>.
     """
@@ -81,9 +83,9 @@ def dynamic_map() -> FloatArray:
 
 
 def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
-    """`torch.linspace` in float32, which made the published table.
+    """`torch.linspace` in float32, from which the published table was made.
 
-    Each half is counted from its own end by a fused multiply-add; in float64 the product is exact.
+    PyTorch counts each half from its own end, by a fused multiply-add. In float64 the product is exact.
     """
     step = np.float64((stop - start) / np.float32(n - 1))
     i = np.arange(n)
@@ -94,14 +96,14 @@ def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
 def dynamic_bounds() -> FloatArray:
     """Thresholds such that the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
 
-    bitsandbytes finds the code through a table of 65,536 equal bins, so close to zero, where a
-    bin spans several codes, this is not the nearest one. The composition bin ∘ table is monotone,
-    hence a list of thresholds, which needs neither the table nor the arithmetic of the bin.
+    bitsandbytes finds the code through a table with 65,536 equal bins. Close to zero, a bin spans several
+    codes, so the result is not always the nearest. The composition bin ∘ table is monotone, so a list of
+    thresholds suffices, without the table or the bin's arithmetic.
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
     centres = np.float32(-1) + np.float32(2) * np.arange(bins, dtype=np.float32) / np.float32(bins - 1)
-    # The first bin whose code is at least c, for c = 1 … 255.
+    # The first bin with a code of at least c, for c = 1 … 255.
     first_bins = np.searchsorted(centres, midpoints, side="right")
 
     def bin_of(v: FloatArray) -> Int[np.ndarray, "_"]:
@@ -112,10 +114,10 @@ def dynamic_bounds() -> FloatArray:
 
 
 def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: int) -> FloatArray:
-    """For each of `n` monotone predicates, the smallest float32 in (-1, 1] that satisfies it."""
+    """For each monotone predicate, the smallest float32 in (-1, 1] that satisfies it."""
 
     def to_float(key: Int[np.ndarray, "_"]) -> FloatArray:
-        # Integers in the order of the floats: the bits of the magnitude, with a sign.
+        # Integers in the same order as the floats: the magnitude's bits, with a sign.
         return np.copysign(np.abs(key).astype(np.int32).view(np.float32), key).astype(np.float32)
 
     one = np.int64(np.float32(1).view(np.int32))
@@ -128,12 +130,12 @@ def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: in
 
 
 NESTED_BLOCK = 256
-"""The number of scales that share a scale in double quantisation."""
+"""How many scales share a scale in double quantisation."""
 
 _SMALLEST, _LARGEST = 32, 4096
 
-# bitsandbytes' floor of an absmax. A subnormal, which XLA may flush in arithmetic but not in
-# integers: it is only ever handled as bits.
+# bitsandbytes' floor for an absmax. It is subnormal, so XLA may flush it in arithmetic, but not as an
+# integer: we only handle its bits.
 _TINY = np.float32(1e-38)
 
 
@@ -148,18 +150,18 @@ def check_block_size(block_size: int) -> None:
 
 
 def pad_to_blocks(flat: Shaped[Array, " n"], block_size: int) -> Shaped[Array, "blocks block"]:
-    """Cuts an array into rows of `block_size` elements; the last one is padded with zeros."""
+    """Cuts an array into rows of `block_size` elements, padding the last one with zeros."""
     return jnp.pad(flat, (0, -flat.size % block_size)).reshape(-1, block_size)
 
 
 def quantize_codebook(
     x: Float[ArrayLike, "..."], codebook: FloatArray, block_size: int
 ) -> tuple[UInt8[Array, " bytes"], Float32[Array, " blocks"]]:
-    """Quantises an array to 4-bit codes of `codebook`, scaled to each block's largest magnitude.
+    """Quantises an array to 4-bit codes, scaled by each block's largest magnitude.
 
-    The array is flattened row-major and cut into blocks; the last one may be partial. Two codes
-    share a byte, the first in the high nibble; an odd count is padded with the code of zero.
-    Subnormal values count as zero, as everywhere in XLA.
+    The array is flattened row-major and cut into blocks; the last block may be partial. Two codes share a
+    byte, the first one in the high nibble; an odd count is padded with the code for zero. Subnormal values
+    count as zero, as everywhere in XLA.
 
     **Arguments:**
 
@@ -167,7 +169,7 @@ def quantize_codebook(
     - `codebook`: 16 float32 values in [-1, 1].
     - `block_size`: a power of two from 32 to 4096.
 
-    **Returns:** the packed codes, `ceil(x.size / 2)` bytes, and the scales, one for each block.
+    **Returns:** the packed codes, `ceil(x.size / 2)` bytes, and one scale per block.
     """
     check_block_size(block_size)
     return _quantize(jnp.asarray(x), tuple(codebook.tolist()), block_size)
@@ -183,7 +185,7 @@ def _quantize(
     absmax = _absmax(blocks)
     normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:
-        # The partial block is divided by its scale, which is floored, not multiplied by a reciprocal.
+        # The partial block is divided by its (floored) scale, instead of multiplied by a reciprocal.
         tail = flat[whole:]
         tail_absmax = _floor(_absmax(tail[None]))
         absmax = jnp.concatenate([absmax, tail_absmax])
@@ -199,17 +201,17 @@ def _quantize(
 def quantize_scales(
     absmax: Float32[ArrayLike, " blocks"], offset: Float32[ArrayLike, ""] | None = None
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
-    """Quantises block scales in turn ("double quantisation"): 8 bits each instead of 32.
+    """Quantises block scales ("double quantisation"): 8 bits each instead of 32.
 
-    The offset is subtracted; blocks of 256 are scaled to their largest magnitude and stored as
-    codes of the signed dynamic 8-bit map, found as bitsandbytes finds them on a CPU.
+    We subtract the offset, scale blocks of 256 by their largest magnitude, and store codes of the signed
+    dynamic 8-bit map, found in the same way as in bitsandbytes on a CPU.
 
     **Arguments:**
 
     - `absmax`: the scales to quantise.
-    - `offset`: the number that is subtracted; the mean of the scales if None.
+    - `offset`: the number to subtract; the mean of the scales if None.
 
-    **Returns:** the codes, the scales of blocks of scales, and the offset.
+    **Returns:** the codes, the scales for blocks of scales, and the offset.
     """
     absmax = jnp.asarray(absmax)
     offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
@@ -226,14 +228,14 @@ def quantize_scales(
 def quantize_int(
     x: Float[ArrayLike, "... n"], largest: int, block_size: int | None
 ) -> tuple[Int8[Array, "... n"], Float32[Array, "... blocks"]]:
-    """Quantises to integers in [-largest, largest] with scales along the last axis.
+    """Quantises to integers in [-largest, largest], with scales along the last axis.
 
     **Arguments:**
 
     - `x`: the array, any floating dtype; computed in float32.
-    - `largest`: the integer that a block's largest magnitude maps to: 127 for int8.
-    - `block_size`: how many elements share a scale; the last block of a row may be partial. None for
-        one scale per row.
+    - `largest`: the integer for a block's largest magnitude: 127 for int8.
+    - `block_size`: how many elements share a scale; a row's last block may be partial. None for one scale per
+      row.
 
     **Returns:** the integers, and the scales `absmax / largest`: value = integer · scale.
     """
@@ -267,7 +269,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """The codes of the nearest entries, as a sum of comparisons, which XLA fuses into one pass."""
+    """The codes of the nearest entries. A sum of comparisons, because XLA fuses it into one pass."""
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
     for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around
@@ -276,7 +278,7 @@ def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Arra
 
 
 def unpack_codes(packed: UInt8[ArrayLike, " bytes"]) -> UInt8[Array, " codes"]:
-    """Unpacks the two 4-bit codes of each byte, high nibble first."""
+    """Unpacks each byte into two 4-bit codes, high nibble first."""
     packed = jnp.asarray(packed)
     return jnp.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)
 
@@ -291,7 +293,7 @@ def dequantize_codebook(
     block_size: int,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, " n"]:
-    """Dequantises `n` values of `quantize_codebook`: table value times scale in float32, then cast."""
+    """Dequantises `n` values from `quantize_codebook`: table value times scale in float32, then cast."""
     values = pad_to_blocks(jnp.asarray(codebook)[unpack_codes(packed)][:n], block_size)
     return (values * jnp.asarray(absmax)[:, None]).reshape(-1)[:n].astype(dtype)
 
@@ -304,18 +306,18 @@ def dequantize_scales(
     *,
     quant_map: Float32[ArrayLike, "256"] | None = None,
 ) -> Float32[Array, " blocks"]:
-    """Dequantises block scales of `quantize_scales`: map · scale + offset, rounded twice.
+    """Dequantises block scales from `quantize_scales`: map · scale + offset, rounded twice.
 
     **Arguments:**
 
-    - `quant_map`: the 256 values of the codes; the dynamic map if None.
+    - `quant_map`: the 256 values for the codes; the dynamic map if None.
     """
     codes = jnp.asarray(codes)
     table = jnp.asarray(dynamic_map() if quant_map is None else quant_map)
     blocks = pad_to_blocks(table[codes], NESTED_BLOCK)
     scaled = blocks * jnp.asarray(nested)[:, None]
-    # The clamp changes no finite value; it keeps LLVM from contracting the product and the sum
-    # into a fused multiply-add, whose single rounding differs from the reference.
+    # The clamp changes no finite value. It keeps LLVM from contracting the product and the sum into a fused
+    # multiply-add, which rounds once and so differs from the reference.
     largest = np.finfo(np.float32).max
     scaled = lax.clamp(-largest, scaled, largest)
     return scaled.reshape(-1)[: codes.size] + offset
@@ -329,7 +331,7 @@ def dequantize_int(
     block_size: int | None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... n"]:
-    """Dequantises the integers of `quantize_int`: integer times scale in float32, then cast."""
+    """Dequantises integers from `quantize_int`: integer times scale in float32, then cast."""
     values, scale = jnp.asarray(integers, jnp.float32), jnp.asarray(scale)
     n = values.shape[-1]
     if scale.shape[-1] > 1:

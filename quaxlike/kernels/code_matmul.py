@@ -1,4 +1,8 @@
-"""Products of codes with codes: activations are rounded to 8 bits, and XLA multiplies them as they are."""
+"""Products of codes with codes: rounds activations to 8 bits, and lets XLA multiply the codes directly.
+
+Sums of int8 products are exact in int32 only up to a certain length, which is checked: an overflow would be
+silent.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-#: For each kind of activations, the dtype of codes, the largest of them, and the dtype of sums.
+#: For each kind of activations: the dtype of codes, the largest code, and the dtype of sums.
 ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
     "int8": (jnp.int8, 127.0, jnp.int32),
     "fp8": (jnp.float8_e4m3fn, 448.0, jnp.float32),
@@ -20,8 +24,10 @@ ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
 def rounded_rows(
     x: Float[Array, "*batch k"], activations: str, limit: float | None = None
 ) -> tuple[Array, Float32[Array, "*batch 1"]]:
-    """Rows of `x` as codes, and the scale of each row: the largest code stands for its largest magnitude, or
-    for `limit`, to which larger numbers are clipped."""
+    """Rounds rows to codes, with one scale per row.
+
+    The largest code stands for the row's largest magnitude, or for `limit`; then larger numbers are clipped.
+    """
     dtype, largest, _ = ACTIVATIONS[activations]
     x = x.astype(jnp.float32)
     if limit is None:
@@ -43,21 +49,21 @@ def code_matmul(
     limit: float | None = None,
     rounds_gradients: bool = False,
 ) -> Float32[Array, "*batch n"]:
-    """`x @ W.T` for a weight of codes in 8 bits, with `x` rounded to 8 bits, row by row.
+    """Computes `x @ W.T` for a weight of 8-bit codes, rounding `x` to 8 bits, row by row.
 
     **Arguments:**
 
     - `x`: `(*batch, K)`.
     - `codes`: `(N, K)`: int8, or the bytes of float8.
-    - `scale`: `(N, groups)`: that of each group of a row's codes; all groups are of one length.
-    - `activations`: how `x` is rounded, and the codes are read: a name of `ACTIVATIONS`.
-    - `derivative`: `(x, codes, scale)` to the product without rounding `x`, whose derivatives this has: those
-        of `x` pass as if it had not been rounded.
-    - `limit`: the magnitude of `x` that the largest code stands for. Default: the largest of each row.
-    - `rounds_gradients`: whether the gradient by `x` is a product of codes, too: the cotangent of `y` is
-        rounded row by row. Only reverse mode then.
+    - `scale`: `(N, groups)`: one per group of a row's codes. All groups have the same length.
+    - `activations`: how to round `x`, and read the codes: a name in `ACTIVATIONS`.
+    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We use its
+      derivatives, so gradients pass through the rounding (straight-through).
+    - `limit`: the magnitude of `x` for the largest code. Default: each row's largest.
+    - `rounds_gradients`: whether the gradient with respect to `x` is a product of codes, too: this rounds the
+      cotangent of `y` row by row. Reverse mode only.
 
-    **Raises:** `ValueError` for more integers in a group than a sum in int32 can hold.
+    **Raises:** `ValueError` if a group has too many integers for a sum in int32.
     """
     dtype, largest, sums = ACTIVATIONS[activations]
     n, k = codes.shape
@@ -89,7 +95,7 @@ def code_matmul(
         x, codes, scale = primals
         known = {
             i: dot for i, dot in enumerate(tangents) if i != 1 and not isinstance(dot, SymbolicZero)
-        }  # the scales of most weights are constants
+        }  # most weights' scales are constants
 
         def unrounded(*varying: Array) -> Array:
             own = dict(enumerate(primals)) | dict(zip(known, varying, strict=True))

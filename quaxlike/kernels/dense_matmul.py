@@ -1,4 +1,8 @@
-"""Products of a few rows with dense arrays, which XLA's CPU compiler makes slowly."""
+"""Products of a few rows with dense arrays, for which XLA's CPU compiler emits slow code.
+
+The choice is made when the primitive is lowered, because only then all rows are known, including a batch.
+Results equal XLA's up to rounding.
+"""
 
 import functools
 import math
@@ -17,22 +21,26 @@ from .backends import is_partitioned, requested
 from .multilinear import is_spread, map_rows, sum_tangents, vary_alike
 from .native.library import Library, library
 
-# Up to this many rows, the native product, which all cores share, is faster than XLA's.
+# Up to this many rows, the native product (on all cores) is faster than XLA's.
 _MOST_ROWS = {"float32": 16, "bfloat16": 8}
-# Up to this many rows, XLA's CPU compiler is faster with the transposed product, `w @ x.T`.
+# Up to this many rows, XLA's CPU compiler is faster for the transposed product, `w @ x.T`.
 _MOST_TRANSPOSED = 64
 
 
 def dense_matmul(
     x: Float[Array, "... k"], w: Float[Array, "n k"], *, weight_first: bool = False
 ) -> Float[Array, "... n"]:
-    """`x @ w.T`, differentiable in both; `weight_first` if it was written as a product of `w` with `x`, for
-    interpreters to which the order of the operands matters.
+    """Computes `x @ w.T`, differentiable in both.
 
-    On CPUs, a few rows are multiplied by native code where it is compiled, which reads a weight once, as fast
-    as the memory gives it. Without it, one row in bfloat16 is multiplied and added as the weight is read, in
-    float32, since XLA would convert the whole weight first. As a primitive the product sees all rows when it
-    is lowered, also those of a batch. Other dtypes and platforms get XLA's product.
+    On CPUs, native code (if it is compiled) multiplies a few rows; it reads a weight once, at memory
+    bandwidth. Without it, one bfloat16 row is multiplied in float32 while reading the weight, since XLA would
+    convert the whole weight first. This is a primitive, so that the product sees all rows when it is lowered,
+    including a batch. Other dtypes and platforms get XLA's product.
+
+    **Arguments:**
+
+    - `weight_first`: whether this was written as `w` times `x`, for interpreters that care about the order of
+      operands.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
@@ -41,7 +49,7 @@ def dense_matmul(
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, by `dense_matmul` if the larger operand is a matrix whose rows are contracted."""
+    """`lax.dot_general`, by `dense_matmul` if the larger operand is a matrix with contracted rows."""
     axes, batch = dimension_numbers
     usual = x.dtype == y.dtype and all(value in (None, x.dtype) for value in params.values())
     last = tuple(map(tuple, axes)) == ((x.ndim - 1,), (y.ndim - 1,)) and not any(map(len, batch))
@@ -53,16 +61,15 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def _is_weight(w: Array, x: Array) -> bool:
-    """Whether `w` is a matrix that is not smaller than `x`, whose size an export may leave open."""
+    """Whether `w` is a matrix at least as large as `x`. (An export may leave the size of `x` open.)"""
     return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
-    """`x @ w` for a stack of matrices, as a query meets the keys of each head: in float32, differentiable in
-    both.
+    """Computes `x @ w` for a stack of matrices, as for queries and the keys of each head.
 
-    On CPUs, the numbers of a row are multiplied by rows of the matrix as these are read, natively if that is
-    compiled.
+    In float32, differentiable in both. On CPUs, native code (if it is compiled) multiplies while reading the
+    rows of the matrix.
     """
     return stacked_matmul_p(*vary_alike((x, w)))
 
@@ -77,7 +84,7 @@ def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return _plain(x, w)
-    if rows > 1:  # a barrier, since XLA would write it as `x @ w.T` again
+    if rows > 1:  # a barrier, or else XLA would rewrite it as `x @ w.T`
         y = lax.optimization_barrier(_plain(w, x.reshape(rows, -1))).T
     elif x.dtype == jnp.bfloat16:
         y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
@@ -98,7 +105,7 @@ def _native(x: Array, w: Array, *, weight_first: bool = False) -> Array:
 def _lower_on_cpu(
     native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any, **params: Any
 ) -> Any:
-    # Other machines, to which a program is exported, may lack the library; XLA cannot divide a call of it.
+    # Another machine may lack the library, and XLA cannot divide a call to it.
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)

@@ -1,8 +1,11 @@
-"""A GPU program as one thread runs it, written with Python's operators and emitted as MLIR.
+"""A GPU program for one thread, written with Python's operators and emitted as MLIR.
 
-Where data goes through registers in the layout that one instruction wants, array semantics are in
-the way: Mosaic GPU lets such code be written as MLIR (`inline_mgpu`), and this module makes that
-readable. To be imported where a kernel is traced, not before.
+If data goes through registers in the layout that one instruction wants, array semantics get in the way.
+Mosaic GPU lets us write such code as MLIR (`inline_mgpu`), and this module makes it readable. Only import it
+where a kernel is traced.
+
+A `Reg` is a number in every thread, so Python control flow runs at trace time. A Python `if` on a `Reg` would
+choose one branch for all threads: use `select` or `when`.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,12 +96,12 @@ def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
 
 
 def fma(a: Reg, b: Reg, c: Reg) -> Reg:
-    """`a * b + c` of floats, rounded once."""
+    """Computes `a * b + c` in floating point, rounded once."""
     return Reg(llvm.intr_fma(a.value, b.value, c.value))
 
 
 def round_to(x: Reg, dtype: str) -> Reg:
-    """A float32 rounded to the nearest value of a narrower dtype, ties to even."""
+    """Rounds a float32 to the nearest value in a narrower dtype, ties to even."""
     return x if dtype == "float32" else Reg(arith.truncf(_types()[dtype], x.value))
 
 
@@ -111,35 +114,35 @@ def widen(x: Reg) -> Reg:
 
 
 def pack(low: Reg, high: Reg, dtype: str) -> Reg:
-    """Two float32 numbers, each rounded to a dtype of 16 bits, in one register."""
+    """Rounds two float32 numbers to a 16-bit dtype, in one register."""
     short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
     operands = [(high.value, "f"), (low.value, "f")]
     return inline_ptx(f"cvt.rn.{short}.f32 $0, $1, $2;", [_types()["u32"]], "=r", operands)[0]
 
 
 def as_float32(bits: Reg) -> Reg:
-    """The float32 of given bits, an unsigned 32-bit integer."""
+    """Reinterprets an unsigned 32-bit integer as a float32."""
     return Reg(arith.bitcast(_types()["float32"], bits.value))
 
 
 def from_float16(bits: Reg) -> Reg:
-    """The float32 that equals the float16 in the lower half of an unsigned 32-bit integer."""
+    """Converts the float16 in the lower half of an unsigned 32-bit integer to float32."""
     half = arith.trunci(_types()["u16"], bits.value)
     return Reg(arith.extf(_types()["float32"], arith.bitcast(_types()["float16"], half)))
 
 
 def to_float32(x: Reg) -> Reg:
-    """An unsigned integer as a float32."""
+    """Converts an unsigned integer to float32."""
     return Reg(arith.uitofp(_types()["float32"], x.value))
 
 
 def thread_index() -> Reg:
-    """Number of this thread within its block."""
+    """This thread's index within its block."""
     return _index(gpu.thread_id(gpu.Dimension.x))
 
 
 def block_index() -> Reg:
-    """Number of this thread's block within a grid of one axis."""
+    """This block's index, within a grid with one axis."""
     return _index(gpu.block_id(gpu.Dimension.x))
 
 
@@ -148,12 +151,12 @@ def _index(value: Any) -> Reg:
 
 
 def barrier() -> None:
-    """Waits for all threads of the block, and makes what they stored visible to each other."""
+    """Waits for all threads in the block, and makes their stores visible to each other."""
     gpu.barrier()
 
 
 def warp_barrier() -> None:
-    """The same for the threads of a warp."""
+    """Like `barrier`, for the threads in a warp."""
     _effect("bar.warp.sync 0xffffffff;")
 
 
@@ -164,7 +167,7 @@ class MemoryRegion:
         self.pointer = utils.memref_ptr(ref)
 
     def load(self, offset: Reg, dtype: str, count: int = 1) -> list[Reg]:
-        """`count` consecutive numbers, in one access: the offset is a multiple of its size."""
+        """Loads `count` consecutive numbers in one access. The offset must be a multiple of its size."""
         dtype_ = _types()[dtype]
         size = _BYTES[dtype] * count
         if count == 1:
@@ -173,10 +176,10 @@ class MemoryRegion:
         return [Reg(llvm.extractelement(vector, utils.c(i, _types()["u32"]))) for i in range(count)]
 
     def copy_to(self, offset: Reg, shared: "MemoryRegion", at: Reg, size: int, present: Reg) -> None:
-        """Begins to copy 4, 8 or 16 bytes from global to shared memory; zeros if they are not `present`.
+        """Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory.
 
-        Both offsets are multiples of the size. `commit_copies` and `wait_for_copies` tell when it is done;
-        then the thread that asked for it sees it, and others after a barrier.
+        Copies zeros instead unless `present`. Both offsets must be multiples of the size. `commit_copies` and
+        `wait_for_copies` tell when it is done; then this thread sees the result, and others after a barrier.
         """
         cache = "cg" if size == 16 else "ca"
         read = select(present, number(size, "u32"), 0)
@@ -184,11 +187,11 @@ class MemoryRegion:
         _effect(f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;", operands)
 
     def address(self, offset: Reg) -> Reg:
-        """Where a byte of shared memory is, as instructions are told it."""
+        """The 32-bit shared-memory address of a byte."""
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:
-        """Consecutive numbers of one dtype, in one access."""
+        """Stores consecutive numbers with one dtype, in one access."""
         first, *others = (n.value for n in numbers)
         if others:
             vector_type = ir.VectorType.get((len(numbers),), first.type)
@@ -206,7 +209,7 @@ class MemoryRegion:
 def inline_ptx(
     ptx: str, results: Sequence[ir.Type], constraint: str, operands: Sequence[tuple[Any, str]]
 ) -> list[Reg]:
-    """One instruction without side effects; results are `$0`, … and operands follow."""
+    """One instruction without side effects. Its results are `$0`, …, followed by the operands."""
     constraints = ",".join([constraint] * len(results) + [c for _, c in operands])
     values = [value for value, _ in operands]
     if len(results) == 1:
@@ -217,26 +220,26 @@ def inline_ptx(
 
 
 def _effect(ptx: str, operands: Sequence[tuple[Any, str]] = ()) -> None:
-    """One instruction that gives nothing; accesses to memory stay before or after it."""
+    """One instruction without results. Memory accesses are not reordered across it."""
     constraints = ",".join([*(c for _, c in operands), "~{memory}"])
     values = [value for value, _ in operands]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
 
 
 def commit_copies() -> None:
-    """Makes a group of the copies that the thread has begun since the last group."""
+    """Makes a group of all copies that this thread has started since the last group."""
     _effect("cp.async.commit_group;")
 
 
 def wait_for_copies(pending: int) -> None:
-    """Waits until all of the thread's groups of copies are done but the last `pending`."""
+    """Waits until at most `pending` of this thread's groups of copies are in flight."""
     _effect(f"cp.async.wait_group {pending};")
 
 
 def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> list[Reg]:
-    """`acc + a @ b` by a warp, for a (16, 16) `a`, a (16, 8) `b` and a (16, 8) float32 `acc`.
+    """A warp computes `acc + a @ b`, for a (16, 16) `a`, a (16, 8) `b` and a (16, 8) float32 `acc`.
 
-    With group = lane // 4 and quad = lane % 4, a thread holds, two to a register, the elements
+    With group = lane // 4 and quad = lane % 4, a thread holds these fragments, two elements per register:
 
     - of `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
     - of `b`: (2·quad …, group), (2·quad + 8 …, group);
@@ -258,7 +261,7 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
 
 
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
-    """`for step in range(steps): carry = body(step, carry)`."""
+    """Emits `for step in range(steps): carry = body(step, carry)`."""
     bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
@@ -268,7 +271,7 @@ def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], li
 
 
 def when(condition: Reg, body: Callable[[], None]) -> None:
-    """Runs `body` in threads in which the condition holds."""
+    """Runs `body` in threads where the condition holds."""
     if_op = scf.IfOp(condition.value)
     with ir.InsertionPoint(if_op.then_block):
         body()

@@ -1,4 +1,4 @@
-"""Shared parts of multilinear operations: accumulators, derivatives, batching, mesh axes."""
+"""Shared code for multilinear operations: accumulators, derivatives, batching, mesh axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,44 +17,50 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """The dtype in which products of a floating dtype are accumulated: float64 for float64, else float32."""
+    """The dtype for accumulating products: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
-    """The precision for a product of operands of this dtype. Unlike the default on GPUs and TPUs, float32 is
-    not rounded to TensorFloat32 or bfloat16, unless `jax.default_matmul_precision` asks for it."""
+    """The precision for a product in this dtype.
+
+    Unlike the default on GPUs and TPUs, float32 is not rounded to TensorFloat32 or bfloat16, unless
+    `jax.default_matmul_precision` asks for it.
+    """
     wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
     return lax.Precision.HIGHEST if wide else None
 
 
 def vary_alike(operands: _Tree) -> _Tree:
-    """Makes all arrays of a tree vary over the same mesh axes within `shard_map`, so that they can be added
-    in a loop."""
+    """Makes all arrays vary over the same mesh axes within `shard_map`, so that a loop can add them."""
     leaves, tree = jax.tree.flatten(operands)
     return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Zeros that vary, within `shard_map`, over the mesh axes over which any operand varies: the initial
-    accumulator of a loop over products of the operands."""
+    """Zeros that vary over the same mesh axes as any operand, within `shard_map`.
+
+    This is the initial accumulator for a loop over products of the operands.
+    """
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
 
 
 def is_spread(operands: Iterable[Any]) -> bool:
-    """Whether any operand is, by its type, spread over the explicit axes of a mesh."""
+    """Whether any operand's type is sharded over explicit mesh axes."""
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
 def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
-    """`x`, spread over the explicit axes of a mesh like `y`, which has the same shape."""
+    """Shards `x` over explicit mesh axes like `y`, which has the same shape."""
     return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, even if both operands are sharded over the same explicit axes of a mesh: contracted
-    axes are summed over devices; for other axes `x` keeps its sharding, and `y` is resharded."""
+    """`lax.dot_general`, even if both operands are sharded over the same explicit mesh axes.
+
+    Contracted axes are summed over devices. For other axes, `x` keeps its sharding, and `y` is resharded.
+    """
     if not is_spread((x, y)):
         return lax.dot_general(x, y, dimension_numbers, **params)
     (summed, y_summed), (batch, y_batch) = dimension_numbers
@@ -73,14 +79,14 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def nonzero(tangent: Any) -> bool:
-    """Whether any leaf of an operand has a tangent; `None` stands for a zero."""
+    """Whether any leaf of an operand has a tangent; `None` stands for zero."""
     return bool(jax.tree.leaves(tangent))
 
 
 def sum_tangents(
     p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], params: Mapping[str, Any]
 ) -> Any:
-    """Computes the tangent of a primitive that is linear in each operand that has a tangent."""
+    """Computes the tangent of a primitive that is linear in each operand with a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
@@ -98,9 +104,9 @@ def map_rows(
     *,
     rows: Sequence[int],
 ) -> tuple[Any, int]:
-    """The batching rule of a primitive whose operands `rows` may have any leading axes.
+    """The batching rule for a primitive whose operands `rows` may have any leading axes.
 
-    A batch of rows means more rows. A batch of weights is run sequentially: each weight alone keeps the
+    A batch of rows just means more rows. A batch of weights runs sequentially: a single weight keeps the
     device busy, and kernels do not have to support batches.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]

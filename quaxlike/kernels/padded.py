@@ -1,7 +1,7 @@
-"""Reading and adding at indices some of which are padding: out of bounds, they count as nothing.
+"""Reads and adds at indices that may be padding: out-of-bounds indices count as nothing.
 
-They are clamped, and what is read or added there is replaced, rather than left to JAX's modes "fill" and
-"drop": `checkify` reports every index that is out of bounds.
+We clamp them, and replace what is read or added there, instead of using JAX's modes "fill" and "drop":
+`checkify` would report every out-of-bounds index.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from jaxtyping import Array
 
 
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
-    """The elements of `y` at these indices, which come first in the result, and `fill` in place of padding.
+    """The elements of `y` at these indices, with `fill` for padding. Index axes come first.
 
     **Arguments:**
 
-    - `at`: an index for each axis behind the batch axes, or `slice(None)`; trailing ones may be left out.
+    - `at`: an index for each axis behind the batch axes, or `slice(None)`; trailing ones may be omitted.
     - `num_batch`: how many leading axes of `y` and of all indices stack arrays. Default 0.
     """
     places, inside = _clamped(y, at, num_batch)
@@ -30,8 +30,9 @@ def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
 
 
 def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Array:
-    """Adds `values`, whose first axes are those of the indices, to `y` (for booleans: or); `at` and
-    `num_batch` are those of `get_at`."""
+    """Adds `values` (first axes: the indices') to `y`; booleans are or-ed. See `get_at` for `at` and
+    `num_batch`.
+    """
     if not y.size:
         return y
     places, inside = _clamped(y, at, num_batch)
@@ -41,7 +42,7 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
 
 
 def _clamped(y: Array, at: Sequence[Any], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Indices into all axes of `y`, in bounds, and which of them were so."""
+    """Clamped indices into all axes of `y`, and which of them were in bounds."""
     shape = np.broadcast_shapes(*(np.shape(index) for index in at if not isinstance(index, slice)))
     places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]
     inside = jnp.ones(shape, bool)
@@ -58,5 +59,5 @@ def _is_whole(at: Sequence[Any], i: int) -> bool:
 
 
 def _before(inside: Array, x: Array) -> Array:
-    """A mask of the first axes of `x`, as one of all axes."""
+    """Expands a mask for the first axes of `x` to all axes."""
     return jnp.expand_dims(inside, tuple(range(inside.ndim, x.ndim)))

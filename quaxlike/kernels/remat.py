@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` keeps of products by kernels."""
+"""`jax.checkpoint` policies that know products by kernels."""
 
 from typing import Any
 
@@ -14,10 +14,9 @@ _PRODUCTS = {*PRODUCTS.values(), lora_matmul_p, block_sparse_matmul_p, csr_matmu
 
 
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """The policy of this name in `jax.checkpoint_policies`, for products with quantised, adapted and sparse
-    weights, too.
+    """A `jax.checkpoint` policy that also saves products with quantised, adapted and sparse weights.
 
-    JAX's own knows `dot_general` alone, so that products by kernels are computed again.
+    JAX's policy with this name only knows `dot_general`, so it would recompute products by kernels.
 
     !!! example
 

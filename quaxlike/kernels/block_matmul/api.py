@@ -1,4 +1,4 @@
-"""Products with weights that are stored as codes, with or without adapters."""
+"""Products with weights stored as codes, with or without adapters."""
 
 import math
 from typing import Any
@@ -25,12 +25,12 @@ def nf4_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "... free"]:
-    """`x @ W.T` for a weight `W` stored as 4-bit codes with block scales; `x @ W` if transposed.
+    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight of 4-bit codes with block scales.
 
-    The codes are those of bitsandbytes and are read as they are stored, by every backend. No dense copy of
-    `W` is made, but for many rows of `x` on a GPU, where up to 128 MiB are decoded at a time. Products are
-    accumulated in float32. Differentiable in `x`, `absmax` and `codebook`; the gradient of `x` is the
-    transposed contraction on the same bytes.
+    Every backend reads bitsandbytes' codes as they are stored. No dense copy of `W` is made, except for many
+    rows of `x` on a GPU, where up to 128 MiB are decoded at a time. Products are accumulated in float32. This
+    is differentiable in `x`, `absmax` and `codebook`; the gradient of `x` is the transposed contraction on
+    the same bytes.
 
     !!! example
 
@@ -50,21 +50,20 @@ def nf4_matmul(
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `packed`: the codes of `W`, flattened row-major, two to a byte, high nibble first:
-        `(N·K + 1) // 2` bytes. Where blocks do not cross rows, also `(N, K / 2)`: so devices can share rows
-        or columns.
-    - `absmax`: float32 scale of each block of `block_size` consecutive codes; blocks may cross
-        rows. `(N, K / block_size)` for rows of codes.
-        [`NestedScales`][quaxlike.kernels.NestedScales] if scales are quantised in turn.
-    - `codebook`: the 16 values that codes stand for.
+    - `packed`: the codes of `W`, flattened row-major, two per byte, high nibble first: `(N·K + 1) // 2`
+      bytes. If blocks do not cross rows, also `(N, K / 2)`, so that devices can share rows or columns.
+    - `absmax`: one float32 scale per block of `block_size` consecutive codes; blocks may cross rows. `(N, K /
+      block_size)` for rows of codes. [`NestedScales`][quaxlike.kernels.NestedScales] if the scales are
+      quantised, too.
+    - `codebook`: the 16 values of the codes.
     - `shape`: `(N, K)`.
     - `block_size`: an even number.
     - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` where the operands do not fit `shape` and `block_size`.
+    **Raises:** `ValueError` if the operands do not fit `shape` and `block_size`.
     """
     codebook = jnp.asarray(codebook, jnp.float32)
     _check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
@@ -89,11 +88,10 @@ def lora_matmul(
 ) -> Float[Array, "*batch out"]:
     """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
 
-    The low-rank term is added to the float32 accumulator of the product with `W`: it costs as much as a few
-    more columns of `W`, without a pass over the result. Differentiable in everything but the codes.
-
-    With several adapters, each row of `x` uses the one that `adapter_index` selects; all rows are
-    computed together, whatever the mixture.
+    The low-rank term is added to the product's float32 accumulator: it costs as much as a few more columns of
+    `W`, without another pass over the result. This is differentiable in everything but the codes.  With
+    several adapters, `adapter_index` selects one for each row of `x`. All rows are computed together,
+    whatever the mixture.
 
     !!! example
 
@@ -123,15 +121,14 @@ def lora_matmul(
     **Arguments:**
 
     - `x`: `(..., in)`.
-    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight, of shape `(out, in)`, as in
-        [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
+    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight with shape `(out, in)`, as in
+      [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
     - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Converted to the dtype of `x`,
         like `b`.
     - `b`: `(out, rank)`, or `(adapters, out, rank)`.
-    - `scaling`: the factor of the low-rank term.
-    - `adapter_index`: the adapter of each row, of the leading shape of `x`; rows with a negative index
-        use none.
-    - `out_dtype`: the dtype of the result; that of `x` if None.
+    - `scaling`: the factor for the low-rank term.
+    - `adapter_index`: each row's adapter, with the leading shape of `x`; a negative index means none.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., out)`.
 
@@ -159,10 +156,10 @@ def int8_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T` for a weight `W` stored as int8 with scales; `x @ W` if transposed.
+    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight stored as int8 with scales.
 
-    No dense copy of `W` is made, but on GPUs of a part where scales are those of blocks. Differentiable in
-    `x` and `scale`; the gradient of `x` is the transposed contraction on the same integers.
+    No dense copy of `W` is made, except for parts of it on GPUs if the scales belong to blocks. This is
+    differentiable in `x` and `scale`; the gradient of `x` is the transposed contraction on the same integers.
 
     !!! example
 
@@ -182,13 +179,13 @@ def int8_matmul(
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `codes`: `(N, K)`.
     - `scale`: `(N, ceil(K / block_size))`: value = integer · scale.
-    - `block_size`: how many integers of a row share a scale; None for all of them.
+    - `block_size`: how many of a row's integers share a scale; None for all.
     - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` where the operands do not fit each other.
+    **Raises:** `ValueError` if the operands do not fit each other.
     """
     n, k = codes.shape
     block_size = max(k, 1) if block_size is None else block_size
@@ -206,7 +203,7 @@ def int8_matmul(
 def _check_weight(
     op: str, packed: Any, absmax: Any, codebook: Any, shape: tuple[int, int], block_size: int
 ) -> None:
-    """Raises `ValueError` unless codes and scales are those of a weight of this shape."""
+    """Raises a `ValueError` unless codes and scales fit a weight with this shape."""
     size = math.prod(shape)
     if block_size <= 0 or block_size % 2:
         raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")

@@ -1,4 +1,8 @@
-"""The table of block formats: the values of codes, and the storage of scales and minima."""
+"""The table of block formats: the values of codes, and how scales and minima are stored.
+
+A codec only describes data. Its values must match the program that published the format bit for bit,
+including rounding of subnormal scales, or a checkpoint would decode to other weights.
+"""
 
 import dataclasses
 import functools
@@ -17,14 +21,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Powers of two: the number that is subtracted from a byte to get the exponent of a float32.
+# Powers of two: subtract this number from a byte to get a float32's exponent.
 E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format: rows of codes of `bits` each, as a little-endian stream, whose blocks share a scale.
+    """A block format: rows of codes as a little-endian stream, with one scale per block.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -32,24 +36,23 @@ class Codec:
 
     **Attributes:**
 
-    - `bits`: the number of bits of a code, 2 to 8.
+    - `bits`: the number of bits per code, 2 to 8.
     - `codes`: `"integer"`, unsigned, minus `bias`; `"signed"`, int8 without -128; `"e4m3"`, `"e5m2"`; or
         `"table"`.
-    - `bias`: the number that is subtracted from integer codes.
+    - `bias`: the number to subtract from integer codes.
     - `table`: the values of the codes.
-    - `block`: the usual number of codes that share a scale; None for a whole row.
-    - `scales`: `"float"` of any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of it), as bytes;
-        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in the low half of a byte, the
-        minimum in the high half.
-    - `group`: how many blocks share an outer scale, 0 for all of a row; None for one level of scales.
-    - `over`: whether the inner scale is divided by the outer one.
+    - `block`: how many codes usually share a scale; None for a whole row.
+    - `scales`: `"float"` in any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of this), as bytes;
+      `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in a byte's low half, the minimum in
+      its high half.
+    - `group`: how many blocks share an outer scale, 0 for a whole row; None for one level of scales.
+    - `over`: whether to divide the inner scale by the outer one.
     - `zeros`: None, `"points"` (zero points), or minima: `"plus"` or `"minus"`.
-    - `dtype`: the dtype of the floating scales that `quantize` makes.
-    - `limits`: for scales that are integers, the smallest and the largest.
-    - `high_first`: whether the first of two 4-bit codes is in the high half of their byte.
-    - `flat`: whether products take rows of codes without gaps between them, so that blocks may cross rows of
-        the matrix.
-    - `all_values`: the numbers that codes 0, 1, … stand for.
+    - `dtype`: the dtype of floating scales made by `quantize`.
+    - `limits`: for integer scales, the smallest and the largest.
+    - `high_first`: whether the first of two 4-bit codes is in the byte's high half.
+    - `flat`: whether products take rows of codes without gaps, so that blocks may cross matrix rows.
+    - `all_values`: the values of codes 0, 1, …
     """
 
     bits: int
@@ -79,11 +82,11 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """Its name in `CODECS`; for one that is not in that table, how many bits a code has."""
+        """The name in `CODECS`, or else the number of bits."""
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """The numbers that codes of 8 bits stand for."""
+        """The values of 8-bit codes."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -94,7 +97,7 @@ class Codec:
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
     def range(self) -> tuple[float | int, float | int]:
-        """The smallest and the largest value of a code."""
+        """The smallest and the largest value."""
         if self.codes == "signed":
             return -127, 127
         if self.codes == "integer":
@@ -103,7 +106,7 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """The uint8 codes of the nearest values; ties go to the even integer or the lower value."""
+        """The uint8 codes of the nearest values. Ties go to the even integer or the lower value."""
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
@@ -119,8 +122,10 @@ class Codec:
         return jnp.asarray(order.astype(np.uint8))[places]
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """The uint8 codes of one of the two values next to each, the larger one with the probability that
-        makes the mean exact. `random` is uniform between 0 and 1."""
+        """Rounds stochastically to one of the two adjacent values, so that the mean is exact.
+
+        `random` is uniform between 0 and 1. Returns uint8 codes.
+        """
         low, high = self.range()
         if self.codes in ("integer", "signed"):
             return self.nearest(jnp.floor(jnp.clip(values, low, high) + random))
@@ -132,32 +137,32 @@ class Codec:
         return self.nearest(jnp.where(random * (second - first) < values - first, second, first))
 
     def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
-        """How many bytes, scales, outer scales, zeros and outer zeros a row of this many codes has."""
+        """How many bytes, scales, outer scales, zeros and outer zeros a row has."""
         blocks = -(-count // max(block, 1))
         groups = -(-blocks // self.group) if self.group else min(blocks, 1)
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 (of the few codecs that there are)
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few codecs)
     def cuts(self, count: int, block: int) -> bool:
-        """Whether rows of codes may be cut into, or joined from, parts of this many codes."""
+        """Whether rows of codes may be cut into (or joined from) parts with this many codes."""
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
             return whole
         return self.group > 0 and count // max(block, 1) % self.group == 0
 
     def pack(self, codes: Any) -> Any:
-        """Packs rows of codes, given as one per byte."""
+        """Packs rows of codes, given one per byte."""
         packed = self._turned(bitstream.pack(codes, self.bits))
         return packed.view(np.int8) if self.codes == "signed" else packed
 
     def _turned(self, packed: Any) -> Any:
-        """Converts between the order of the halves of bytes and that of the stream, in either direction."""
+        """Swaps the halves of bytes if needed, between storage and stream order."""
         return packed >> np.uint8(4) | packed << np.uint8(4) if self.high_first else packed
 
     def scales_and_zeros(
         self, scale: Array, outer: Array | None, zero: Array | None, outer_zero: Array | None
     ) -> tuple[Float32[Array, "*lead blocks"], Float32[Array, "*lead blocks"] | None]:
-        """The float32 scale of each block, and its zero point or minimum."""
+        """Each block's float32 scale, and its zero point or minimum."""
         if self.scales == "nibbles":
             scale, zero = scale & np.uint8(15), scale >> np.uint8(4)
         blocks = scale.shape[-1]
@@ -165,7 +170,7 @@ class Codec:
         if outer is not None:
             outer = self._spread(outer, blocks)
 
-            # XLA would replace division by a single outer scale with multiplication by its reciprocal.
+            # XLA would replace division by a single outer scale by multiplication with its reciprocal.
             def each(outer: Any) -> Any:
                 return lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
 
@@ -176,16 +181,16 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def stride(self, count: int, block: int) -> int:
-        """The number of planes of `planes`: 1 where blocks do not hold as many codes of each plane."""
+        """The number of planes: 1 if blocks do not contain equally many codes of each plane."""
         stride = bitstream.stride_of(self.bits)
         return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
 
     def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
-        """Decodes rows of `count` codes, in the planes of [`bits.planes`].
+        """Decodes rows of `count` codes into planes (see `bits.planes`).
 
         **Arguments:**
 
-        - `parts`: codes, `(*lead, bytes)`; scale, outer scale, zero, outer zero, as of `BlockScales`.
+        - `parts`: codes, `(*lead, bytes)`; scale, outer scale, zero, outer zero, as in `BlockScales`.
         """
         packed, *scales = parts
         scale, zero = self.scales_and_zeros(*scales)
@@ -206,7 +211,7 @@ class Codec:
         return out
 
     def at(self, index: Int[Array, "*shape"], block: int, parts: Sequence[Any]) -> Float32[Array, "*shape"]:
-        """Decodes the codes at the given indices of one row; `parts` are those of `planes`."""
+        """Decodes the codes at these indices in one row. See `planes` for `parts`."""
         packed, *scales = parts
         packed = self._turned(packed)
         stride = bitstream.stride_of(self.bits)
@@ -235,7 +240,7 @@ class Codec:
         return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales in E8M0:  # from its bits: exponentiation is not exact on every device
+        if self.scales in E8M0:  # by bits: exponentiation is not exact on every device
             wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + E8M0[self.scales]))
             raw = (wide - np.uint32(E8M0[self.scales])) << np.uint32(23)
             if self.scales == "e8m0":
@@ -246,8 +251,10 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """The remaining factor of scales below the least normal number, 2**-126, which replaces them: devices
-        flush such numbers to zero, even if their products with codes are not that small."""
+        """The remaining factor for scales below 2**-126, the least normal number, which replaces them.
+
+        Devices flush such scales to zero, even if their products with codes are normal.
+        """
         if self.scales not in E8M0:
             return None
         below = np.int32(1 + E8M0[self.scales]) - scale.astype(jnp.int32)
@@ -270,7 +277,7 @@ def _nibbles(values: Any) -> Any:
     return Codec(4, "table", table=tuple(values.tolist()), block=64, high_first=True, flat=True)
 
 
-#: The formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
+#: Formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
 CODECS: dict[str, Codec] = {
     **{f"int{n}_block": _integer(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
     **{f"uint{n}_block": _unsigned(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
@@ -293,7 +300,7 @@ CODECS: dict[str, Codec] = {
     "mxfp4_gguf": Codec(4, "table", table=tuple(2 * x for x in E2M1), block=32, scales="e8m0_half"),
     "iq4_nl": _gguf(4, "table", table=IQ4_NL, block=32),
     "iq4_xs": _gguf(4, "table", table=IQ4_NL, block=32, scales="integer", group=8, limits=(-32, 31)),
-    # The codecs of NF4Array, FP4Array, Int4Array and Int8Array.
+    # For NF4Array, FP4Array, Int4Array and Int8Array.
     "nf4": _nibbles(blockwise.NF4),
     "fp4": _nibbles(blockwise.FP4),
     "int4": _nibbles(blockwise.INT4),

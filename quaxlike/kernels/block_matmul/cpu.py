@@ -1,4 +1,8 @@
-"""The product on CPUs by the native library: which products it supports, and the calls of its functions."""
+"""The product on CPUs by the native library: which products it supports, and how to call it.
+
+The library reads raw bytes, so whatever it assumes about shapes and dtypes is checked here (`_why_not`). A
+missing check would read out of bounds.
+"""
 
 import math
 from typing import Any
@@ -14,12 +18,12 @@ from .nested_scales import NestedScales
 from .product import Decode, Leaves, Nibbles, Product
 from .reference import contract_columns, contract_rows, with_low_rank
 
-# Up to this many rows of `x`, codes are multiplied as they are unpacked. More rows are worth a dense tile.
+# Up to this many rows of `x`, we multiply codes as they are unpacked. More rows justify a dense tile.
 _MOST_ROWS = 16
-# Bytes of a weight that are decoded at once. Larger ones are in tiles, with a loop over them to be compiled.
+# Bytes of a weight to decode at once. Larger weights are split into tiles, in a compiled loop.
 _AT_ONCE = 2**22
 _DTYPES = ("float32", "bfloat16")
-# What the library can read, and the numbers by which it knows how scales and zero points are stored.
+# The dtypes that the library can read, and its numbers for how scales and zero points are stored.
 _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")
 _SCALES = {"float": 0, "integer": 0, "e4m3": 1, "e8m0": 2, "e8m0_half": 3, "nibbles": 4, "nested": 5}
 _ZEROS = {None: 0, "points": 1, "plus": 2, "minus": 3}
@@ -42,7 +46,7 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
-    """Why the library does not read a format; None if it does."""
+    """Why the library cannot read a format; None if it can."""
     (n, k), block = product.shape, product.block_size
     if not n * k:
         return "the weight has no elements"
@@ -61,7 +65,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
 
 
 def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, product: Product) -> Array:
-    """Calls a function of the library with the leaves of a weight, and what describes them."""
+    """Calls a function in the library with a weight's leaves and their description."""
     empty = jnp.zeros(0, jnp.float32)
     form: dict[str, Any] = {"rows": product.shape[0], "block": product.block_size}
     flags = dict.fromkeys(("is_signed", "lookup", "over"), False)
@@ -107,7 +111,7 @@ def _decode_and_multiply(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def tile(start: Array | int, count: int) -> list[Array]:
-        # With `rows` an operand, no weight is decoded long before it is needed.
+        # `rows` is an operand, so that no weight is decoded long before it is needed.
         out = jax.ShapeDtypeStruct((count, k), x.dtype)
         first = rows, jnp.asarray(start, jnp.int32)
         return [_call("decode", out, *first, leaves=leaves, decode=decode, product=product)]

@@ -1,8 +1,8 @@
-"""Rows of a stored weight decoded to bfloat16 or float16, for the library's product, thread by thread.
+"""Decodes rows of a stored weight to bfloat16 or float16, for the library's product, thread by thread.
 
-What XLA makes of the same takes twice as long as the bytes do: it looks up each value, and computes where its
-code and its scale are, by itself. Here a thread decodes eight neighbouring codes at a time, by the table of
-`lookup`, and stores them together.
+XLA's own code for this takes twice as long as reading the bytes: it looks up each value separately, and
+computes the positions of its code and its scale. Here a thread decodes eight adjacent codes at a time, by the
+table in `lookup`, and stores them together.
 """
 
 import functools
@@ -15,9 +15,9 @@ from .lookup import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
 from .tilings import Problem
 
 THREADS = 512
-BLOCKS = 2 * 132  # of threads, which share all rows: two of each multiprocessor
-_CODES = 8  # of a thread at a time
-_AHEAD = 4  # how often it loads codes before it decodes the first
+BLOCKS = 2 * 132  # two blocks per multiprocessor (132 on an H100); together they share all rows
+_CODES = 8  # per thread and step
+_AHEAD = 4  # how many loads a thread has in flight before it decodes the first
 
 
 def shared_words(p: Problem) -> int:
@@ -25,12 +25,12 @@ def shared_words(p: Problem) -> int:
 
 
 def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
-    """Emits the program: `rows` rows of `W` from row `first` on.
+    """Emits the program that decodes `rows` rows of `W`, starting at row `first`.
 
     **Arguments:**
 
-    - `refs`: the codes, the scales, the zero points if there are any and the values of the codes, as for
-        `mosaic.emit`; the result; `shared_words` words of shared memory.
+    - `refs`: the codes, scales, zero points (if any) and code values, as for `mosaic.emit`; the result;
+        `shared_words` words of shared memory.
     """
     codes, *operands, out, shared = map(MemoryRegion, refs)
     scales, zeros, (values,) = numbers_of(p, operands, shared)

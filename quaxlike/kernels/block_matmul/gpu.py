@@ -1,4 +1,8 @@
-"""The product with a stored weight on GPUs: fused for few rows of activations, by chunks for many."""
+"""The product with a stored weight on GPUs: fused for few rows of activations, in chunks for many.
+
+At no time does a dense copy of a large weight exist: chunks are at most 128 MiB, and barriers keep XLA from
+decoding them all in advance.
+"""
 
 import dataclasses
 import functools
@@ -23,19 +27,19 @@ from .tilings import Problem, blocks, tiling_for
 
 _Weight = TypeVar("_Weight")
 
-# Rows of activations up to which reading the codes again for every 64 of them is cheaper than
-# decoding the weight for the library's product. `x @ W` reads them again for every 32.
+# Up to this many rows of activations, reading the codes again for every 64 rows is cheaper than decoding the
+# weight for the library's product. For `x @ W`, they are read again for every 32 rows.
 FUSED_ROWS = {False: 128, True: 64}
-# Rows of activations up to which `x @ W` is a reduction: it decodes the weight anew for each of them.
+# Up to this many rows of activations, `x @ W` is a reduction, which decodes the weight again for each row.
 REDUCED_ROWS = 2
-# The most bytes that are decoded at a time. With fewer, products took longer (measured on an H200).
+# The most bytes to decode at a time. Products took longer with fewer (measured on an H200).
 _MOST = 1 << 27
-# The least of activations that are scaled at a time, as fewer do not keep a GPU busy.
+# The least activations to scale at a time: fewer do not keep a GPU busy.
 _LEAST = 1 << 22
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
-    """A fused kernel, or why there is none for an operation. `low_rank`: `b` of all adapters."""
+    """A fused kernel, or why there is none. `low_rank` is `b` for all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
     if not 0 < rows <= most:
         return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
@@ -51,9 +55,9 @@ def fused_refusal(
     partitioned: bool,
     low_rank: Any = None,
 ) -> str | None:
-    """Why a fused kernel does not take an operation, whatever the rows of `x`; None if it does."""
+    """Why a fused kernel does not support an operation, however many rows `x` has; None if it does."""
     (n, k), block = product.shape, product.block_size
-    # What a thread decodes together has one scale: 64, 16 or, of a row that is contracted over, 8 codes.
+    # Codes that a thread decodes together share a scale: 64, 16, or 8 in a contracted row.
     unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
@@ -81,11 +85,11 @@ def fused(
     product: Product,
     zeros: Array | None = None,
 ) -> Array:
-    """One kernel.
+    """Runs a single kernel.
 
     **Arguments:**
 
-    - `packed`, `scales`, `zeros`: as `product` says they are stored, of any shape.
+    - `packed`, `scales`, `zeros`: stored as `product` says, in any shape.
     - `table`: the values of the codes.
     - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
     """
@@ -117,14 +121,14 @@ def fused(
 
 
 def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str]:
-    """How scales and zero points are stored, as `Problem` has it."""
+    """How scales and zero points are stored, for `Problem`."""
     of_scales = "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
     of_scales = of_scales if product.scales == "float" else product.scales
     return of_scales, "float32" if zeros is None else str(zeros.dtype)
 
 
 def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
-    """Arrays of scales and zero points as kernels read them."""
+    """The arrays of scales and zero points, as kernels read them."""
     arrays = [
         *(scales.operands() if isinstance(scales, NestedScales) else (scales,)),
         *(() if zeros is None else (zeros,)),
@@ -133,13 +137,12 @@ def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
 
 
 def _in_words(numbers: Array) -> Array:
-    """Filled up to whole words of 32 bits, of which the kernel reads scales."""
+    """Pads to whole 32-bit words, because the kernel reads words."""
     return jnp.pad(numbers, (0, -numbers.size % (4 // min(numbers.dtype.itemsize, 4))))
 
 
 def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
-    """For each group of rows of `t`, the adapters that any of them takes, `(groups, adapters)`, and how many
-    these are, `(groups,)`; uint32."""
+    """For each group of rows, the adapters in use, (groups, adapters), and how many, (groups,)."""
     adapters = t.shape[1]
     number = jnp.arange(adapters, dtype=np.uint32)
     if adapters == 1:
@@ -155,8 +158,7 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """The fused kernel for a problem: a function of the arrays in `mosaic.emit`'s order to the terms of the
-    product, (splits, m, features)."""
+    """The fused kernel: from arrays in `mosaic.emit`'s order to (splits, m, features) terms."""
     from . import mosaic
 
     return _kernel_of(
@@ -170,7 +172,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """The kernel that decodes rows: a function of the arrays in `decode_rows.emit`'s order."""
+    """The kernel that decodes rows. It takes arrays in `decode_rows.emit`'s order."""
     from . import decode_rows
 
     return _kernel_of(
@@ -186,7 +188,7 @@ def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., A
 def _kernel_of(
     emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
 ) -> Callable[..., Array]:
-    """A program of `lanes` as a function of arrays."""
+    """Turns a `lanes` program into a function on arrays."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     def kernel(*refs: Any) -> None:
@@ -210,7 +212,7 @@ def _kernel_of(
 
 
 def decodes(platform: str, x: Any, product: Product, *, partitioned: bool) -> bool:
-    """Whether a kernel decodes rows of the weight."""
+    """Whether a kernel can decode rows of this weight."""
     return (
         fused_refusal(platform, x, dataclasses.replace(product, transpose=False), partitioned=partitioned)
         is None
@@ -230,7 +232,7 @@ def reduced(
     *,
     product: Product,
 ) -> Array:
-    """`x @ W` for a row or two of `x`, as sums over the rows of `W` that XLA fuses the decoding into."""
+    """Computes `x @ W` for a row or two, as sums over rows of `W`: XLA fuses the decoding into them."""
     n, k = product.shape
     lead = x.shape[:-1]
     dtype = accumulator_dtype(x.dtype)
@@ -254,9 +256,10 @@ def chunked(
 ) -> Array:
     """Decodes `W` to the dtype of `x`, some rows at a time if it is large, and multiplies by the library.
 
-    Each weight is rounded once, from its exact float32 value. `low_rank` is nothing, or `t` and `b` as in
-    `times_adapters`: more columns of `x` and of `W`. Where scales stay outside of the product, parts of `x`
-    are scaled instead, if that would be a large copy. `kernel`: whether that of `decode_rows` is used.
+    Each weight is rounded once, from its exact float32 value. If scales stay outside the product, we scale
+    `x` in parts whenever a copy of it would be large.  **Arguments:**  - `low_rank`: nothing, or `t` and `b`
+    as in `times_adapters`: more columns for `x` and `W`. - `kernel`: whether to use the kernel in
+    `decode_rows`.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
     if (parts := scaled_outside(x, leaves, decode, product)) is not None:
@@ -274,7 +277,7 @@ def chunked(
         t, b = map(_padded, low_rank)
         x = jnp.concatenate([x, t.reshape(*x.shape[:-1], -1)], axis=-1)
         b = jnp.moveaxis(b, 0, 1).reshape(n, -1)
-    # With a barrier, as XLA would keep what is decoded from one product to another, of the backward pass.
+    # A barrier, or else XLA would keep the decoded weight for another product in the backward pass.
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
@@ -302,7 +305,7 @@ def chunked(
 def decoded_rows(
     leaves: Sequence[Any], start: int, stop: int, *, decode: Decode, product: Product, dtype: str
 ) -> Array:
-    """Rows of `W` in a dtype of 16 bits, by one kernel."""
+    """Decodes rows of `W` to a 16-bit dtype, by one kernel."""
     packed, scales, table, zeros = decode.operands(leaves, decoded=False)
     stored = decode.stored(product, decoded=False)
     assert stored is not None  # as `choose` found
@@ -312,21 +315,27 @@ def decoded_rows(
 
 
 def _padded(z: Array) -> Array:
-    """Zeros after the last columns: the kernel takes 16 at a time, the library's prefer as many."""
+    """Pads columns with zeros: our kernel takes 16 at a time, and the library prefers this, too."""
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
-    """How many rows of a weight are decoded at a time: large weights are split, so that no dense copy of one
-    exists. All chunks have the same length, a multiple of `aligned`, and not zero."""
+    """How many rows of a weight to decode at a time.
+
+    Large weights are split, so that no dense copy exists. All chunks have the same nonzero length, a multiple
+    of `aligned`.
+    """
     most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * aligned))) * aligned
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:
-    """How many of `m` rows of activations are scaled at a time, so that a copy takes at most a quarter of a
-    weight of `n` rows and `k` columns, unless that is little. All chunks have the same length."""
+    """How many of `m` rows of activations to scale at a time.
+
+    A copy then takes at most a quarter of the size of an (n, k) weight, unless that is small. All chunks have
+    the same length.
+    """
     rows = max(k // 4, _LEAST // max(n, 1), 1)
     return -(-m // max(1, -(-m // rows)))
 
@@ -334,14 +343,14 @@ def scaled_at_once(m: int, n: int, k: int) -> int:
 def join_chunks(
     part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int, *, axis: int = -1
 ) -> Array:
-    """A product of `size` columns, `step` of them at a time, each written to its place.
+    """Computes a product with `size` columns, `step` columns at a time.
 
     **Arguments:**
 
     - `part`: `part(weight, start, stop)` computes columns.
-    - `weight`: arrays that `part` decodes. They are handed on from chunk to chunk, so that one is decoded
-        after the other, in the same memory.
-    - `axis`: that of the columns in the result; or that of rows, which are computed instead.
+    - `weight`: arrays that `part` decodes. They pass from chunk to chunk, so that chunks are decoded one
+      after the other, in the same memory.
+    - `axis`: the result's axis for columns, or for rows to compute instead.
     """
     columns = part(weight, 0, min(step, size))
     if step >= size:
@@ -363,8 +372,10 @@ def join_chunks(
 
 
 def add_chunks(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int) -> Array:
-    """A sum over `size` rows of a weight, `step` of them at a time; `part` computes terms, `weight` is as for
-    `join_chunks`."""
+    """Sums over `size` rows of a weight, `step` rows at a time.
+
+    `part` computes terms. See `join_chunks` for `weight`.
+    """
     y = part(weight, 0, min(step, size))
     for start in range(step, size, step):
         weight, y = lax.optimization_barrier((weight, y))

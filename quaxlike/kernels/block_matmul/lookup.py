@@ -1,7 +1,7 @@
-"""How threads of a GPU turn bytes of a weight into its values: the part of the kernel that knows formats.
+"""How GPU threads turn bytes of a weight into values: the part of the kernel that knows formats.
 
-A table in shared memory has what each of the 256 bytes stands for, once for each of the 32 banks, so that
-threads never wait for one another.
+A table in shared memory has the value(s) of each of the 256 bytes, once for each of the 32 banks. So threads
+never wait for each other.
 """
 
 import functools
@@ -20,20 +20,23 @@ SIZES = {
     **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
 }
 
-#: Of the arrays of scales or zero points how many numbers share an element, and bytes of it.
+#: For each array of scales or zero points: how many numbers share an element, and an element's bytes.
 STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 1), (256, 4)]}
 
 
 class Table:
-    """The values of codes: as float32, to be scaled one by one, if `exact` (`scaled`); else rounded to the
-    dtype of the activations, two to a register (`pairs`)."""
+    """The values of codes.
+
+    If `exact`, these are float32, to be scaled one by one (`scaled`). Otherwise they are rounded to the dtype
+    of the activations, two per register (`pairs`).
+    """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
         self.memory, self.lane, self.dtype, self.exact = memory, lane, dtype, exact
         self.bits, self.low_first = product.bits, product.low_first
 
     def fill(self, values: MemoryRegion, thread: Reg, threads: int) -> None:
-        """Writes the entries of all bytes, four words at once."""
+        """Writes the entries for all bytes, four words at once."""
         for i in range(0, 256 * 8, threads):
             at = thread + i
             self.memory.store(at * 16, *self._entry(values, at // 8))
@@ -47,14 +50,14 @@ class Table:
         return [halves[0] if self.bits == 8 else halves[0] | halves[1] << 16] * 4
 
     def pairs(self, words: list[Reg]) -> list[Reg]:
-        """Neighbouring values, rounded, two to a register."""
+        """Adjacent values, rounded, two per register."""
         entries = self._entries(words)
         if self.bits == 4:
             return entries
         return [low | high << 16 for low, high in zip(entries[::2], entries[1::2], strict=True)]
 
     def scaled(self, words: list[Reg], scale: Reg, shift: Reg | None) -> list[Reg]:
-        """All values times `scale`, and `shift` added, in float32."""
+        """All values times `scale` plus `shift`, in float32."""
         return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in self._values(words)]
 
     def _entries(self, words: list[Reg]) -> list[Reg]:
@@ -73,7 +76,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 
 
 class Numbers:
-    """Scales or zero points in global memory, of which a thread copies the words that hold its own."""
+    """Scales or zero points in global memory. A thread copies the words that contain its own."""
 
     def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]
@@ -86,18 +89,18 @@ class Numbers:
 
     @property
     def arrays(self) -> list[MemoryRegion]:
-        """What is copied, as `STREAMS` has it."""
+        """The arrays to copy, in the order of `STREAMS`."""
         return [self.memory] if self.kind != "nested" else [self.memory, self.absmax]
 
     def fill(self, thread: Reg, threads: int) -> None:
-        """Writes the 256 values that the codes of nested scales stand for."""
+        """Writes the 256 values for the codes of nested scales."""
         for i in range(0, 256 if self.kind == "nested" else 0, threads):
             at = lanes.minimum(thread + i, 255) * 4
             (value,) = self.map.load(at, "float32")
             lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
 
     def read(self, words: list[Reg], index: Reg) -> Reg:
-        """The number of this index, from the words that were copied."""
+        """The number at this index, from the copied words."""
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
@@ -120,7 +123,7 @@ class Numbers:
 def numbers_of(
     p: Problem, operands: list[MemoryRegion], shared: MemoryRegion
 ) -> tuple[Numbers, Numbers | None, list[MemoryRegion]]:
-    """The scales, the zero points if there are any, and the arrays after theirs."""
+    """The scales, the zero points (if any), and the arrays after them."""
     count = 4 if p.scales == "nested" else 1
     scales, rest = Numbers(p.scales, operands[:count], shared), operands[count:]
     if p.product.zeros is None:
@@ -129,20 +132,20 @@ def numbers_of(
 
 
 def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
-    """What is added to scaled values: for a zero point, or for what is stored in place of one."""
+    """The shift to add to scaled values, from a zero point or minimum."""
     factor = {"points": lambda: scale * -1.0, "minus": lambda: -1.0, "plus": lambda: 1.0}
     return zero * factor[product.zeros or ""]()
 
 
 def _from_e4m3(byte: Reg) -> Reg:
-    # As a float16 its exponent is too small by 8.
+    # As a float16, its exponent is too small by 8.
     magnitude = byte & 127
     value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
     return lanes.select(magnitude < 127, value, float("nan"))
 
 
 def _power_of_two(byte: Reg, halved: int) -> Reg:
-    # What is below the least normal number has no exponent, but a bit of its own.
+    # A value below the least normal number has no exponent, but a single bit.
     below = lanes.number(0x400000, "u32") >> (lanes.minimum(byte, halved) ^ halved)
     bits = lanes.select(byte < 1 + halved, below, (byte - halved) << 23)
     return lanes.as_float32(bits if halved else lanes.select(byte < 255, bits, 0x7FC00000))

@@ -1,23 +1,24 @@
 """The fused matmul with stored weights for few rows of activations, thread by thread.
 
-A warp multiplies some tiles of 16 features of the result by up to 64 rows of `x` (tokens), over some of
-what is contracted; `mma.sync` contracts 16 numbers at a time.
+A warp multiplies some tiles with 16 features of the result by up to 64 rows of `x` (tokens), over a part of
+the contraction; `mma.sync` contracts 16 numbers at a time.
 
-- *Codes are read as they are stored.* A sum does not depend on the order of its terms: for `x @ W.T`,
-  within a block of 64 columns, thread `quad` of a group of four takes columns 16·quad … 16·quad + 15 of `W`
-  and the same of `x`, wherever the instruction believes them to be. For `x @ W` it takes four neighbouring
-  rows of `W`, and eight neighbouring columns as features.
-- *A byte is decoded by one lookup*, in a table that has an entry for each of the 256 (`lookup`).
-- *Scales meet the accumulator* where 64 columns share one and there are no zero points: the product with
-  these codes is summed apart and scaled as it is added: one multiplication for 64 weights, and exact
-  float32 scales. What is rounded is the codebook alone, which costs less than rounding every weight.
-  Elsewhere values are scaled in float32, and rounded once.
-- *Bytes are in flight while others are multiplied.* A warp copies the tiles of its next steps to a ring in
-  shared memory (`staging`), and waits for no other warp.
+- *Codes are read as they are stored.* A sum does not depend on the order of its terms. So for `x @ W.T`,
+  within a block of 64 columns, thread `quad` in a group of four takes columns 16·quad … 16·quad + 15 of both
+  `W` and `x`, wherever the instruction expects them. For `x @ W` it takes four adjacent rows of `W`, with
+  eight adjacent columns as features. Both operands must be permuted alike; a fragment of only one would
+  multiply the wrong numbers.
+- *A byte is decoded by one lookup*, in a table with 256 entries (`lookup`).
+- *Scales are applied to the accumulator* if 64 columns share one and there are no zero points. The product
+  with these codes is summed separately, and scaled when it is added: one multiplication for 64 weights, with
+  exact float32 scales. Only the codebook is rounded, which is more accurate than rounding every weight.
+  Otherwise values are scaled in float32, and rounded once.
+- *Loads overlap with multiplication.* A warp copies the tiles for its next steps to a ring in shared memory
+  (`staging`), and waits for no other warp.
 
-Warps that share features add their sums through shared memory. Where there are too few features to keep all
-of a GPU busy, blocks of threads share what is contracted, too: each writes its sum in float32, and these
-are added afterwards, always in the same order.
+Warps that share features add their sums through shared memory. If there are too few features to keep a GPU
+busy, blocks of threads split the contraction, too. Each writes its float32 sum, and these are added
+afterwards, always in the same order.
 """
 
 import functools
@@ -30,26 +31,25 @@ from .lookup import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
 from .staging import StagedTiles, TileLayout
 from .tilings import BLOCK, Problem, Tiling
 
-_SHARED = 96 * 1024  # bytes of shared memory that every GPU from compute capability 8.0 on has
+_SHARED = 96 * 1024  # bytes of shared memory on every GPU since compute capability 8.0
 _STAGES = 4
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Words of shared memory: for tables and the ring, and when these have been read, for the partial sums.
+    """Words of shared memory: for tables and the ring, and afterwards for partial sums.
 
-    Sums are ordered by warp, token and feature, padded so that the threads that store them meet
-    different banks.
+    Sums are ordered by warp, token and feature, padded so that threads store to different banks.
     """
     return max(ring_end(p, tiling) // 4, tiling.k_warps * 8 * p.token_tiles * stride(tiling))
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
-    """How many steps of a warp's bytes are in shared memory at a time."""
+    """How many steps' bytes a warp has in shared memory at a time."""
     return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
 def ring_end(p: Problem, tiling: Tiling) -> int:
-    """Where tables and the ring of codes and scales end in shared memory."""
+    """The end of tables and ring in shared memory."""
     return _tables(p) + stages(p, tiling) * _stage_bytes(p, tiling)
 
 
@@ -62,19 +62,18 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
 
 
 def stride(tiling: Tiling) -> int:
-    """Words from the sums of a token to those of the next."""
+    """The stride between the sums of two tokens, in words."""
     return tiling.rows + 4
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program: the product, plus `t @ b.T` of each adapter; in `tiling.splits` terms.
+    """Emits the program: the product plus each adapter's `t @ b.T`, in `tiling.splits` terms.
 
     **Arguments:**
 
-    - `refs`: in global memory `x`, the codes, the scales (if nested their codes, their absmax, the offset and
-        the map), the zero points if there are any, the values of the codes, if there are adapters `t`, `b`
-        and for each group of tokens the adapters that it takes and how many, and `out`; in shared memory
-        `shared_words` words.
+    - `refs`: in global memory: `x`; the codes; the scales (if nested: codes, absmax, offset and map); the
+      zero points (if any); the code values; with adapters `t`, `b`, and for each group of tokens the adapters
+      in use and how many; and `out`. In shared memory: `shared_words` words.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
@@ -89,7 +88,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     def step(i: Reg, acc: list[Reg]) -> list[Reg]:
         lanes.wait_for_copies(ahead - 1)
-        lanes.warp_barrier()  # what other threads copied is there, and what they read may be overwritten
+        lanes.warp_barrier()  # other threads' copies have arrived, and their reads are done
         warp.fetch(i + ahead)
         return warp.multiply(i, acc)
 
@@ -103,7 +102,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class Warp:
-    """The place of one thread, and the work of its warp for `x @ W.T`."""
+    """One thread's position, and its warp's work for `x @ W.T`."""
 
     def __init__(
         self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
@@ -118,7 +117,7 @@ class Warp:
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
-        # Groups of tokens that share rows of `W` are neighbours, so that L2 serves all but one.
+        # Groups of tokens with the same rows of `W` are adjacent, so that L2 serves all but one.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
@@ -128,51 +127,50 @@ class Warp:
         numbers = [n for n in (self.scales, self.zeros) if n is not None]
         self.tiles = StagedTiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
-        if p.m % (
-            8 * p.token_tiles
-        ):  # past the end the last row is read again; what comes of it is not stored
+        if p.m % (8 * p.token_tiles):
+            # Past the end, we read the last row again, and do not store the result.
             self.tokens = [lanes.minimum(token, p.m - 1) for token in self.tokens]
 
     @property
     def rows(self) -> list[Reg]:
-        """The rows of `W` that the thread decodes codes of."""
+        """The rows of `W` that this thread decodes."""
         first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
     def feature(self, tile: int, e: int) -> Reg:
-        """The feature, within those of the block, that number `e` of a tile's accumulator is of."""
+        """The feature (within the block) of number `e` in a tile's accumulator."""
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """The number of a warp's step among those of all warps that share features."""
+        """The index of this step among the steps of all warps with the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
-        """The `i`-th part of what a step contracts, and whether there is one; if not, the last one."""
+        """Part `i` of a step's contraction, and whether it exists. If not, the last part."""
         part = self._share(step) * self.tiling.unroll + i
         parts = self.p.product.contracted // self.p.depth
         return lanes.minimum(part, parts - 1), part < parts
 
     def tile(self, step: Reg) -> tuple[Reg, Reg]:
-        """The row and the column of `W` that the warp's tile for a step begins at."""
+        """The first row and column of `W` in the warp's tile for a step."""
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
-        """Where the tile for a step has its place in shared memory."""
+        """The shared-memory offset of the tile for a step."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
         return stage + self.warp * self.layout.bytes + _tables(self.p)
 
     def fetch(self, step: Reg) -> None:
-        """Begins to copy what the warp decodes in a step."""
+        """Starts copying the tile for a step."""
         self.tiles.fetch(self.base(step), *self.tile(step))
 
     def lines(self, i: int) -> list[tuple[Reg, Reg]]:
-        """The rows of a tile that the thread decodes in its `i`-th part: their places, and their numbers."""
+        """The rows of a tile that this thread decodes in part `i`: places and row numbers."""
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """The words of the thread's codes in the `i`-th part of a row of a tile."""
-        bytes_ = 2 * self.p.product.bits  # of 16 columns
+        """The words with this thread's codes in part `i` of a tile's row."""
+        bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
 
@@ -180,7 +178,7 @@ class Warp:
         return self.quad * 16 + BLOCK * i
 
     def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
-        """Of each line of a part: the words of its codes, its scale, and what is added."""
+        """For each line of a part: code words, scale and shift."""
         _, present = self._part(step, i)
         base, (row, column) = self.base(step), self.tile(step)
         out = []
@@ -197,7 +195,7 @@ class Warp:
         return out
 
     def multiply(self, step: Reg, acc: list[Reg]) -> list[Reg]:
-        """Adds the products with what was copied for a step."""
+        """Adds the products for a step."""
         acc, tiles = list(acc), self.tiling.row_tiles
         for i in range(self.tiling.unroll):
             part, _ = self._part(step, i)
@@ -226,12 +224,12 @@ class Warp:
         return [lanes.pack(a, b, self.p.dtype) for a, b in zip(low, high, strict=True)]
 
     def _activations(self, token: Reg, part: Reg) -> list[Reg]:
-        """The thread's 16 columns of a block, two to a register."""
+        """This thread's 16 columns of a block, two per register."""
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
         if self.p.token_tiles == 1:
             return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
-        # Of eight threads, which are served at a time, those of one token take the halves in the other order:
-        # together they meet every bank of the L1 cache once.
+        # Eight threads are served at a time. Every second token's threads take the halves in the other order,
+        # so that together they hit every L1 bank once.
         even, at = self.group % 2 < 1, at + self.group % 2 * 16
         a, b = (self.x.load(place, "u32", 4) for place in (at, at ^ 16))
         return [
@@ -239,8 +237,10 @@ class Warp:
         ]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T` of the adapters that any token of the group takes; thread `quad` takes columns
-        4·quad … 4·quad + 3 of 16 of both."""
+        """Adds `t @ b.T` for all adapters in use in this group of tokens.
+
+        Thread `quad` takes columns 4·quad … 4·quad + 3 (of 16) of both.
+        """
         p, of_adapter = self.p, self.p.rank // 16
         t, b, used, counts = self.low_rank
         (count,) = counts.load(self.token_group * 4, "u32")
@@ -274,10 +274,10 @@ class Warp:
 
 
 class _Transposed(Warp):
-    """The same for `x @ W`: features are columns of `W`, 64 of a warp, and 16 rows are contracted at a time.
+    """The work for `x @ W`: 64 columns of `W` are a warp's features, and 16 rows are contracted at a time.
 
-    A line is eight columns of a row. Rows differ in their scales, so that values are scaled one by one; the
-    two rows that share a register of the instruction meet when they are rounded.
+    A line is eight columns of a row. Rows have different scales, so values are scaled one by one. The two
+    rows that share a register are combined when they are rounded.
     """
 
     def feature(self, tile: int, e: int) -> Reg:
@@ -290,7 +290,7 @@ class _Transposed(Warp):
         return [(self.quad + (16 * i + 4 * r), self.quad * 4 + (16 * i + r)) for r in range(4)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        bits = self.p.product.bits  # and bytes of 8 columns
+        bits = self.p.product.bits  # also the bytes for 8 columns
         chunk = self.group * bits // 16 ^ self.layout.swizzle(self.quad)
         return self.tiles.words(base, place, chunk, self.group * bits % 16, bits // 4)
 
@@ -315,7 +315,7 @@ class _Transposed(Warp):
 
 
 def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
-    """Adds the sums of the warps that share features, and stores them."""
+    """Adds the sums of all warps with the same features, and stores them."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):

@@ -1,4 +1,4 @@
-"""`NestedScales`: scales of blocks that are quantised themselves."""
+"""`NestedScales`: block scales that are quantised themselves."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from .. import blockwise
 @jtu.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class NestedScales:
-    """Block scales in 8 bits each ("double quantisation"): `map[codes] * absmax + offset`, where an `absmax`
-    is shared by 256 blocks.
+    """Block scales in 8 bits each ("double quantisation"): `map[codes] * absmax + offset`.
 
-    A weight takes 4.13 bits for blocks of 64, against 4.5 with float32 scales; kernels decode them where
-    they are used. Leading axes of the three arrays are those of stacked weights.
+    Each `absmax` is shared by 256 blocks. With blocks of 64, a weight takes 4.13 bits, compared with 4.5 for
+    float32 scales. Kernels decode scales where they use them. The three arrays may have leading axes, for
+    stacked weights.
 
     **Arguments:**
 
-    - `codes`: `(*lead, blocks)`, indices into the map: a byte for each block of weights.
+    - `codes`: `(*lead, blocks)`, indices into the map: one byte per block of weights.
     - `absmax`: `(*lead, ceil(blocks / 256))`, float32.
     - `offset`: `(*lead,)`, float32.
-    - `quant_map`: the 256 values of the map, as a tuple or as a float32 array without leading axes; None for
-        the signed dynamic map.
+    - `quant_map`: the map's 256 values, as a tuple or as a float32 array without leading axes; None for the
+      signed dynamic map.
     """
 
-    # Arrays, or what stands for them: `jax.ShapeDtypeStruct`, references of a kernel.
+    # Arrays, or stand-ins such as `jax.ShapeDtypeStruct` or a kernel's references.
     codes: Any
     absmax: Any
     offset: Any
@@ -51,8 +51,8 @@ class NestedScales:
                 f"NestedScales takes codes of uint8, and absmax and offset that are floats; found {dtypes}."
             )
 
-    # Values keep the map as a tuple, which is static: it would lack the leading axes that their leaves have.
-    # Kernels take it as an operand.
+    # Values keep the map as a tuple, which is static: as a leaf, it would lack the other leaves' leading
+    # axes. Kernels take it as an operand.
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[float, ...] | None]:
         static = self.quant_map if isinstance(self.quant_map, tuple) else None
@@ -74,26 +74,26 @@ class NestedScales:
         return cls(*blockwise.quantize_scales(scale))
 
     def times(self, factor: Array) -> "NestedScales":
-        """These scales times a scalar."""
+        """Multiplies these scales by a scalar."""
         return dataclasses.replace(self, absmax=self.absmax * factor, offset=self.offset * factor)
 
     @property
     def table(self) -> Any:
-        """The float32 values of the map."""
+        """The map's float32 values."""
         if self.quant_map is None:
             return blockwise.dynamic_map()
         return np.asarray(self.quant_map, np.float32) if isinstance(self.quant_map, tuple) else self.quant_map
 
     def with_map(self) -> "NestedScales":
-        """The same scales with the map as an array."""
+        """Converts the map to an array."""
         return dataclasses.replace(self, quant_map=jnp.asarray(self.table))
 
     def operands(self) -> tuple[Array, Array, Array, Array]:
-        """Codes, absmax, offset and map as kernels take them."""
+        """Codes, absmax, offset and map, as kernels take them."""
         return self.codes, self.absmax, self.offset, jnp.asarray(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        """A part, or several: in version 0.1, kernels took a named tuple of these."""
+        """Gets one or several parts. (In version 0.1, kernels took a named tuple.)"""
         return self.operands()[i]
 
 

@@ -1,4 +1,8 @@
-"""The product with a stored weight as primitives that know their derivatives and pick their backend."""
+"""Products with a stored weight, as primitives that know their derivatives and pick their backend.
+
+Derivatives are products with the same bytes (`Product.transposed`), so the backward pass never stores a dense
+weight.
+"""
 
 import functools
 import math
@@ -27,12 +31,12 @@ _ROWS_FOR_XLA = 64
 
 
 def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The leaves of the weight, and `t` and `b` of adapters."""
+    """Splits operands into the weight's leaves, and the adapters' `t` and `b`."""
     return (operands[:-2], operands[-2:]) if adapters else (operands, ())
 
 
 def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[..., Array]:
-    """A product of `x`, the leaves, and `t` and `b`, as a function of the operands of the primitive."""
+    """Turns a product of `x`, leaves, `t` and `b` into a function on the primitive's operands."""
 
     def run(x: Array, *operands: Any, **params: Any) -> Array:
         leaves, low_rank = _parted(operands, adapters)
@@ -95,7 +99,7 @@ def _choose(
 def _kernel(
     run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
-    """Runs a kernel on codes and scales in the form in which it takes them."""
+    """Runs a kernel on codes and scales in the form that it takes."""
     *operands, zeros = decode.operands(leaves, decoded=decoded)
     zero_points = {} if zeros is None else {"zeros": zeros}
     stored = decode.stored(product, decoded=decoded)
@@ -105,7 +109,7 @@ def _kernel(
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode, **params: Any) -> Any:
     for primal, tangent in zip(primals[1:], tangents[1:], strict=True):
         if nonzero(tangent) and (not decode.linear or isinstance(primal, NestedScales)):
-            return NotImplemented  # tangents of these scales are derived from the reference
+            return NotImplemented  # the reference derives tangents for these scales
     return sum_tangents(PRODUCTS[decode.name], primals, tangents, {"decode": decode, **params})
 
 
@@ -141,7 +145,7 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
 
 
 def _transpose_with_adapters(ct: Any, x: Any, *operands: Any, **params: Any) -> Any:
-    # Linear in x and t together; for products with a tangent of b, the library is used.
+    # This is linear in x and t together. For products with a tangent of b, we use the library.
     leaves, (t, b) = _parted(operands, True)
     if any(map(ad.is_undefined_primal, (*leaves, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
@@ -160,7 +164,7 @@ def _batching_with_adapters(
     x_dim, *leaf_dims, t_dim, b_dim = dims
     if b_dim is None or jax.tree.leaves(leaf_dims):
         return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, len(operands) - 2))
-    # A batch of adapters on one weight, which is still read only once, for all rows together.
+    # A batch of adapters on one weight: we still read it only once, for all rows together.
     product, dtype = params.pop("product"), accumulator_dtype(x.dtype)
     product_of = functools.partial(PRODUCTS[params["decode"].name], product=product.of_dtype(dtype), **params)
     x = x[None] if x_dim is None else jnp.moveaxis(x, x_dim, 0)
@@ -181,14 +185,13 @@ def _partitioning(
     if low_rank:
         names += f", {' '.join(rows)} adapters rank, adapters n rank"
         shared = (1 + len(jax.tree.leaves(leaves)),)
-    # What weights are spread over comes after the rows of `x`: with both over the same devices they are
-    # gathered, as codes.
+    # The rows of `x` come first. If the weight is spread over the same devices, it is gathered, as codes.
     rule = f"{names} -> {' '.join([*rows, free])}"
     return Partitioning(rule, sums, first=(*rows, "n", "k"), shared=shared)
 
 
 def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
-    """The parameters for parts of the weight."""
+    """The parameters for a device's part of the weight."""
     return {"decode": decode, "product": decode.local(leaves, product), **params}
 
 
@@ -228,27 +231,26 @@ def block_matmul(
     low_rank: Sequence[Array] = (),
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight `W` of any format; with adapters if
-    `low_rank`.
+    """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight in any format.
 
-    It makes no dense copy of `W` on a CPU, nor of more than 128 MiB of it on a GPU. Differentiable in `x`, in
-    `low_rank`, and in everything in which `decode` is.
+    This never makes a dense copy of `W` on a CPU, nor of more than 128 MiB at a time on a GPU. It is
+    differentiable in `x`, in `low_rank`, and wherever `decode` is.
 
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `leaves`: the arrays that `decode` reads: codes, scales, minima.
-    - `decode`: decodes them to `W`; describes the storage of codes to kernels.
+    - `decode`: decodes them to `W`, and describes the storage of codes to kernels.
     - `shape`: `(N, K)`.
     - `block_size`: how many codes share a scale.
     - `transpose`: whether to contract over `N` instead of `K`.
-    - `low_rank`: nothing; or, unless `transpose`, `t` from `to_ranks` and `b`, `(adapters, N, rank)`, whose
-        product `t @ b.T` is added before the result is rounded.
-    - `out_dtype`: the dtype of the result; that of `x` if None.
+    - `low_rank`: nothing; or (unless `transpose`) `t` from `to_ranks` and `b`, `(adapters, N, rank)`. Their
+      product `t @ b.T` is added before the result is rounded. - `out_dtype`: the result's dtype; `x.dtype` if
+      None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` unless the last axis of `x` is the one that is contracted.
+    **Raises:** `ValueError` unless the last axis of `x` is the contracted one.
     """
     primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
     check_x(primitive.name, x, shape, transpose)
@@ -259,7 +261,7 @@ def block_matmul(
 
 
 def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
-    """Raises `ValueError` unless the last axis of `x` is the one that is contracted."""
+    """Raises a `ValueError` unless the last axis of `x` is the contracted one."""
     contracted = shape[0] if transpose else shape[1]
     if x.ndim == 0 or x.shape[-1] != contracted:
         raise ValueError(
@@ -274,7 +276,7 @@ def to_ranks(
     scaling: Any,
     index: Int[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch adapters rank"]:
-    """`scaling · x @ a.T` for each adapter; with `index`, zero for adapters that a row does not use."""
+    """Computes `scaling · x @ a.T` for each adapter; zero for adapters that a row does not use."""
     params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
     t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
     if index is not None:

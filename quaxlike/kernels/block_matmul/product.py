@@ -1,20 +1,20 @@
-"""A product with a stored weight: its description, and the decoders of the weight.
+"""A product with a stored weight: its description, and the decoders for the weight.
 
-There are decoders of 4-bit codes whose blocks may cross rows, and of rows of any codec. A decoder is a static
-parameter of products. It reads the arrays of a weight `W`, its leaves, as float32:
+One decoder is for 4-bit codes with blocks that may cross rows, another for rows of codes in any codec. A
+decoder is a static parameter of the product. It decodes the arrays of a weight `W`, its leaves, to float32:
 
-- `tiles`: a function that decodes the tile of so many rows from an even row on, in `stride` planes: columns
-    0, stride, …; columns 1, stride + 1, …; and so on, since interleaving costs as much as decoding.
-- `matrix`: `W`, or some of its rows or columns; parts of many are multiples of the numbers in `aligned`.
-- `scaled_rows`: `W` as values that are exact in any floating dtype and one scale for each row, if it is that.
-- `stored`: the product with the details of the codes that kernels need, None if no kernel supports them, and
-    `operands`: codes, scales, the table of values and zero points as it describes them. `decoded`: whether to
-    make scales and zero points float32, for kernels that take no others.
-- `dimensions`: for `Partitioning`, the names of the dimensions of the leaves, where those of `W` are n and k,
-    and the ones that can be summed over parts; None if XLA divides the product. `local`: that of a part.
+- `tiles(start, rows)` decodes `rows` rows from the even row `start`, as `stride` interleaved planes: columns
+  0, stride, …; columns 1, stride + 1, …; and so on. Interleaving them would cost as much as decoding.
+- `matrix`: `W`, or some rows or columns. If it is called in parts, these are multiples of `aligned`.
+- `scaled_rows`: `W` as values that are exact in any floating dtype, and one scale per row; None if it is not.
+- `stored`: the product with the details that kernels need, None if no kernel supports them; and `operands`:
+  codes, scales, value table and zero points as it describes them. `decoded`: whether to make scales and zero
+  points float32, for kernels that take nothing else.
+- `dimensions`: for `Partitioning`, the names of the leaves' dimensions (n and k for `W`), and the names that
+  can be summed over parts; None if XLA divides the product. `local`: the product for a part.
 
-`name` is the primitive of its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
-whether compilers for GPUs and TPUs fuse decoding with a product of few rows.
+`name` is the primitive for its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
+whether compilers for GPUs and TPUs fuse decoding into a product of few rows.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`x @ W.T` or `x @ W`, and how codes and scales encode the values of `W`:
+    """`x @ W.T` or `x @ W`, and how codes and scales encode `W`:
 
         value = scale · table[code]
         value = scale · (table[code] - zero)     zeros = "points"
@@ -49,11 +49,11 @@ class Product:
     - `block_size`: how many codes share a scale.
     - `transpose`: whether `N` is contracted, as in `x @ W`.
     - `out_dtype`: the dtype of the result.
-    - `bits`: the number of bits of a code, 4 or 8.
-    - `bias`: the number with `code = table[code] + bias`; None if values must be looked up.
+    - `bits`: the number of bits per code, 4 or 8.
+    - `bias`: such that `code = table[code] + bias`; None if values must be looked up.
     - `low_first`: whether the first of two codes in a byte is in the low half.
-    - `scales`: `"float"`, of any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"`, and
-        `"e8m0_half"` (half of it).
+    - `scales`: `"float"` in any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"` and
+        `"e8m0_half"` (half of this).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
     """
 
@@ -79,21 +79,21 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """The number of bytes of codes of a row of `W`, if rows start at bytes."""
+        """The bytes of codes per row of `W`, if rows start at bytes."""
         return self.shape[1] * self.bits // 8
 
     @property
     def planes(self) -> int:
-        """The number of codes in a byte."""
+        """The number of codes per byte."""
         return 8 // self.bits
 
     @property
     def row_blocks(self) -> int:
-        """The number of scales of a row of `W`, if rows start at blocks."""
+        """The number of scales per row of `W`, if rows start at blocks."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
-        """The other contraction of the same weight."""
+        """The other contraction with the same weight."""
         return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype)
 
     def of_dtype(self, out_dtype: np.dtype) -> "Product":
@@ -106,7 +106,7 @@ ALL = slice(None)
 
 
 def join(planes: list[Array], count: int) -> Array:
-    """Interleaves the planes of a matrix, and returns its first `count` columns."""
+    """Interleaves planes to a matrix with `count` columns."""
     if len(planes) == 1:
         return planes[0]
     width = planes[0].shape[-1]
@@ -116,7 +116,7 @@ def join(planes: list[Array], count: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Nibbles:
-    """4-bit codes, `(packed, absmax, codebook)` as of `nf4_matmul`; blocks may cross rows."""
+    """4-bit codes, `(packed, absmax, codebook)` as for `nf4_matmul`. Blocks may cross rows."""
 
     name: ClassVar[str] = "nf4_matmul"
     linear: ClassVar[bool] = True
@@ -126,8 +126,7 @@ class Nibbles:
         return 2
 
     def tiles(self, leaves: Leaves, product: Product) -> Tiles:
-        """A byte is looked up in two tables of 256 entries, one for each of its codes. The two values are
-        neighbours within a row."""
+        """Looks each byte up in two tables with 256 entries: its two codes are adjacent in a row."""
         (n, k), block = product.shape, product.block_size
         packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
         code = jnp.arange(256)
@@ -137,15 +136,15 @@ class Nibbles:
             return [table[pairs] * scale for table in tables]
 
         def paired(start: Array | int, rows: int) -> list[Array]:
-            """Rows of `W` as its even and its odd columns, each (rows, K / 2)."""
+            """Rows of `W` as even and odd columns, each (rows, K / 2)."""
             pairs = lax.dynamic_slice_in_dim(packed.reshape(n, k // 2), start, rows)
-            span = math.gcd(k, block)  # the longest run that divides rows and blocks alike
+            span = math.gcd(k, block)  # the longest run that divides both rows and blocks
             runs = start * (k // span) + jnp.arange(rows * (k // span))
             scale = absmax[runs // (block // span)].reshape(rows, k // span)
             return look_up(pairs, jnp.repeat(scale, span // 2, axis=1))
 
         def unaligned(start: Array | int, rows: int) -> list[Array]:
-            """Rows of `W` where rows begin in the middle of bytes; `start` is even."""
+            """Rows of `W` if rows begin in the middle of bytes; `start` is even."""
             first, count = start * k // 2, (rows * k + 1) // 2
             pairs = lax.dynamic_slice_in_dim(packed, first, count)
             scale = absmax[(first + jnp.arange(count)) // (block // 2)]
@@ -196,13 +195,13 @@ class Nibbles:
     def local(self, leaves: Leaves, product: Product) -> Product:
         if leaves[0].ndim != 2:
             return product
-        n, row_bytes = leaves[0].shape  # rows of codes say of which shape the part is
+        n, row_bytes = leaves[0].shape  # rows of codes give the shape of this part
         return dataclasses.replace(product, shape=(n, 2 * row_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of codes, scales and zeros, as a codec reads them: those of its five parts that are `present`."""
+    """Rows of codes, scales and zeros, as a codec reads them: the parts that are `present`."""
 
     codec: Codec
     present: tuple[bool, ...]
@@ -262,7 +261,7 @@ class Rows:
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
         if not self.linear:
             return None
-        # A partial block at the end of rows keeps columns together; one scale a row goes with all of them.
+        # A partial block at the end of rows keeps columns together; a single scale per row belongs to all.
         whole = product.shape[1] % product.block_size == 0
         k, blocks = ("k" if whole else "kept"), ("k" if whole and leaves[1].shape[1] != 1 else "blocks")
         return f"n {k}, n {blocks}", ("n",) if product.transpose else ("k",) if whole else ()
@@ -273,7 +272,7 @@ class Rows:
         return dataclasses.replace(product, shape=(n, part))
 
     def parts(self, leaves: Leaves) -> list[Any]:
-        """Codes, scale, outer scale, zero and outer zero; None for those that there are not."""
+        """Codes, scale, outer scale, zero and outer zero; None for missing ones."""
         rest = iter(leaves)
         return [next(rest) if p else None for p in self.present]
 

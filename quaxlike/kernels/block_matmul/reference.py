@@ -1,7 +1,7 @@
-"""The product with a stored weight in plain JAX: runs everywhere, and is what kernels are held to.
+"""The product with a stored weight in plain JAX: runs everywhere, and defines what kernels must compute.
 
-The weight is decoded a few rows at a time. Such a tile stays in the cache, and no dense copy of the weight
-ever exists: XLA on a CPU does not fuse decoding into a dot.
+We decode a few rows at a time. Such a tile stays in the cache, and no dense copy of the weight ever exists:
+on a CPU, XLA does not fuse decoding into a dot.
 """
 
 import functools
@@ -19,20 +19,22 @@ from jaxtyping import Array, Float, Num
 from ..multilinear import accumulator_dtype, is_spread, precision_for
 from .product import Decode, Product, Tiles
 
-# Weights decoded at a time. Few: one MiB of float32, which fits in a core's L2. Many: enough work for
-# each step to be shared between cores, and fewer passes over activations and accumulator.
+# Weights to decode at a time. Few: 1 MiB of float32, which fits in a core's L2. Many: enough work per step
+# for all cores, and fewer passes over activations and accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
 _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
 
 
 def _multiplies_in(dtype: Any, rows: Any) -> bool:
-    """Whether so many rows are multiplied in this dtype: processors with instructions for bfloat16 take less
-    time for it than in float32, and others about the same."""
+    """Whether to multiply this many rows in this dtype.
+
+    Processors with bfloat16 instructions are faster than in float32, and others about as fast.
+    """
     return dtype == jnp.bfloat16 and isinstance(rows, int) and rows >= _MANY_ROWS_OF_X
 
 
 def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
-    """A product to which `t @ b.T` of adapters is added before it is rounded, if there are any."""
+    """Adds the adapters' `t @ b.T` (if any) to a product before it is rounded."""
 
     @functools.wraps(product_of)
     def both(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
@@ -50,7 +52,7 @@ def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
 def tiled(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes some rows of `W` at a time, to the precision of `x`, and accumulates in float32 or wider."""
+    """Decodes some rows of `W` at a time, at the precision of `x`. Accumulates in float32 or wider."""
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1])
@@ -70,7 +72,7 @@ def tiled(
 def whole(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` to the dtype of `x` in one expression, for compilers that fuse it into the dot."""
+    """Decodes `W` to the dtype of `x` in one expression, which some compilers fuse into the dot."""
     if (parts := scaled_outside(x, leaves, decode, product)) is None:
         return times(x, decode.matrix(leaves, product), product)
     return times_scaled(x, *parts, product)
@@ -79,11 +81,11 @@ def whole(
 def scaled_outside(
     x: Array, leaves: Sequence[Any], decode: Decode, product: Product
 ) -> tuple[Array, Array] | None:
-    """Values and scales of rows that meet `x` or the result instead of the weight, if these are all scales.
+    """Values and row scales, if scales can be applied to `x` or the result instead of the weight.
 
-    Only a cast of the values is fused into the dot; a product with scales would be written to memory as a
-    dense weight. Not for rows that float16 is contracted over, whose exponents do not hold the products of
-    small cotangents and scales.
+    XLA only fuses a cast of the values into the dot; multiplied by scales, they would be written to memory as
+    a dense weight. Not for float16 contracted over rows: products of small cotangents and scales would
+    underflow.
     """
     return None if product.transpose and x.dtype == np.float16 else decode.scaled_rows(leaves)
 
@@ -91,7 +93,7 @@ def scaled_outside(
 def times_scaled(
     x: Float[Array, "*batch contracted"], values: Array, scale: Float[Array, "n 1"], product: Product
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by values whose rows have scales, which stay outside of the dot."""
+    """Multiplies `x` by values with row scales, which stay outside the dot."""
     dtype = accumulator_dtype(x.dtype)
     scale = scale.reshape(*[1] * (x.ndim - 1), values.shape[0]).astype(dtype)
     if product.transpose:
@@ -102,8 +104,10 @@ def times_scaled(
 def times(
     x: Float[Array, "*batch contracted"], w: Num[Array, "n k"], product: Product, dtype: Any = None
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by `W`, or by some of its rows or columns, to this dtype. If None, it accumulates in
-    float32 or wider, and rounds to the dtype of the product."""
+    """Multiplies `x` by `W`, or by some rows or columns, with a result in this dtype.
+
+    If None, accumulates in float32 or wider, and rounds to the product's dtype.
+    """
     contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
     params = {"precision": precision_for(x.dtype), "preferred_element_type": dtype}
     if dtype is not None:
@@ -114,7 +118,7 @@ def times(
 def times_adapters(
     t: Float[Array, "*batch adapters rank"], b: Float[Array, "adapters free rank"], dtype: np.dtype
 ) -> Float[Array, "*batch free"]:
-    """`t @ b.T`, summed over adapters, accumulated in `dtype`."""
+    """Computes `t @ b.T`, summed over adapters, accumulated in `dtype`."""
     contract = ((t.ndim - 2, t.ndim - 1), (0, 2))
     params = {"precision": precision_for(t.dtype), "preferred_element_type": dtype}
     return lax.dot_general(t, b, (contract, ((), ())), **params)
@@ -123,8 +127,7 @@ def times_adapters(
 def contract_columns(
     x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
 ) -> Float[Array, "m n"]:
-    """Computes `x @ W.T` for `W` of shape (n, k), which may be decoded at once if it has no more than
-    `at_once` weights."""
+    """Computes `x @ W.T` for an (n, k) weight, decoded at once if it has at most `at_once` numbers."""
     columns = [x[:, i::stride] for i in range(stride)]
 
     def rows_of_y(start: Array | int, rows: int) -> Array:
@@ -144,8 +147,7 @@ def contract_columns(
 def contract_rows(
     x: Float[Array, "m n"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
 ) -> Float[Array, "m k"]:
-    """Computes `x @ W` for `W` of shape (n, k), which may be decoded at once if it has no more than
-    `at_once` weights."""
+    """Computes `x @ W` for an (n, k) weight, decoded at once if it has at most `at_once` numbers."""
     tiles, rows = _tiling(x.shape[0], n, k, at_once)
     if tiles < 2 and stride == 1:
         (w,) = tile(0, n)
@@ -158,7 +160,7 @@ def contract_rows(
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
-    if is_spread((x,)):  # sharded over explicit axes of a mesh: rows keep their sharding
+    if is_spread((x,)):  # sharded over explicit mesh axes: rows keep their sharding
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
@@ -168,9 +170,9 @@ def contract_rows(
 
 
 def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Rounds `values` to the precision of a floating `dtype`, as a cast to it would."""
+    """Rounds `values` to the precision of a floating `dtype`, as a cast would."""
     info = jnp.finfo(dtype)
-    # A pair of casts would be elided by XLA.
+    # XLA would elide a pair of casts.
     return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
 
 
@@ -180,12 +182,12 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
-    """The number of tiles, and of the rows of each, which is even; the remainder is less than a tile."""
+    """The number of tiles, and the (even) number of rows per tile. The rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
-    # A large weight is never decoded at once: XLA would keep it from the forward to the backward pass.
+    # Never decode a large weight at once: XLA would keep it from the forward to the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
-    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension of `jax.export` is no int
+    few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension is not an int
     weights = _TILE_FEW if few else many
     tiles = -(-n // max(2, weights // max(k, 1)))
     return (tiles, n) if tiles < 2 else (tiles, n // tiles // 2 * 2)

@@ -1,8 +1,10 @@
-"""How a warp brings its codes, scales and zero points to shared memory, ahead of their use.
+"""How a warp brings codes, scales and zero points to shared memory, before it needs them.
 
-A copy costs a multiprocessor nearly as much time for 4 bytes as for 16 (measured on an H200), so that what
-limits a product with few tokens is how many there are. A warp therefore copies its tile of a weight
-together, each thread as much at once as instructions can, and then reads from it what each thread decodes.
+A 4-byte copy takes a multiprocessor nearly as long as a 16-byte copy (measured on an H200). So with few
+tokens, a product is limited by the number of copies. A warp therefore copies its tile of a weight together,
+each thread as much at once as instructions allow, and then each thread reads what it decodes.
+
+The layout is swizzled. Reads must use the same swizzle as copies, or a thread decodes another row's codes.
 """
 
 import math
@@ -14,19 +16,19 @@ from ..lanes import MemoryRegion, Reg
 from .lookup import STREAMS, Numbers
 from .tilings import BLOCK, Problem, Tiling
 
-_CHUNK = 16  # bytes of codes that a thread copies at a time
+_CHUNK = 16  # bytes of codes per copy
 
 
 class Field(NamedTuple):
-    """What a tile has of one array of scales or zero points: some words for each of its rows.
+    """The words of one array of scales or zero points in a tile, row by row.
 
     **Attributes:**
 
     - `divisor`: how many numbers share an element of the array.
-    - `size`: bytes of an element.
-    - `words`: of a row.
-    - `at_once`: how many of them a thread copies at a time.
-    - `regular`: whether the first word of a row begins with the first number of the tile.
+    - `size`: bytes per element.
+    - `words`: words per row.
+    - `at_once`: how many words a thread copies at a time.
+    - `regular`: whether a row's first word begins with the tile's first number.
     """
 
     divisor: int
@@ -59,12 +61,12 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """Of a tile; each thread of a warp has a place to copy to."""
+        """The bytes per tile, with a place to copy to for each thread in the warp."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
 class TileLayout:
-    """Where a warp's tile of codes and numbers has its place in shared memory."""
+    """The layout of a warp's tile of codes and numbers in shared memory."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
         self.p, bits = p, p.product.bits
@@ -72,7 +74,7 @@ class TileLayout:
         self.columns = BLOCK * (1 if p.product.transpose else tiling.unroll)
         self.row_bytes = self.columns * bits // 8
         self.chunks = self.row_bytes // _CHUNK
-        # Chunks of a row that threads of a group read together.
+        # Chunks in a row that a group of threads reads together.
         self.span = 2 if p.product.transpose else bits // 2
         kinds = [p.scales, *([] if p.product.zeros is None else [p.zeros])]
         self.fields = [[Field.of(p, self.rows, self.columns, *s) for s in STREAMS[kind]] for kind in kinds]
@@ -82,7 +84,7 @@ class TileLayout:
         return self.rows * self.row_bytes + sum(f.bytes(self.rows) for fields in self.fields for f in fields)
 
     def starts(self, base: Reg) -> list[list[Reg]]:
-        """Where the fields of a tile begin."""
+        """The offsets of a tile's fields."""
         at, out = self.rows * self.row_bytes, []
         for fields in self.fields:
             out.append([])
@@ -92,18 +94,17 @@ class TileLayout:
         return out
 
     def swizzle(self, place: Reg) -> Reg:
-        """What the number of a chunk is xored with, in a row with this place modulo 8, so that threads that
-        read different rows meet different banks."""
+        """XOR mask for the chunk index in this row; avoids bank conflicts between rows."""
         line = place * self.row_bytes // 128 if self.row_bytes < 128 else place
         return line * self.span % self.chunks
 
     def row(self, place: Reg) -> Reg:
-        """The row of a tile at a place: those that threads read together are neighbours."""
+        """The tile's row at a place. Rows that threads read together are adjacent."""
         return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
 
 
 class StagedTiles:
-    """A warp's tiles: copies to shared memory, and what a thread reads of them."""
+    """A warp's tiles: copies them to shared memory, and reads a thread's share."""
 
     def __init__(
         self,
@@ -116,14 +117,14 @@ class StagedTiles:
         self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
 
     def fetch(self, base: Reg, row: Reg, column: Reg) -> None:
-        """Begins to copy the tile at a row and column of the weight; zeros past its end."""
+        """Starts copying the tile at a row and column of the weight; zeros past its end."""
         layout, product = self.layout, self.layout.p.product
         n, k = product.shape
         per_chunk = _CHUNK * 8 // product.bits
         for i in range(0, layout.rows * layout.chunks, 32):
             at = self.lane + i
             place, chunk = at // layout.chunks, at % layout.chunks
-            # The rows of a pass lie as those of the first do, for the swizzle.
+            # For the swizzle, every pass has the same arrangement of rows.
             swizzle = layout.swizzle(self.lane // layout.chunks % 8 + i // layout.chunks % 8)
             of_row, of_chunk = row + layout.row(place), column + chunk * per_chunk
             here = (of_row < n) & (of_chunk < k)
@@ -157,17 +158,17 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """The word of a field's array that the number of a place begins in."""
+        """The word in which a place's number begins."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 
     def words(self, base: Reg, place: Reg, chunk: Reg, inner: Reg, count: int) -> list[Reg]:
-        """`count` words of codes of a row, from byte `inner` of a chunk on, whose number is swizzled."""
+        """Reads `count` words of codes, starting at byte `inner` of a (swizzled) chunk."""
         at = base + place * self.layout.row_bytes + chunk * _CHUNK + inner
         return self.shared.load(at, "u32", count)
 
     def number(self, which: int, base: Reg, place: Reg, row: Reg, tile_column: Reg, offset: Reg) -> Reg:
-        """A scale (`which` is 0) or zero point (1) of a row, `offset` columns into the tile."""
+        """A row's scale (`which` is 0) or zero point (1), `offset` columns into the tile."""
         layout, numbers = self.layout, self.numbers[which]
         block = layout.p.product.block_size
         words = []

@@ -1,11 +1,12 @@
 """The matmul with stored weights on TPUs.
 
-Codes are read as they are stored. A byte of two codes holds two neighbouring columns of a row of `W`; bytes
-lie along lanes, so that one half of each is an even column of a tile and the other an odd one. The two planes
-are multiplied apart, by the even and by the odd columns of `x`: nothing is interleaved. Codes of 4 bits are
-looked up along the 8 sublanes of two registers. Scales are looked up within the 128 lanes of one, as are
-codes of 8 bits, and all codes before TPU v5: that takes several times as long where each row of a register
-looks up other lanes. Codes that are integers need no table.
+Codes are read as they are stored. A byte with two codes holds two adjacent columns of a row of `W`. Bytes lie
+along lanes, so that one half of every byte belongs to an even column, and the other half to an odd column. We
+multiply the two planes separately, by the even and the odd columns of `x`: nothing is interleaved.
+
+4-bit codes are looked up along the 8 sublanes of two registers. Scales are looked up along the 128 lanes of
+one register, and so are 8-bit codes, and all codes before TPU v5. This takes several times as long if each
+row of a register looks up other lanes. Integer codes need no table.
 """
 
 import functools
@@ -24,11 +25,11 @@ from .nested_scales import NestedScales, dense_scales
 from .product import Product
 
 _LANES, _SUBLANES = 128, 8
-_ROWS_OF_X = 256  # in a tile
+_ROWS_OF_X = 256  # per tile
 
 
 def choose(platform: str, x: Any, *, product: Product, partitioned: bool, **params: Any) -> Choice | str:
-    """How the operation runs on a TPU, or why it does not."""
+    """How the operation runs on a TPU, or why it cannot."""
     refusal = PARTITIONED if partitioned else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
@@ -59,11 +60,11 @@ def matmul(
     zeros: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """The Pallas kernel.
+    """Runs the Pallas kernel.
 
     **Arguments:**
 
-    - `packed`, `absmax`, `zeros`: codes, scales and zero points in floating dtypes, of any shape.
+    - `packed`, `absmax`, `zeros`: codes, and scales and zero points in floating dtypes, with any shape.
     - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
     """
     (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
@@ -94,7 +95,7 @@ def matmul(
     else:
         if low_rank:
             t, b = low_rank
-            # Adapters beside each other, as one of the summed rank.
+            # All adapters next to each other, like one adapter with the summed rank.
             low_rank = as_rows(t.reshape(m, -1)), jnp.moveaxis(b, 0, 1).reshape(n, -1)
         y = _forward([x[:, i::planes] for i in range(planes)], low_rank, weight, rows, out_dtype, interpret)
     return y[:m].reshape(*lead, y.shape[1])
@@ -103,7 +104,7 @@ def matmul(
 class _Weight(NamedTuple):
     packed: Array  # (n, bytes of a row)
     of_blocks: list[Array]  # scales and zero points, (n, k / block_size), padded to whole registers
-    table: Array  # (16, 128), a number a row; (1, 128) or (1, 256) where it is along lanes
+    table: Array  # (16, 128), one number per row; (1, 128) or (1, 256) along lanes
     product: Product
     tile_n: int
     tile_bytes: int
@@ -117,7 +118,7 @@ class _Weight(NamedTuple):
         return self.product.block_size * self.product.bits // 8
 
     def specs(self, place: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """How tiles of the operands are cut; `place` gives the tile's row and column in the grid."""
+        """The block specs for the operands. `place` gives a tile's row and column in the grid."""
         import jax.experimental.pallas as pl
 
         scales_in_tile = self.tile_bytes // self.block_bytes
@@ -133,7 +134,7 @@ class _Weight(NamedTuple):
         ]
 
     def decode(self, refs: Sequence[Any], k: Any, dtype: Any) -> Iterator[tuple[Any, list[Array]]]:
-        """For each 128 bytes of a tile's rows: where they are, and their columns in planes."""
+        """For each 128 bytes of a tile's rows: their position, and their columns in planes."""
         packed, table, *of_blocks = refs
         lane = lax.broadcasted_iota(jnp.int32, (self.tile_n, _LANES), 1)
         for start in range(0, self.tile_bytes, _LANES):
@@ -150,7 +151,7 @@ class _Weight(NamedTuple):
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
-        """The numbers that codes stand for, in float32."""
+        """The values of codes, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
         if table.shape[0] > 1:
@@ -276,14 +277,14 @@ def _transposed(
 
 
 def _looks_up_along_sublanes(interpret: bool) -> bool:
-    """Whether the TPU that is compiled for can: those since v5 do."""
+    """Whether the target TPU supports this (v5 and later do)."""
     import jax.experimental.pallas.tpu as pltpu
 
     return interpret or pltpu.get_tpu_info().generation >= 5
 
 
 def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
-    """For each place the number that is at `index` along an axis of the table, of the same shape."""
+    """Gathers from the table along an axis. `index` has the same shape."""
     return jnp.take_along_axis(table, index, axis=axis, mode="promise_in_bounds")
 
 
