@@ -1,4 +1,4 @@
-"""The block-sparse matmul as a primitive that knows its derivatives and picks its backend."""
+"""The block-sparse matmul, as a primitive that knows its derivatives and picks its backend."""
 
 import functools
 from collections.abc import Callable
@@ -30,11 +30,11 @@ def block_sparse_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T` for a weight `W` of which some square blocks are stored; `x @ W` if transposed.
+    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight with some square blocks stored.
 
-    `W` has shape `(N, K)` and is zero outside its blocks, which are stored by block rows
-    (block-ELL): each block row has slots for as many as the fullest. Products are accumulated in
-    float32, in time proportional to the slots. Differentiable in `x` and in the stored blocks.
+    `W` has shape `(N, K)` and is zero outside its blocks, which are stored by block rows (block-ELL): each
+    block row has as many slots as the fullest row has blocks. Products are accumulated in float32, in time
+    proportional to the number of slots. This is differentiable in `x` and in the stored blocks.
 
     !!! example
 
@@ -53,17 +53,17 @@ def block_sparse_matmul(
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` holds rows `n·b …` and columns
-        `col_idx[n, j]·b …` of `W`.
-    - `col_idx`: block column of each block, in `[0, K / b)`; `K / b` for a slot without a block.
-    - `transposed_idx`: numbers of the blocks of each block column, by
-        [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` has rows `n·b …` and columns `col_idx[n, j]·b …` of
+      `W`.
+    - `col_idx`: each block's column, in `[0, K / b)`; `K / b` for a slot without a block.
+    - `transposed_idx`: the numbers of the blocks in each block column, from
+      [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: dtype of the result; that of `x` if None.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` where the operands do not fit each other.
+    **Raises:** `ValueError` if the operands do not fit each other.
     """
     col_idx, transposed_idx = jnp.asarray(col_idx), jnp.asarray(transposed_idx)
     _check(x, blocks, col_idx, transposed_idx, transpose)
@@ -102,7 +102,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 def _either(
     first: Callable[..., Choice | str], second: Callable[..., Choice | str]
 ) -> Callable[..., Choice | str]:
-    """The first kernel if it applies, else the second, which may take what the first refuses."""
+    """The first kernel if it applies, else the second, which may support what the first does not."""
 
     def choose(*operands: Any, **params: Any) -> Choice | str:
         choice = first(*operands, **params)
@@ -182,7 +182,7 @@ def _sampled_transpose(
 
 
 def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    # The products of a batch are products of larger arrays in plain JAX.
+    # In plain JAX, a batch of products is a product of larger arrays.
     del params["backend"]
     return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
 

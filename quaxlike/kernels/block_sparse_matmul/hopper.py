@@ -1,8 +1,10 @@
 """The block-sparse matmul on Hopper GPUs.
 
-A block of threads computes one column of tiles of the result's feature blocks: for each stored block
-it multiplies a tile of tokens by that block on the tensor cores. One warpgroup does nothing but ask
-for the tiles that the others will need, at the places that the index tells.
+A block of threads computes one column of tiles of the result's feature blocks: for each stored block, it
+multiplies a tile of tokens by this block on the tensor cores. One warpgroup only prefetches the tiles that
+the others will need, at the places given by the index.
+
+A slot without a block has an index past the end, where loads return zero. So padding needs no branch.
 """
 
 import functools
@@ -19,7 +21,7 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
 _DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
-_ROWS = 8  # of the tiles that shared memory is laid out in
+_ROWS = 8  # rows per tile of the shared-memory layout
 _COMPUTE_WARPGROUPS = 2
 _STAGES = 3
 
@@ -27,7 +29,7 @@ _STAGES = 3
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """How the product runs on a Hopper GPU, or why it does not."""
+    """How the product runs on a Hopper GPU, or why it cannot."""
     slots = (transposed_idx if transpose else col_idx).size
     refusal = _refusal(platform, x, blocks, blocks.shape[-1], slots, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
@@ -36,7 +38,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """How the sampled product runs on a Hopper GPU, or why it does not."""
+    """How the sampled product runs on a Hopper GPU, or why it cannot."""
     refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", sampled) if refusal is None else refusal
 
@@ -69,20 +71,19 @@ def matmul(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """The kernel; its operands are cut and numbered alike for both contractions."""
+    """Runs the kernel. Both contractions tile and number their operands alike."""
     rows, slots, b, _ = blocks.shape
     index, columns = transposed_idx if transpose else col_idx, transposed_idx.shape[0]
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
-    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens of a warpgroup
+    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens per warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    x = x.reshape(m, x.shape[-1])  # past whose last row zeros are loaded, and nothing is stored
+    x = x.reshape(m, x.shape[-1])  # past its last row, loads return zeros, and nothing is stored
     parts = b // _DEPTH
 
     def place(index: Any) -> _Place:
         token_tile, feature_block = lax.axis_index("tokens"), lax.axis_index("features")
 
-        # An index past the end is that of a slot without a block: what is loaded from outside of an
-        # array is zero.
+        # A slot without a block has an index past the end: loads from outside an array return zero.
         def x_at(step: Any) -> tuple[Any, Any]:
             number = index[feature_block, step // parts]
             column = number // slots if transpose else number
@@ -124,7 +125,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """The blocks at `col_idx` of `y.T @ x`: a block of threads for each of them, over all tokens."""
+    """The blocks of `y.T @ x` at `col_idx`, with one block of threads each, over all tokens."""
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])
@@ -132,7 +133,7 @@ def sampled(
 
     def place(index: Any) -> _Place:
         number = lax.axis_index("blocks")
-        # A slot without a block names a column past the end, where what is loaded is zero.
+        # A slot without a block names a column past the end, where loads return zero.
         column = index[number // slots, number % slots]
         return _Place(lambda step: (step, number // slots), lambda step: (step, column), number * b, 0)
 
@@ -154,7 +155,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """The work of a block of threads: both operands' tiles at each step, and where the result goes."""
+    """The work for a block of threads: both operands' tiles per step, and where the result goes."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]
@@ -181,12 +182,12 @@ def _product(
 
     **Arguments:**
 
-    - `tiles`: shapes of the tiles of both operands.
+    - `tiles`: the shapes of both operands' tiles.
     - `place`: what a block of threads computes, given the index in global memory.
-    - `matrices`: of two tiles in shared memory and a warpgroup's own rows, the matrices that it multiplies.
-    - `own_rows`, `width`: of the result, of each of the `warpgroups` that multiply.
-    - `steps`: how many pairs of tiles are summed.
-    - `grid`: the sizes of the named axes that `place` asks for.
+    - `matrices`: the matrices that a warpgroup multiplies, given two tiles in shared memory and its own rows.
+    - `own_rows`, `width`: the part of the result for each of the `warpgroups` that multiply.
+    - `steps`: how many pairs of tiles to sum.
+    - `grid`: the sizes of the named axes that `place` uses.
     """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu

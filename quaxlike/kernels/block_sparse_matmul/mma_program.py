@@ -1,14 +1,15 @@
-"""The block-sparse products on any GPU from compute capability 8.0 on, thread by thread.
+"""The block-sparse products on any GPU since compute capability 8.0, thread by thread.
 
-A block of threads computes a tile of the result: at each step it multiplies a tile of either operand on the
+A block of threads computes a tile of the result: in each step it multiplies a tile of either operand on the
 tensor cores (`mma.sync`).
 
-- *Tiles are copied as they are stored* (`cp.async`) from the places in the index to a ring of stages in
-  shared memory. The index is read one step before its copies begin. A block or row that does not exist
-  is not read: zeros are written instead.
-- *`ldmatrix` hands tiles to the threads*, transposed if the contracted axis runs along the rows. Pieces of 16
-  bytes are permuted within lines of 128, so that neither copies nor `ldmatrix` conflict over a bank.
-- *The result passes through shared memory*, so that neighbouring threads write neighbouring pieces.
+- *Tiles are copied as they are stored* (`cp.async`), from the places in the index to a ring of stages in
+  shared memory. The index is read one step before its copies start. A block or row that does not exist is not
+  read: zeros are written instead.
+- *`ldmatrix` loads the fragments*, transposed if the contracted axis runs along the rows. Pieces of 16 bytes
+  are permuted within lines of 128, so that neither copies nor `ldmatrix` have bank conflicts. Copy and load
+  must use the same permutation (`_permuted`).
+- *The result passes through shared memory*, so that adjacent threads write adjacent pieces.
 
 Import this module only where a kernel is traced.
 """
@@ -25,8 +26,8 @@ from .. import lanes
 from ..lanes import MemoryRegion, Reg
 from .mma_tiling import DEPTH, THREADS, SparseProblem, SparseTiling
 
-_PIECE = 16  # bytes of a copy, and of a row of the matrices that `ldmatrix` reads
-_NUMBERS = 8  # in a piece
+_PIECE = 16  # bytes per copy, and per row of the matrices for `ldmatrix`
+_NUMBERS = 8  # per piece
 
 
 def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
@@ -71,7 +72,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     def step(i: Reg, carry: list[Reg]) -> list[Reg]:
         next_number, *acc = carry
         lanes.wait_for_copies(ahead - 1)
-        # After it all threads are done with the last step, whose stage is filled anew.
+        # After this, all threads are done with the previous step, so its stage can be filled again.
         lanes.barrier()
         fetch(i + ahead, next_number)
         return [number(i + tiling.stages), *multiply(stage(i), acc)]
@@ -87,14 +88,13 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
 
 class _Work(NamedTuple):
-    """The work of a block of threads.
+    """The work for a block of threads.
 
     **Attributes:**
 
-    - `number`: a function of the step, which gives the entry of the index that says where its tiles are.
-    - `left_at`, `right_at`: functions of the step and this entry, which give the first row and column of each
-        operand's tile.
-    - `row`, `column`: the first ones of the result's tile.
+    - `number`: from a step to its index entry, which says where the tiles are.
+    - `left_at`, `right_at`: from a step and its entry to the first row and column of each operand's tile.
+    - `row`, `column`: the first row and column of the result's tile.
     """
 
     number: Callable[[Reg], Reg]
@@ -106,8 +106,7 @@ class _Work(NamedTuple):
 
 def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, slots = p.block_size, p.slots
-    # Blocks of threads that share tokens are neighbours: these are read by all, and the L2 cache serves all
-    # but one.
+    # Blocks of threads with the same tokens are adjacent, so that the L2 cache serves all but one.
     feature_tiles, parts = p.indexed[0] * b // tiling.width, b // tiling.width
     feature_tile = lanes.block_index() % feature_tiles
     token = lanes.block_index() // feature_tiles * tiling.height
@@ -158,18 +157,20 @@ def _sampled(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Wo
 
 class _Shared(MemoryRegion):
     def load_matrices(self, offset: Reg, *, transposed: bool) -> list[Reg]:
-        """Four matrices of 8 by 8 numbers of 16 bits, of which each lane names a row: of each, elements
-        (group, 2·quad) and (group, 2·quad + 1), or of its transpose."""
+        """Loads four 8 by 8 matrices of 16-bit numbers; each lane gives the address of one row.
+
+        A lane gets elements (group, 2·quad) and (group, 2·quad + 1) of each matrix, or of its transpose.
+        """
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
         struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
-        # With side effects, or the compiler might move it over a barrier: it does not know that this reads.
+        # With side effects, or the compiler might move it across a barrier: it does not know that this reads.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
 
 
 class _Operand:
-    """An operand in global memory, and its tile of a stage in shared memory, as one thread sees them."""
+    """An operand in global memory, and its tile per stage in shared memory, for one thread."""
 
     def __init__(
         self,
@@ -183,20 +184,20 @@ class _Operand:
     ) -> None:
         self.memory, self.shared, self.shape, self.start = memory, shared, shape, start
         self.rows, columns, self.transposed = tile
-        self.pieces = columns // _NUMBERS  # of a row
-        # Each group of eight lanes names the rows of one of the four matrices that `ldmatrix` reads.
+        self.pieces = columns // _NUMBERS  # per row
+        # Each group of eight lanes gives the rows of one of the four matrices for `ldmatrix`.
         lane = lanes.thread_index() % 32
         low, high = lane // 8 % 2 * 8, lane // 16 * 8
         self.free, self.contracted = (low, high) if is_left else (high, low)
         self.line = lane % 8
 
     def _permuted(self, piece: Reg, row: Reg) -> Reg:
-        """Where in its row a piece is stored: eight rows have a given piece in eight different banks."""
+        """The position of a piece in its row. Eight rows have the same piece in eight different banks."""
         width = min(8, self.pieces)
         return piece ^ row // (8 // width) % width
 
     def fetch(self, place: tuple[Reg, Reg], present: Reg, stage: Reg) -> None:
-        """Begins to copy the tile whose first row and column are given; zeros if it is not `present`."""
+        """Starts copying the tile with this first row and column; zeros unless `present`."""
         row, column = place
         for i in range(-(-self.rows * self.pieces // THREADS)):
             at = lanes.thread_index() + i * THREADS
@@ -209,11 +210,13 @@ class _Operand:
             self.memory.copy_to(lanes.select(inside, offset, 0), self.shared, to, _PIECE, inside)
 
     def fragment(self, stage: Reg, first: Reg, k: int) -> list[Reg]:
-        """The `k`-th 16 of what is contracted, of 16 of the others from `first` on, as `lanes.mma` takes
-        them: as a (16, 16) left operand, or as two (16, 8) right ones."""
+        """The fragment for contraction step `k` and 16 free indices from `first`, for `lanes.mma`.
+
+        This is a (16, 16) left operand, or two (16, 8) right operands.
+        """
         free, contracted = first + self.free, self.contracted + 16 * k
         row, column = (contracted, free) if self.transposed else (free, contracted)
-        # Without the line rows are multiples of 8, which permute alike.
+        # Without `line`, rows are multiples of 8, which permute alike.
         piece = self._permuted(column // _NUMBERS, self.line)
         at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
         return self.shared.load_matrices(at, transposed=self.transposed)
@@ -228,8 +231,7 @@ def _store(
     p: SparseProblem,
     tiling: SparseTiling,
 ) -> None:
-    """Rounds the sums of a warp, whose tile is at `place` in that of the block, and writes those that lie
-    inside the result."""
+    """Rounds a warp's sums, and writes those inside the result. `place` is the warp's tile in the block's."""
     thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
     row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
     for i in range(len(acc) // 2):

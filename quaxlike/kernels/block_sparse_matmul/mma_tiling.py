@@ -3,17 +3,17 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-THREADS = 128  # of a block
+THREADS = 128  # per block
 _LARGEST_TILE = 128
-DEPTH = 32  # features or tokens contracted in a step
+DEPTH = 32  # features or tokens contracted per step
 # Every GPU has room for two such rings on each multiprocessor.
 _RING, _MOST_STAGES = 48 * 1024, 8
-_MULTIPROCESSORS = 108  # of an A100
-_LEAST = 4 * 16 * 16  # numbers in a tile: each warp has a tile of 16 by 16
+_MULTIPROCESSORS = 108  # on an A100
+_LEAST = 4 * 16 * 16  # numbers per tile: each warp has at least 16 by 16
 
 
 class SparseProblem(NamedTuple):
-    """A product, and the shapes of its operands in two dimensions.
+    """A product, and its operands' two-dimensional shapes.
 
     **Attributes:**
 
@@ -21,9 +21,9 @@ class SparseProblem(NamedTuple):
     - `left`, `right`: the shapes of `x` and of the stacked blocks; of `y` and `x` for the sampled product.
     - `indexed`: the shape of the index, by block columns for `"transposed"` and else by block rows.
     - `out`: the shape of the result.
-    - `slots`: the number in a block row.
-    - `absent`: the least entry of the index that marks a slot without a block.
-    - `dtype`: bfloat16 or float16, of both operands and the result.
+    - `slots`: the number of slots per block row.
+    - `absent`: the least index entry that marks a slot without a block.
+    - `dtype`: bfloat16 or float16, for both operands and the result.
     """
 
     kind: Literal["forward", "transposed", "sampled"]
@@ -38,12 +38,12 @@ class SparseProblem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many tiles of either operand are multiplied."""
+        """How many pairs of tiles are multiplied."""
         contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
         return -(-contracted // DEPTH)
 
     def blocks(self, tiling: "SparseTiling") -> int:
-        """How many blocks of threads the program is for."""
+        """How many blocks of threads the program launches."""
         return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
 
 
@@ -63,7 +63,7 @@ class SparseTiling:
 
     @property
     def left(self) -> tuple[int, int, bool]:
-        """Rows and columns of the left operand's tile, and whether its rows are contracted."""
+        """The left operand's tile: rows, columns, and whether rows are contracted."""
         return self._tile(self.height, self.rows_are_contracted[0])
 
     @property
@@ -75,7 +75,7 @@ class SparseTiling:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps below and beside each other, chosen so that their own tiles are as square as possible."""
+        """How many warps share rows and columns, chosen to make their own tiles as square as possible."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
 
         def fits(warps: Any) -> Any:
@@ -89,7 +89,7 @@ class SparseTiling:
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
-        """The bytes of each operand's tile in a stage; all threads copy the same number of pieces."""
+        """The bytes of each operand's tile per stage. All threads copy equally many pieces."""
 
         def whole(tile: Any) -> Any:
             return -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
@@ -103,7 +103,7 @@ class SparseTiling:
 
     @property
     def out_stride(self) -> int:
-        """Bytes of a row of the result in shared memory, of which eight begin in different banks."""
+        """The row stride of the result in shared memory, in bytes. Eight rows begin in different banks."""
         return 2 * self.width + 16
 
     @property
@@ -113,7 +113,7 @@ class SparseTiling:
 
 
 def tiling_for(p: SparseProblem) -> SparseTiling:
-    """A large tile, unless there are few tokens or multiprocessors would have no work."""
+    """Chooses a large tile, unless there are few tokens, or multiprocessors would be idle."""
     largest = min(_LARGEST_TILE, p.block_size & -p.block_size)
     tokens = 1 << (p.out[0] - 1).bit_length()
     height = largest if p.kind == "sampled" else min(_LARGEST_TILE, max(tokens, 16, _LEAST // largest))

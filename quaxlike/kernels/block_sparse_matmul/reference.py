@@ -1,15 +1,14 @@
-"""The block-sparse matmul in plain JAX: a scan over the block rows of the weight.
+"""The block-sparse matmul in plain JAX: a scan over the weight's block rows.
 
-Nothing dense is made of the weight, and no operand is gathered: each step multiplies stored blocks
-by slices of the activations, which are laid out by blocks of features. Padding meets a block of
-zeros one past the last, and products with it are left out, whatever it holds.
+The weight never becomes dense, and no operand is gathered: each step multiplies stored blocks by slices of
+the activations, which are laid out by blocks of features. Padding meets a zero block one past the last;
+products with it are left out, whatever the padding contains.
 
-Where there are many activations and little memory, on GPUs, they stay as they are: `…_sliced`
-multiplies slices of rows, and writes results to their place.
+On GPUs, with many activations and little memory, the activations keep their layout: `…_sliced` multiplies
+slices of rows, and writes results in place.
 
-The blocks of a weight are numbered as they are stored, row by row: slot `j` of block row `n` is
-number `n · slots + j`. Rows and columns that hold fewer blocks than others are padded with an index
-one past the last, as in JAX's BCOO.
+Blocks are numbered in storage order, row by row: slot `j` of block row `n` is number `n · slots + j`. Rows
+and columns with fewer blocks than others are padded with an index one past the last, as in JAX's BCOO.
 """
 
 import math
@@ -28,18 +27,18 @@ from ..multilinear import accumulator_dtype, precision_for
 def transposed_index(
     col_idx: Int[np.ndarray, "rows slots"], columns: int
 ) -> Int[np.ndarray, "columns slots_transposed"]:
-    """Which blocks stand in each block column, from which block column each block stands in.
+    """Finds the blocks in each block column, given each block's column.
 
-    The result's width is the number of blocks in the fullest column, which depends on the values of
-    `col_idx`: they must be known, not traced.
+    The result is as wide as the fullest column has blocks. This depends on the values of `col_idx`, so they
+    must be known, not traced.
 
     **Arguments:**
 
-    - `col_idx`: block column of each block; `columns` for padding.
-    - `columns`: number of block columns, K / b.
+    - `col_idx`: each block's column; `columns` for padding.
+    - `columns`: the number of block columns, K / b.
 
-    **Returns:** numbers of the blocks of each block column, in increasing order;
-    `rows · slots` for padding. int32.
+    **Returns:** the numbers of each block column's blocks, in increasing order; `rows · slots` for padding.
+    int32.
 
     **Raises:** `ValueError` for an index outside `[0, columns]`.
     """
@@ -65,7 +64,7 @@ def matmul_reference(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """`x @ W.T`, or `x @ W` if `transpose`, accumulated in float32 or wider."""
+    """Computes `x @ W.T`, or `x @ W` if `transpose`. Accumulates in float32 or wider."""
     multiply = _scatter if transpose else _gather
     y = multiply(_by_blocks(x, blocks.shape[-1]), blocks, col_idx, transposed_idx.shape[0])
     return _by_rows(y, x.shape[:-1]).astype(out_dtype)
@@ -79,7 +78,7 @@ def sampled_reference(
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
-    """The blocks at `col_idx` of `y.T @ x`: the cotangent of the stored blocks."""
+    """The blocks of `y.T @ x` at `col_idx`: the cotangent of the stored blocks."""
     y, x = _by_blocks(y, block_size), _with_zeros(_by_blocks(x, block_size))
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
@@ -105,7 +104,7 @@ def matmul_sliced(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """`matmul_reference` with temporaries of the size of one block of features."""
+    """`matmul_reference`, with temporaries for only one block of features."""
     rows, slots, b, _ = blocks.shape
     index, absent = (transposed_idx, rows * slots) if transpose else (col_idx, transposed_idx.shape[0])
     if 0 in (x.shape[-1], index.size):  # nothing to slice
@@ -117,7 +116,7 @@ def matmul_sliced(
         def add(slot: Array, acc: Array) -> Array:
             number = index[i, slot]
             column, block = (number // slots, number) if transpose else (number, i * slots + slot)
-            # The last ones are sliced where the index points past the end.
+            # If the index points past the end, this slices the last ones.
             product = _dot(_columns(x, column, b), _at(numbered, block), ((1,), (0 if transpose else 1,)))
             return acc + _if_stored(number < absent, product)
 
@@ -137,7 +136,7 @@ def sampled_sliced(
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
-    """`sampled_reference` with temporaries of the size of one block of features."""
+    """`sampled_reference`, with temporaries for only one block of features."""
     if 0 in (x.shape[-1], y.shape[-1]):
         return sampled_reference(y, x, col_idx, block_size=block_size, out_dtype=out_dtype)
     y, x = (z.reshape(math.prod(z.shape[:-1]), z.shape[-1]) for z in (y, x))
@@ -191,7 +190,7 @@ def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
 
 def _by_blocks(x: Array, b: int) -> Array:
-    """(..., features) to (features / b, rows, b)."""
+    """Reshapes (..., features) to (features / b, rows, b)."""
     rows = math.prod(x.shape[:-1])
     return jnp.moveaxis(x.reshape(rows, x.shape[-1] // b, b), 1, 0)
 

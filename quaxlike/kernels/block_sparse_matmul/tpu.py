@@ -1,4 +1,4 @@
-"""The block-sparse matmul on TPUs: the index, known before the tiles are, says which to load."""
+"""The block-sparse matmul on TPUs. The index is prefetched, and says which tiles to load."""
 
 import functools
 import math
@@ -13,18 +13,18 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
 
 _LANES = 128
-_ROWS_OF_X = 512  # in a tile
+_ROWS_OF_X = 512  # per tile
 
 
 def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
-    """How the product runs on a TPU, or why it does not."""
+    """How the product runs on a TPU, or why it cannot."""
     return _choice(matmul, platform, x, blocks, blocks.shape[-1], blocks.size, **params)
 
 
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """How the sampled product runs on a TPU, or why it does not."""
+    """How the sampled product runs on a TPU, or why it cannot."""
     return _choice(sampled, platform, x, y, block_size, col_idx.size, **params)
 
 
@@ -55,7 +55,7 @@ def matmul(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """The Pallas kernel; its operands are cut and numbered alike for both contractions."""
+    """Runs the Pallas kernel. Both contractions tile and number their operands alike."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -67,7 +67,7 @@ def matmul(
     weight = blocks.reshape(rows * slots, b, b)
     absent = rows * slots if transpose else transposed_idx.shape[0]
 
-    # A slot without a block is skipped; what its index would load is not there.
+    # A slot without a block is skipped: its index points past the end.
     def x_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any]:
         number = lax.min(index[feature, slot], absent - 1)
         return i, number // slots if transpose else number
@@ -119,7 +119,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """The blocks at `col_idx` of `y.T @ x`, one after the other, each summed over tiles of tokens."""
+    """The blocks of `y.T @ x` at `col_idx`, one after the other, each summed over tiles of tokens."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -168,7 +168,7 @@ def sampled(
 
 
 def _dot(x: Array, w: Array, axes: tuple[int, int]) -> Array:
-    """Contracts an axis of each in float32."""
+    """Contracts one axis of each operand, in float32."""
     return lax.dot_general(
         x,
         w,

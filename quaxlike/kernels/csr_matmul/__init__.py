@@ -1,4 +1,4 @@
-"""`x @ W.T` and `x @ W` for weights of which only some elements are stored."""
+"""`x @ W.T` and `x @ W` for weights with only some elements stored."""
 
 from .api import CsrIndex as CsrIndex
 from .api import csr_index as csr_index

@@ -1,5 +1,4 @@
-"""The sparse matmul, and the product sampled at stored elements, as primitives that are each other's
-derivatives."""
+"""The sparse matmul, and the product sampled at stored elements. Each is the other's derivative."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,17 +18,17 @@ from .reference import matmul_reference, sampled_reference
 
 
 class CsrIndex(NamedTuple):
-    """The index of a matrix `(N, K)` of which only some elements are stored, in the order of their rows.
+    """The index of an `(N, K)` matrix with some elements stored, in row order.
 
-    Elements past the last pointers are padding; they count as zeros.
+    Elements past the last pointers are padding, and count as zeros.
 
     **Attributes:** int32 arrays, with more leading axes for stacks of matrices:
 
     - `rows`: `(elements,)`, ascending; `N` for padding.
     - `columns`: `(elements,)`, ascending within a row; `K` for padding.
-    - `row_ptr`: `(N + 1,)`: the elements of row `n` are those from `row_ptr[n]` up to `row_ptr[n + 1]`.
-    - `by_column`: `(elements,)`: the indices of the elements in the order of their columns.
-    - `column_ptr`: `(K + 1,)`: those of column `k` are `by_column[column_ptr[k]:column_ptr[k + 1]]`.
+    - `row_ptr`: `(N + 1,)`: row `n` has the elements from `row_ptr[n]` up to `row_ptr[n + 1]`.
+    - `by_column`: `(elements,)`: the indices of elements in column order.
+    - `column_ptr`: `(K + 1,)`: column `k` has the elements `by_column[column_ptr[k]:column_ptr[k + 1]]`.
     """
 
     rows: Any
@@ -43,14 +42,14 @@ class CsrIndex(NamedTuple):
 def csr_index(
     rows: Int[np.ndarray, " elements"], columns: Int[np.ndarray, " elements"], shape: tuple[int, int]
 ) -> CsrIndex:
-    """Makes the index of elements that are sorted by rows, and by columns within each row.
+    """Makes an index from elements sorted by rows, then by columns.
 
     **Arguments:**
 
-    - `rows`, `columns`: the row and column of each element; `N` and `K` for padding, at the end.
-    - `shape`: the shape of the matrix, `(N, K)`.
+    - `rows`, `columns`: each element's row and column; `N` and `K` for padding, at the end.
+    - `shape`: the matrix's shape, `(N, K)`.
 
-    **Raises:** `ValueError` if the elements are in another order, or if one occurs twice.
+    **Raises:** `ValueError` if the elements are in another order, or occur twice.
     """
     place = rows.astype(np.int64) * (shape[1] + 1) + columns
     inside = (rows < shape[0]) & (columns < shape[1])
@@ -80,9 +79,10 @@ def csr_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "*batch free"]:
-    """Computes `x @ W.T` for a weight `W` of which only some elements are stored; `x @ W` if `transpose`.
+    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight with only some elements stored.
 
-    Floating products are accumulated in float32 or wider. Differentiable in `x` and in the stored elements.
+    Floating products are accumulated in float32 or wider. This is differentiable in `x` and in the stored
+    elements.
 
     !!! example
 
@@ -102,10 +102,10 @@ def csr_matmul(
     **Arguments:**
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `data`: the stored elements, in the order of their rows.
-    - `index`: their positions, by [`csr_index`][quaxlike.kernels.csr_index].
+    - `data`: the stored elements, in row order.
+    - `index`: their positions, from [`csr_index`][quaxlike.kernels.csr_index].
     - `transpose`: whether to contract over `N` instead of `K`.
-    - `out_dtype`: the dtype of the result; that of `x` if None.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 
@@ -134,13 +134,13 @@ def csr_sampled_matmul(
     *,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, " elements"]:
-    """Computes the elements of `by_rows.T @ by_columns` at the positions of an index; zero for padding.
+    """Computes the elements of `by_rows.T @ by_columns` at the index positions; zero for padding.
 
     **Arguments:**
 
     - `by_rows`, `by_columns`: arrays with the same leading axes, which are contracted.
-    - `index`: the positions, by [`csr_index`][quaxlike.kernels.csr_index].
-    - `out_dtype`: the dtype of the result; that of `by_rows` if None.
+    - `index`: the positions, from [`csr_index`][quaxlike.kernels.csr_index].
+    - `out_dtype`: the result's dtype; `by_rows.dtype` if None.
     """
     if (by_rows.shape[-1], by_columns.shape[-1]) != _shape(index) or (
         by_rows.shape[:-1] != by_columns.shape[:-1]
@@ -178,7 +178,7 @@ def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **pa
 csr_matmul_p = define_primitive(
     "csr_matmul",
     matmul_reference,
-    # Bilinear in x and data; the index consists of integers.
+    # Bilinear in x and data; the index has integers.
     jvp=lambda primals, tangents, **params: sum_tangents(csr_matmul_p, primals, tangents, params),
     transpose=_matmul_transpose,
     batching=lambda size, operands, dims, **params: map_rows(
@@ -188,7 +188,7 @@ csr_matmul_p = define_primitive(
 
 
 def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    # JAX exports no calls of Eigen: XLA does not promise to keep them compatible.
+    # JAX cannot export calls to Eigen: XLA does not promise to keep them compatible.
     exported = context.module_context.lowering_parameters.for_export
     plain = exported or requested() == "reference"
     run = matmul_reference if plain else cpu.matmul

@@ -1,5 +1,8 @@
-"""The sparse matmul on CPUs: products of a few rows by the native library where it is compiled, others by
-Eigen, which JAX uses for its BCSR matrices."""
+"""The sparse matmul on CPUs.
+
+The native library (if compiled) computes products of a few rows; Eigen, which JAX uses for BCSR matrices, the
+others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +18,11 @@ _EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int6
 # Up to this many rows, the native product is faster than Eigen's.
 _MOST_ROWS = 32
 
-# From this share of stored elements on, dense products of whole rows, most of whose elements are discarded,
-# are faster than gathering two vectors for each stored element (measured: 85 ns for an element of 128 terms,
-# against 1.7 ns for an element of a dense product).
+# Above this density, dense products of whole rows are faster, though most elements are discarded, than
+# gathering two vectors for each stored element (measured: 85 ns for an element with 128 terms, compared with
+# 1.7 ns for an element of a dense product).
 _DENSE_FROM = 0.02
-# How many rows, and elements, of the product are computed at a time, and how many of these are read at once.
+# How many rows, and elements, of the product to compute at a time, and how many of these to read at once.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14
@@ -67,7 +70,7 @@ def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtyp
             start, out = carry
             row, column = (lax.dynamic_slice_in_dim(a, start, _ELEMENTS) for a in (rows, columns))
             found = product.at[(row - i * height) * k + column].get(mode="clip")
-            # Entries written past the end of the chunk are overwritten by later chunks.
+            # Later chunks overwrite entries written past the end of this chunk.
             return start + _ELEMENTS, lax.dynamic_update_slice_in_dim(out, found, start, 0)
 
         return lax.while_loop(lambda carry: carry[0] < end, piece, (first, out))[1], None

@@ -1,4 +1,4 @@
-"""The sparse matmul in plain JAX: scatters the terms of some elements of the weight at a time."""
+"""The sparse matmul in plain JAX: scatters the terms for some elements of the weight at a time."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from jaxtyping import Array, Int32, Shaped
 from ..multilinear import accumulator_dtype, varying_zeros
 from ..padded import add_at, get_at
 
-# How many numbers are gathered at a time.
+# How many numbers to gather at a time.
 _PIECE = 2**18
-# The number of columns that is assumed if it is symbolic.
+# The assumed number of columns if it is symbolic.
 _OPEN_WIDTH = 64
 
 
 def matmul_reference(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
-    """`x @ W.T`, or `x @ W` if `transpose`; floating products are accumulated in float32 or wider."""
+    """Computes `x @ W.T`, or `x @ W` if `transpose`. Accumulates floats in float32 or wider."""
     rows, columns, row_ptr, _, column_ptr = index
     into, out_of, ptr = (columns, rows, column_ptr) if transpose else (rows, columns, row_ptr)
     x, lead = features_first(x, sum_dtype(out_dtype))
@@ -34,8 +34,10 @@ def coo_matmul(
     out_of: Int32[Array, " elements"],
     size: int,
 ) -> Shaped[Array, "size rows"]:
-    """Adds `data * x[out_of]` at `into` for each element; the elements may be in any order. Those with an
-    index out of bounds count as zeros."""
+    """Adds `data * x[out_of]` at `into` for each element, in any order.
+
+    An element with an index out of bounds counts as zero.
+    """
     acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
     if 0 in (data.shape[0], x.shape[0]):
         return acc
@@ -65,7 +67,7 @@ def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtyp
 
 
 def features_first(x: Array, dtype: np.dtype) -> tuple[Array, tuple[int, ...]]:
-    """Reshapes (..., features) to (features, rows); also returns the sizes of the axes that rows combine."""
+    """Reshapes (..., features) to (features, rows). Also returns the sizes of the leading axes."""
     lead = x.shape[:-1]
     return x.reshape(math.prod(lead), x.shape[-1]).astype(dtype).T, lead
 
@@ -76,14 +78,14 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype in which products are accumulated, for a result of this dtype; int32 for booleans."""
+    """The dtype for accumulating, given the result's dtype; int32 for booleans."""
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
-    """Pads arrays of elements and cuts them into pieces; each element will gather `width` numbers."""
+    """Pads arrays of elements, and cuts them into pieces. Each element will gather `width` numbers."""
     size = arrays[0][0].shape[0]
     if not isinstance(width, int):  # a symbolic dimension of `jax.export`
         width = _OPEN_WIDTH

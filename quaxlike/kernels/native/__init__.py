@@ -1,4 +1,4 @@
-"""Products with weights in block formats on CPUs, in C++ that is compiled on the machine where it runs."""
+"""Products with weights in block formats on CPUs, in C++ that is compiled on your machine."""
 
 from .library import NativeError, build, prepare
 

@@ -1,4 +1,4 @@
-// Products of some rows with a weight in compressed sparse rows: a handler of XLA's FFI for CPUs.
+// Products of a few rows with a weight in compressed sparse rows: an XLA FFI handler for CPUs.
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -9,8 +9,8 @@ struct Csr {
   const int32_t *column, *row_ptr;
   int64_t rows, columns, elements;
 };
-// The products of rows `begin` to `end` of the weight with `count` <= P rows of x, which lie side by side:
-// `x[k * P + p]`. Elements are added in several sums, so that none waits for the one before it.
+// Multiplies rows `begin` to `end` of the weight by `count` <= P rows of x, which are interleaved: `x[k * P + p]`. We
+// add elements in several sums, so that no addition waits for the previous one.
 template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count, float* y, int64_t begin, int64_t end) {
   typedef float Vector __attribute__((vector_size(16)));
   using Terms = std::conditional_t<P == 1, float, Vector>;
@@ -44,7 +44,7 @@ ffi::Error csr_multiply(ffi::ThreadPool pool, F32 x, F32 data, S32 column, S32 r
   if (int64_t(row_ptr.element_count()) != rows + 1 || int64_t(column.element_count()) != elements || y->dimensions()[0] != m)
     return ffi::Error::InvalidArgument("operands do not fit the rows of a sparse weight");
   const Csr w{data.typed_data(), column.typed_data(), row_ptr.typed_data(), rows, columns, elements};
-  // Several rows of x are multiplied four at a time, side by side.
+  // Several rows of x are multiplied four at a time, interleaved.
   const int64_t groups = up(m, 4);
   std::vector<float> fours(m > 1 ? groups * 4 * columns : 0);
   for (int64_t p = 0; m > 1 && p < m; p++)

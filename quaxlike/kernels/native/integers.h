@@ -1,14 +1,15 @@
-// Products of one row of x with codes that stand for whole numbers, as sums of products of bytes; product.cc includes it.
+// Products of one row of x with integer codes, as sums of byte products. product.cc includes this file.
 //
-// Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), whose digits a, b and c are bytes, with an error
-// of less than 2^-20 of the largest of them; or, where x and y are bfloat16, as scale * (a * 2^s + b), with one of
-// 2^-(2s-1), where s is `kShift`. Products of bytes are summed exactly, as integers of 32 bits: at most eight codes up to
-// 255, less their bias, times such a number stay below 2^31.
+// Each 32 columns of x are written as scale * (a * 2^14 + b * 2^7 + c), with byte digits a, b and c. The error is less
+// than 2^-20 of the largest column. If x and y are bfloat16, they are written as scale * (a * 2^s + b), with an error
+// of 2^-(2s-1), where s is `kShift`. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
+// 255, minus their bias, times such a digit stay below 2^31.
 //
-// Where x and y are bfloat16, so are codes of at most 4 bits that stand for any numbers (NF4): each is written as
-// scale * (h * 2^s + l), with an error of 2^-2s of the largest, and of the four products of bytes the smallest is left out.
+// If x and y are bfloat16, this also handles codes with at most 4 bits and arbitrary values (NF4): each value is
+// written as scale * (h * 2^s + l), with an error of 2^-2s of the largest. Of the four byte products, the smallest is
+// left out.
 //
-// As in product.cc, the part below `#else` is compiled for each instruction set.
+// As in product.cc, the part below `#else` is compiled once per instruction set.
 #ifndef QL_NAME
 #include <cmath>
 namespace {
@@ -22,8 +23,8 @@ struct Digits {  // of a row of x
   std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
 };
 
-// How codes become bytes: `code ^ flip`, or `bytes[code]`. A byte less `bias`, times `factor`, is the number; or, if
-// `fine`, with `low[code] / 2^s` added to it.
+// How codes become bytes: `code ^ flip`, or `bytes[code]`. The value is (byte - bias) * factor; or, if `fine`,
+// `low[code] / 2^s` is added to this.
 struct Codes {
   bool known = false, looked_up = false, fine = false;
   int32_t bias = 0;
@@ -86,10 +87,10 @@ namespace QL_NAME {
 namespace integers {
 using namespace ::integers;
 constexpr int kBytes = 4 * kLanes;
-// The codes that are multiplied at once, in vectors of bytes: of 4 bits, those of the low and of the high halves.
+// The codes multiplied at once, in byte vectors: for 4 bits, low and high halves.
 constexpr int vectors(int64_t bits) { return bits == 4 ? 2 : 1; }
 constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
-// The bits of a digit. AVX2 adds two products in 16 bits, which digits of 8 bits would exceed.
+// Bits per digit. AVX2 adds two products in 16 bits, which 8-bit digits would overflow.
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
 constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
@@ -117,8 +118,8 @@ template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int
   }
   return sum;
 }
-// Where the codes of a step are: for each byte of the result, the byte of the stream that its word shall have, and the
-// first bit of the code in that word.
+// The positions of a step's codes: for each byte of the result, the stream byte for its word, and the code's first bit
+// in this word.
 template <int B> struct Places {
   alignas(64) uint8_t bytes[64] = {}, bits[64] = {};
   constexpr Places() {
@@ -126,7 +127,7 @@ template <int B> struct Places {
   }
 };
 template <int B> constexpr Places<B> places;
-// The codes of a step, one in each byte: a whole one, or half of one of 4 bits.
+// A step's codes, one per byte: a whole code, or half of a 4-bit one.
 template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Bytes* codes) {
   const Bytes low = everywhere((1 << B) - 1);
   if constexpr (B == 8) codes[0] = read(at);
@@ -139,7 +140,7 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Byte
     codes[0] = _mm512_multishift_epi64_epi8(read(places<B>.bits), words) & low;
   }
 }
-// The scales of a step, at most eight, in the lanes that they are for.
+// A step's scales (at most eight), in the lanes to which they belong.
 QL_BYTES_INLINE F spread(const float* scale, I of) { return chosen(_mm512_broadcast_f32x8(_mm256_loadu_ps(scale)), of); }
 #else
 typedef __m256i Bytes;
@@ -160,7 +161,7 @@ QL_BYTES_INLINE __m256i narrowed(const I* unit) {
   const __m256i both = _mm256_packs_epi16(low, _mm256_packs_epi32((__m256i)unit[2], (__m256i)unit[3]));
   return _mm256_permutevar8x32_epi32(both, _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0));
 }
-// If codes are `small`, two products of 16 bits can be added as such.
+// If codes are `small`, two 16-bit products can be added directly.
 template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int8_t* digits, bool small) {
   I sum = {};
   QL_UNROLL for (int d = 0; d < D; d++) {
@@ -175,8 +176,8 @@ template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int
   }
   return sum;
 }
-// Where the codes of a step are in two parts of 8 or 16 bytes, of which the second ends with the codes: the bytes of the
-// 16-bit words that hold eight of them, and what moves a code to the upper end of its word.
+// If a step's codes are in two parts of 8 or 16 bytes (the second ends with the codes): the bytes of the 16-bit words
+// with eight codes, and the shifts that move a code to the top of its word.
 template <int B> constexpr int kSecond = 4 * B - (B < 4 ? 8 : 16);
 template <int B> struct Words {
   alignas(32) uint8_t bytes[2][32] = {};
@@ -211,8 +212,8 @@ QL_BYTES_INLINE F spread(const float* scale, I of) {  // at most four
 }
 #endif
 
-// Whether a row of x, in float32 or in bfloat16 (`narrow`), can be written in so many digits, which it is not if it
-// holds NaN, infinity, or too small numbers.
+// Whether a row of x, in float32 or bfloat16 (`narrow`), can be written in this many digits. It cannot if it has NaN,
+// infinity, or numbers that are too small.
 QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, int count, Digits& out) {
   constexpr int kParts = kUnit / kLanes;
   const int64_t units = w.columns / kUnit, in_step = step(w.format.bits), steps = up(w.columns, in_step);
@@ -234,7 +235,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
     out.scale[u] = most / largest(count) * codes.factor;
     I whole[kParts], last[kParts];
     QL_UNROLL for (int i = 0; i < kParts; i++) {
-      // To the nearest whole number: added to 1.5 * 2^23, it is in the low bits.
+      // Rounds to nearest: adding 1.5 * 2^23 moves the integer to the low bits.
       whole[i] = bits_as<I>(parts[i] * all(most ? largest(count) / most : 0) + 0x1.8p23f) - 0x4B400000;
       out.sum[(u * kUnit + i * kLanes) / w.run] += sum_of(__builtin_convertvector(whole[i], F)) * (most / largest(count));
     }
@@ -265,7 +266,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
   return true;
 }
 
-// The scales of units, or of their halves, for a row of the weight: those of its runs times those of x.
+// The scales of units, or of their halves, for a row of the weight: its runs' scales times those of x.
 QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const Digits& x, int64_t count, float* out) {
   const bool halves = w.run == 16;
   const int64_t per_run = halves ? 1 : w.run / kUnit;

@@ -1,4 +1,8 @@
-"""The native library: compiled by the machine's compiler into the user's cache, and found there."""
+"""Compiles and loads the native library, in the user's cache.
+
+The file name is a hash of the sources, jaxlib and the processor, so a library is never used with another
+version of these. We only load code that no other user can write.
+"""
 
 import ctypes
 import functools
@@ -34,7 +38,7 @@ class NativeError(RuntimeError):
 
 
 class Library(NamedTuple):
-    """The loaded library, whose functions JAX knows: its file, and the instructions that it uses here."""
+    """The loaded library: its file, and the instruction set that it uses here."""
 
     path: Path
     instructions: str
@@ -46,7 +50,7 @@ class Built(NamedTuple):
     **Attributes:**
 
     - `path`: its file.
-    - `seconds`: how long the compiler took; None if the file was there.
+    - `seconds`: how long the compiler took; None if the file existed already.
     - `compiler`: the command that compiled it, or would have.
     """
 
@@ -57,7 +61,7 @@ class Built(NamedTuple):
 
 @functools.cache
 def library() -> Library | str:
-    """The library, or the reason why there is none in this process. Compiles nothing."""
+    """The library, or the reason why this process has none. Does not compile anything."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
     try:
@@ -70,7 +74,7 @@ def library() -> Library | str:
         for name in ("multiply", "multiply_dense", "multiply_stacked", "decode", "csr_multiply"):
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
-    except (NativeError, OSError, RuntimeError) as error:  # the last from XLA, for another version of its FFI
+    except (NativeError, OSError, RuntimeError) as error:  # a RuntimeError from XLA, for another FFI version
         return f"the native products could not be loaded: {error}"
     loaded.quaxlike_set.restype = ctypes.c_char_p
     return Library(path, loaded.quaxlike_set().decode())
@@ -82,7 +86,7 @@ def library_on(platform: str) -> Library | str:
 
 
 def built_path() -> Path:
-    """The file of the library for this source, jaxlib and processor; whether or not it is there.
+    """The library's file for this source, jaxlib and processor, whether or not it exists.
 
     **Raises:** `NativeError` if the user has no folder for it.
     """
@@ -93,7 +97,7 @@ def built_path() -> Path:
 
 
 def installed_path() -> Path | None:
-    """The file in the wheel `quaxlike-cpu`, if one that is compiled from this source is installed."""
+    """The file from the wheel `quaxlike-cpu`, if one for this source is installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return None
@@ -102,7 +106,7 @@ def installed_path() -> Path | None:
 
 
 def packed_name() -> str:
-    """The name of the library's file in a wheel, which is for one platform and any jaxlib."""
+    """The name of the library's file in a wheel, for one platform and any jaxlib."""
     return _name()
 
 
@@ -114,16 +118,16 @@ def _name(*key: str) -> str:
 
 @checked
 def build(*, again: bool = False) -> Built:
-    """Compiles the native library into the user's cache, unless it is there.
+    """Compiles the native library into the user's cache, unless it exists.
 
-    Products that are compiled later in this process use it, as those of processes that start later do.
-    `python -m quaxlike.kernels.native` does the same.
+    Programs that are compiled later, in this process or others, will use it. You can also run
+    `python -m quaxlike.kernels.native`.
 
     **Arguments:**
 
-    - `again`: whether to compile it even if it is there. Default False.
+    - `again`: whether to compile it even if it exists. Default False.
 
-    **Returns:** a `Built`: its `path`, the `seconds` that the compiler took (None if it was there), and the
+    **Returns:** a `Built`: its `path`, the `seconds` that the compiler took (None if it existed), and the
     `compiler`.
 
     **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if others may write to the cache.
@@ -175,8 +179,11 @@ def compile_to(out: Path) -> None:
 
 
 def prepare(tell: Callable[[str], None]) -> None:
-    """Compiles the library for a command, if it runs on a CPU and the library is neither there nor installed
-    as a wheel. Tells so in a line, or why it is not compiled."""
+    """Compiles the library for a command, if needed.
+
+    That is so if the command runs on a CPU, and the library does not exist, nor is installed as a wheel.
+    Prints a line about this, or about why it cannot be compiled.
+    """
     wanted = os.environ.get("QUAXLIKE_NATIVE") != "0" and jax.default_backend() == "cpu"
     if not wanted or installed_path() is not None:
         return
@@ -201,6 +208,6 @@ def _compiler() -> list[str]:
 
 
 def _check_own(*paths: Path) -> None:
-    """Raises `NativeError` unless only the user may write to a folder and a file of code."""
+    """Raises a `NativeError` unless only the user may write to this folder and file."""
     if reason := _cache.why_not_own(*paths):
         raise NativeError(reason)

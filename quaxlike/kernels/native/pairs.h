@@ -1,8 +1,8 @@
-// Products of some rows of x in bfloat16, whose values are rounded to it and multiplied in pairs, by AVX-512 BF16, which
-// not every processor with AVX-512 has; product.cc includes it.
+// Products of a few bfloat16 rows of x: values are rounded to bfloat16 and multiplied in pairs, by AVX-512 BF16. Not
+// every processor with AVX-512 has this. product.cc includes this file.
 #pragma once
 namespace {
-// By name, since compilers do not inline functions for fewer instructions around those for more.
+// By name, because compilers do not inline functions for fewer instructions into functions for more.
 #define QL_WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 namespace pairs {
 QL_WIDE inline __attribute__((always_inline)) __m512i rounded(__m512 low, __m512 high) {  // to bfloat16

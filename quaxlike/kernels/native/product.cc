@@ -1,12 +1,12 @@
-// Products with weights that are stored as codes, and their decoding: handlers of XLA's FFI for CPUs.
+// Products with weights stored as codes, and decoding: XLA FFI handlers for CPUs.
 //
-// A row of a weight is a stream of codes of `bits` bits each. The codes of a block share a scale:
+// A row of a weight is a stream of codes with `bits` bits each. The codes in a block share a scale:
 //     value = scale * number(code) + offset,    number(code) = table[code] or code - bias
-// Scales and offsets of a row are made float32 first, from all forms in which files store them. Vectors of codes are
-// then unpacked, looked up or converted, scaled, and multiplied with some rows of x, or written.
+// We first convert a row's scales and offsets to float32, from any form in which files store them. Then we unpack
+// vectors of codes, look them up or convert them, scale them, and multiply them by some rows of x, or write them.
 //
-// The part below `#else` is compiled once for each instruction set: the file includes itself. Vectors are those of
-// GCC and Clang, so that only unpacking and looking up differ between instruction sets.
+// The part below `#else` is compiled once per instruction set: this file includes itself. We use the vector extensions
+// of GCC and Clang, so only unpacking and looking up differ between instruction sets.
 #ifndef QL_NAME
 #include <cstring>
 #include <vector>
@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 namespace {
-// How numbers are stored. Of bytes that hold two, the scale is in the low half.
+// How numbers are stored. If a byte holds two, the scale is in the low half.
 enum Kind { kFloat32, kBfloat16, kFloat16, kUint8, kInt8, kE4m3, kE8m0, kE8m0Half, kLow, kHigh, kMapped };
 enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as block_matmul/cpu.py numbers them
 enum Zeros { kNone, kPoints, kPlus, kMinus };
@@ -33,12 +33,12 @@ struct Weight {
   int64_t columns, bytes;
   const uint8_t* codes;
   Numbers table, scale, outer, zero, outer_zero, map;
-  // Of a row, set by `complete`. A run is the part of a block that is in one row.
+  // Per row, set by `complete`. A run is the part of a block inside one row.
   int64_t row_bytes, run, runs, groups;
   alignas(64) float values[256];
 };
 
-// Sets what follows from shapes; returns whether operands fit each other, so that nothing is read beyond them.
+// Derives everything from shapes. Returns whether the operands fit each other, so that nothing is read out of bounds.
 bool complete(Weight& w) {
   const Format& f = w.format;
   const bool nested = f.scales == kNested, zeros = f.zeros != kNone && f.scales != kNibbles;
@@ -61,7 +61,7 @@ bool complete(Weight& w) {
   const Kind kinds[] = {w.scale.kind, kE4m3, kE8m0, kE8m0Half, kLow, kMapped};
   w.scale.kind = kinds[f.scales];
   if (f.scales == kNibbles) w.zero = {w.scale.data, w.scale.count, kHigh};
-  // Tables of few values are repeated, so that bits above those of a code do not count.
+  // A table with few values is repeated, so that bits above a code's own do not matter.
   const float* table = static_cast<const float*>(w.table.data);
   for (int i = 0; tabled && i < (f.bits == 8 ? 256 : 16); i++) w.values[i] = table[i % (1 << f.bits)];
   return true;
@@ -79,12 +79,12 @@ inline void put(Result y, int64_t m, int64_t n, float value) {
   else static_cast<float*>(y.data)[m * y.stride + n] = value;
 }
 
-// How far ahead codes are fetched, to the second cache, for the first one takes few at once: to the rows that come next.
+// Prefetch distance in bytes. We prefetch into L2: L1 has too few fill buffers.
 inline int64_t distance(int64_t bytes) { return std::max<int64_t>(bytes, 1 << 14); }
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
-// Memory of a thread, of which each use has a number. It begins with a line of the caches.
+// Thread-local scratch buffers, one per ID, aligned to cache lines.
 template <class T, int> T* scratch(size_t count) {
   static thread_local std::vector<T> space;
   if (space.size() < count + 64) space.resize(count + 64);
@@ -139,7 +139,7 @@ struct Set {
 #include __FILE__
 #endif
 
-// The sets that this processor has, the fastest last.
+// The instruction sets of this processor, fastest last.
 std::vector<const Set*> sets() {
   std::vector<const Set*> found = {&plain::set};
 #if defined(__x86_64__)
@@ -164,7 +164,7 @@ const Set& set() { static const Set* fastest = sets().back(); return *fastest; }
 #endif
 namespace {
 #if defined(__x86_64__)
-// The products of bytes that this processor has; null if none.
+// This processor's byte products; null if it has none.
 const integers::Functions* by_bytes() {
 #ifdef QL_MORE
   if (QL_HAS("avx512vnni") && QL_HAS("avx512vbmi") && &set() == &avx512::set) return &avx512::integers::functions;
@@ -191,7 +191,7 @@ bool is_floating(const ffi::AnyBuffer& x) { return is_bfloat16(x) || x.element_t
 Result result_of(ffi::AnyBuffer& out) { return {out.untyped_data(), out.dimensions()[1], is_bfloat16(out)}; }
 ffi::Error refused() { return ffi::Error::InvalidArgument("operands do not fit the format of a weight"); }
 
-// Rows of x as float32, in memory of this thread, with the column k at `place(k)`.
+// Rows of x as float32, in this thread's memory, with column k at `place(k)`.
 template <class Place> Rows rows_of(const ffi::AnyBuffer& x, Place place) {
   const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
   const int64_t stride = up(columns, 32) * 32 + 16;  // a line more, for rows not to take each other's place in the cache
@@ -272,7 +272,7 @@ ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   });
   return ffi::Error::Success();
 }
-// `x` is not read: it says after which operations the weight is decoded. XLA would decode all weights first.
+// `x` is not read: it only orders the decoding after other operations. XLA would decode all weights first.
 ffi::Error decode(ffi::ThreadPool pool, Format format, ffi::AnyBuffer, ffi::Buffer<ffi::S32> start,
                   ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> part) {
   const int64_t rows = part->dimensions()[0], columns = part->dimensions()[1], first = *start.typed_data();
@@ -316,7 +316,7 @@ typedef Floats<kLanes>::Vector F;
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
-// As the one above, for vectors: Clang passes them between functions for the same instructions alone.
+// Like the one above, for vectors: Clang only passes these between functions for the same instructions.
 template <class To, class From> QL_INLINE To bits_as(From from) {
   To to;
   return memcpy(&to, &from, sizeof to), to;
@@ -341,7 +341,7 @@ QL_INLINE void store(uint16_t* out, F v) {  // as `to_bfloat16`
   const H rounded = __builtin_convertvector(bits >> 16, H);
   memcpy(out, &rounded, sizeof rounded);
 }
-// The distance of each lane's code from the lowest bit of its word; see `codes`.
+// The shift of each lane's code within its word; see `codes`.
 template <int B> QL_INLINE U shifts(bool high_first) {
   U out = {};
   for (int i = 0; i < kLanes; i++) {
@@ -350,7 +350,7 @@ template <int B> QL_INLINE U shifts(bool high_first) {
   }
   return out;
 }
-// A vector of codes. Bits above those of a code are left as they are.
+// A vector of codes. Bits above a code's own are arbitrary.
 #if QL_SET == AVX512
 template <int B> QL_INLINE __m512i words() {  // for each lane, the two 16-bit words that hold its code
   alignas(64) int16_t of[32];
@@ -400,7 +400,7 @@ QL_INLINE F look_up(const float* table, U code) {
 #endif
 }
 #endif
-// Values of codes that `codes` unpacked, in order.
+// The values of codes unpacked by `codes`, in order.
 template <int B> QL_INLINE F in_order(F values) {
 #if QL_SET == AVX512
   const __m512i lanes = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -408,7 +408,7 @@ template <int B> QL_INLINE F in_order(F values) {
 #endif
   return values;
 }
-// The numbers that a vector of codes stands for.
+// The values of a vector of codes.
 template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t* at, U shift) {
   const U code = codes<B>(at, shift);
   if constexpr (B <= 4) return look_up(w.values, code);
@@ -418,7 +418,7 @@ template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t
   const int32_t flip = B == 8 && w.format.is_signed ? 128 : 0;
   return __builtin_convertvector((I(code & ((1u << B) - 1)) ^ flip) - (int32_t(w.format.bias) + flip), F);
 }
-// Conversions to float32 without branches, for loops over them to become vectors.
+// Conversions to float32 without branches, so that loops over them vectorise.
 QL_INLINE float from_float16(uint16_t h) {
   const uint32_t bits = h & 0x7FFFu, small = bits_as<uint32_t>(float(int32_t(bits)) * 0x1p-24f);
   const uint32_t normal = (bits << 13) + (bits < 0x7C00 ? 112u << 23 : 0x7F800000u - (31u << 23));
@@ -456,7 +456,7 @@ QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, f
     case kMapped: QL_EACH(uint8_t, map[v])
   }
 }
-// Multiplies the numbers of blocks from `first` on by those of their groups, or divides them.
+// Multiplies (or divides) the numbers of blocks, starting at `first`, by their groups' numbers.
 template <int G> QL_INLINE void times_whole(float* inner, const float* outer, int64_t groups) {
   typedef float Eight __attribute__((vector_size(32)));
   for (int64_t g = 0; g < groups; g++)
@@ -507,7 +507,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     if (w.runs == w.groups * f.group) return times_outer(inner, outer, 0, count, f.group, over);
     for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
   };
-  // Reads numbers, and fetches those of the rows that come next.
+  // Reads numbers, and prefetches the next rows'.
   const int64_t ahead = up(distance(0), rows * std::max<int64_t>(w.row_bytes, 1));
   const auto take = [&](const Numbers& from, int64_t first, int64_t count, float* out) QL_LAMBDA {
     const int64_t size = from.kind == kFloat32 ? 4 : from.kind <= kFloat16 ? 2 : 1;
@@ -530,8 +530,8 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
   if (cut)  // from the last on, since none lies behind its runs
     for (int64_t i = w.runs; i-- > 0;) scale[i] = scale[(row * w.columns + i * w.run) / f.block - first];
 }
-// Calls `sink(i, numbers, scales, offsets)` for vectors of numbers of R rows, from column i on; those behind the last
-// are anything. Calls `ended(scales, offsets)` when these are those of other columns from there on.
+// Calls `sink(i, numbers, scales, offsets)` for vectors of numbers in R rows, starting at column i; numbers past the
+// end are arbitrary. Calls `ended(scales, offsets)` whenever these change.
 template <int B, bool LOOKUP, int R, class Sink, class Ended>
 QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink, Ended ended) {
   const U shift = shifts<B>(w.format.high_first);
@@ -539,7 +539,7 @@ QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, 
   const uint8_t* at[R];
   uint8_t last[R][16];
   QL_UNROLL for (int r = 0; r < R; r++) at[r] = w.codes + rows[r] * w.row_bytes;
-  // Once more for the last codes of the rows, if they do not fill a vector, which are copied.
+  // Once more for a row's last codes, if they do not fill a vector. They are copied first.
   for (int64_t begin = 0, end = whole ? whole : w.columns; begin < w.columns; begin = end, end = w.columns) {
     if (begin == whole)
       QL_UNROLL for (int r = 0; r < R; r++) {
@@ -583,7 +583,7 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
         if (M == 1) of_x += part;
       }
     };
-    // Of one row of x, sums are scaled instead of values: once for a run.
+    // For one row of x, we scale sums instead of values: once per run.
     walk<B, LOOKUP, R>(w, t.rows + first, t.scale + first, t.offset + first, add, [&](F* scale, F* offset) QL_LAMBDA {
       QL_UNROLL for (int r = 0; r < R && M == 1; r++) {
         sums[r][0] += of_run[r] * scale[r] + of_x * offset[r];
@@ -598,7 +598,7 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
       }
   }
 }
-// Calls `work` for tiles of the rows.
+// Calls `work` for tiles of rows.
 template <class Work> QL_TARGET static void each_tile(const Weight& w, int64_t begin, int64_t end, Work work) {
   Scratch s(w, Tile::kRows);
   for (int64_t n = begin; n < end; n += Tile::kRows) {
@@ -634,7 +634,7 @@ QL_TARGET static void decoded(const Weight& w, int64_t first, Result out, int64_
     walk<B, LOOKUP, 1>(w, &row, &s.scale, &s.offset, write, [](const F*, const F*) {});
   }
 }
-// Dense weights, of which each line of 64 bytes is read once.
+// Dense weights: each 64-byte line is read once.
 QL_INLINE F widened(const float* at) { return load<F>(at); }
 QL_INLINE F widened(const uint16_t* at) { return bits_as<F>(__builtin_convertvector(load<H>(at), U) << 16); }
 template <class T, int M>
@@ -676,14 +676,14 @@ QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m,
 template <class T> QL_TARGET static void dense(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end) {
   constexpr int kFew = QL_SET == PLAIN ? 1 : 4, kMany = QL_SET == AVX512 || QL_SET == AVX2 ? 8 : kFew;
   constexpr int kRows = 16;  // of the weight, which the first cache keeps for more rows of x
-  // With AVX2, one row of the weight meets many of x, which have to stay in the first cache.
+  // With AVX2, one row of the weight meets many rows of x, which must stay in L1.
   const int most = QL_SET == AVX2 && columns * kMany * sizeof(float) > 32 << 10 ? kFew : kMany;
   for (int64_t n = begin; n < end; n += kRows)
     for (int64_t m = 0; m < x.count; m += most)
       (x.count - m == 1 ? dense_tile<T, 1> : std::min<int64_t>(x.count - m, most) <= kFew ? dense_tile<T, kFew> : dense_tile<T, kMany>)(
           static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
 }
-// V vectors of the results of a row of x, whose numbers are multiplied by rows of a matrix as these are read.
+// V vectors of results for a row of x. Its numbers are multiplied by rows of a matrix as these are read.
 template <class T, int V>
 QL_INLINE void stacked_part(const T* w, int64_t rows, int64_t columns, const float* x, Result y, int64_t m, int64_t n) {
   F sums[V] = {};

@@ -1,4 +1,4 @@
-// What the handlers of XLA's FFI have in common: rows that are shared out to threads.
+// Shared code for the XLA FFI handlers: dividing rows between threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,7 @@
 namespace {
 namespace ffi = xla::ffi;
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Threads that run XLA's programs take numbers below 2**-126 for zero; scales may be so small.
+// XLA's threads flush numbers below 2**-126 to zero, but scales may be this small.
 struct KeepsSubnormals {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
@@ -23,9 +23,9 @@ struct KeepsSubnormals {
 #endif
 };
 
-// Runs `work(begin, end)` for parts of the rows, on this thread and on those of the pool that are free. This thread
-// takes every part that no other has begun, so that it never waits for one that is not running. It waits awake first, and
-// lets others have its core: parts mostly end sooner than a thread is woken.
+// Runs `work(begin, end)` for parts of the rows, on this thread and on free threads in the pool. This thread takes
+// every part that no other has started, so it never waits for a thread that is not running. It spins at first, and then
+// yields: parts usually finish before a thread could be woken.
 constexpr int kAwake = 200;  // how often it looks, before it sleeps
 template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);

@@ -1,4 +1,4 @@
-"""The native library as a wheel of its own, `quaxlike-cpu`, for machines without a compiler."""
+"""Packs the native library as a wheel, `quaxlike-cpu`, for machines without a compiler."""
 
 import sysconfig
 import tempfile
@@ -21,16 +21,16 @@ License: Apache-2.0
 def write_wheel(folder: Path) -> Path:
     """Compiles the native library and packs it as a wheel, for any Python 3 on this platform.
 
-    quaxlike finds it, once installed, by import, if it is compiled from the same source. It uses the
-    instructions of the processor on which it runs. `python -m quaxlike.kernels.native --wheel DIR` does the
-    same.
+    Once it is installed, quaxlike finds it by import, if it was compiled from the same source. It uses the
+    instructions of the processor on which it runs. You can also run
+    `python -m quaxlike.kernels.native --wheel DIR`.
 
     **Arguments:**
 
-    - `folder`: where the wheel goes; it is made if it does not exist.
+    - `folder`: where the wheel goes; it is created if needed.
 
-    **Returns:** the path of the wheel. Its tag names the platform as Python does; `auditwheel` and the like
-    make it one that a package index takes.
+    **Returns:** the wheel's path. Its tag names the platform as Python does; use `auditwheel` or the like to
+    make it suitable for a package index.
 
     **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if the package `wheel` is missing.
     """
