@@ -1,10 +1,10 @@
-"""Methods of adaptation, one file each, and what they are made of: sums, scaled and rotated weights.
+"""Adapter methods, one file each, and their building blocks: sums, scaled and rotated weights.
 
-A file has the array type of its method, the function that puts a new adapter on a weight, and the record of
-its files in PEFT's format. To add a method, list its record here.
+A file has the method's array type, the function that puts a new adapter on a weight, and the record of its
+files in PEFT's format. To add a method, list its record here.
 """
 
-# Imported to register rules.
+# These are imported to register their rules.
 from . import rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .adalora import ADALORA, AdaLoRAArray
 from .alora import ALoRAArray
@@ -47,7 +47,7 @@ _ALL = (
     FOURIERFT,
 )
 
-#: The records by their names, such as "vera".
+#: The records by name, such as "vera".
 METHODS = {method.name: method for method in _ALL}
 
 __all__ = [

@@ -12,17 +12,18 @@ from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number,
 
 
 class AdaLoRAArray(MethodArray):
-    """AdaLoRA: `w + scaling * b diag(e) a`, the form of a singular value decomposition, so that ranks can be
-    taken away from layers that need them least. PEFT decides which; here it is trained with the ranks that it
-    has.
+    """AdaLoRA: `w + scaling * b diag(e) a`, in the form of a singular value decomposition.
+
+    With this form, ranks can be taken away from layers that need them least. PEFT decides which; we train the
+    ranks that are there.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, inputs)`; several axes of inputs are flattened.
+    - `a`: shape `(..., rank, inputs)`; several input axes are flattened.
     - `b`: shape `(..., outputs, rank)`, likewise.
     - `e`: shape `(..., rank)`.
-    - `scaling`: the factor of all. Default: 1.
+    - `scaling`: the factor for this change. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -70,7 +71,7 @@ def _read_adalora(layer: Layer) -> Any:
 
 
 def _as_lora(x: AdaLoRAArray) -> LoraArray:
-    # PEFT has no rank of zero.
+    # PEFT cannot represent a rank of zero.
     return padded_to(y := x.composed(), max(y.rank, 1))
 
 

@@ -1,4 +1,4 @@
-"""`ALoRAArray`: a low-rank adapter that acts on the tokens of a text from those on that invoke it."""
+"""`ALoRAArray`: a LoRA that is active only after its invocation tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,26 +18,27 @@ from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from .combinators import whole_shape
 
-# What the fields have in common with those of a `LoraArray`.
+# Fields that this has in common with `LoraArray`.
 _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradients")
 
 
 class ALoRAArray(AdaptedArray):
-    """Activated LoRA: a weight with a low-rank adapter for the tokens of a text from certain ones on, which
-    invoke it. For the tokens before, it is the weight alone, so that keys and values that the model without
-    adapters has cached stay valid.
+    """Activated LoRA: a weight with a low-rank adapter that acts only from its invocation tokens onward.
 
-    The weight is another one for each token, and so there is no dense array that it stands for, and nothing
-    to merge. It can be multiplied with the inputs of a layer, one row for each token, once
-    [`quaxlike.activate`][] says which tokens it acts on.
+    For earlier tokens, only the weight acts, so keys and values cached by the model without adapters stay
+    valid.
+
+    The weight differs from token to token. So there is no dense array to materialise, and nothing to merge.
+    You can multiply it by a layer's inputs, with one row per token, once [`quaxlike.activate`][] has said on
+    which tokens it acts.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
     - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as for [`quaxlike.LoraArray`][].
-    - `invocation`: the tokens that invoke the adapter. It acts from the last place on where they stand in the
-        text, one after the other; these tokens are included.
-    - `active`: for each token, whether the adapter acts on it. Default: None, for not known.
+    - `invocation`: the tokens that invoke the adapter. It acts from their last (contiguous) occurrence in the
+      text onward, inclusive. - `active`: for each token, whether the adapter acts on it. Default: None, i.e.
+      not known.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -49,7 +50,7 @@ class ALoRAArray(AdaptedArray):
         w, a, b = jnp.ones((4, 3)), jnp.ones((2, 3)), jnp.ones((4, 2))
         alora = ALoRAArray(w, a, b, invocation=(7, 8))
         alora = ql.activate(alora, jnp.array([5, 7, 8, 9]))
-        # the first row is that of `w` alone
+        # only `w` acts on the first row
         ql.quaxify(lambda w, x: x @ w.T)(alora, jnp.ones((4, 3)))
         ```
 
@@ -80,12 +81,12 @@ class ALoRAArray(AdaptedArray):
 
     @classmethod
     def of(cls, lora: LoraArray, invocation: Sequence[int]) -> "ALoRAArray":
-        """The same adapter, for the tokens from these on alone."""
+        """Converts a LoRA; it acts only from the invocation tokens onward."""
         options = {name: getattr(lora, name) for name in _OPTIONS}
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """The weight for tokens that the adapter acts on."""
+        """The weight for tokens on which the adapter acts."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -111,7 +112,7 @@ class ALoRAArray(AdaptedArray):
 
 @register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
-    """The product with the weight for all tokens, and that with the adapter for the rows of active ones."""
+    """Multiplies all tokens by the weight, and the rows of active tokens by the adapter."""
     on_left = isinstance(x, ALoRAArray)
     w, x = (x, y) if on_left else (y, x)
     _, of_x = dot_axes(w, x, params["dimension_numbers"], on_left=on_left)
@@ -126,7 +127,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _rows(w: ALoRAArray, found: list[int]) -> Any:
-    """The factors of the rows that `w` is multiplied with, whose axes are of these sizes."""
+    """The factors for the rows that multiply `w`; the axes have these sizes."""
     if w.active is None:
         raise ValueError(
             f"An activated LoRA acts on the tokens from {list(w.invocation)} on, and it is not known where "

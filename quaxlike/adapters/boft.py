@@ -1,4 +1,4 @@
-"""BOFT: inputs are rotated by butterfly factors."""
+"""BOFT: rotates inputs by butterfly factors."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,20 +14,21 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, starts
 
 
 class BOFTArray(MethodArray):
-    """Butterfly orthogonal fine-tuning: inputs go through a chain of block-diagonal orthogonal matrices, each
-    of which mixes others of them, and outputs are scaled.
+    """Butterfly orthogonal fine-tuning: a chain of block-diagonal rotations, and scaled outputs.
+
+    The inputs go through a chain of block-diagonal orthogonal matrices. Each mixes different inputs.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `blocks`: for each matrix of the chain, `n` blocks of size `b`, where `n * b` counts the inputs:
-        `(..., factors, n, b, b)`. Their skew-symmetric parts give orthogonal ones by the Cayley transform.
-    - `scale`: the factors of the outputs, `(..., *outputs)`.
+    - `blocks`: for each matrix in the chain, `n` blocks of size `b`, where `n * b` is the number of inputs:
+      `(..., factors, n, b, b)`. The Cayley transform of their skew-symmetric parts is orthogonal. - `scale`:
+      factors for the outputs, `(..., *outputs)`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     **Raises:**
 
-    `ValueError` if factor `k` has no groups of `2 ** k` blocks of even size, which it mixes.
+    `ValueError` unless factor `k` has groups of `2 ** k` blocks with even size, which it mixes.
 
     !!! example
 
@@ -61,7 +62,7 @@ class BOFTArray(MethodArray):
         factors, n, b = blocks.shape[-4:-1]
         for k in range(factors):
             chain: list[Any] = [BlockDiagonalMatrix(jnp.matrix_transpose(blocks[..., k, :, :, :]))]
-            if k:  # it mixes halves of blocks: those at even places of a group come first
+            if k:  # mixes halves of blocks; even places in a group come first
                 order = jnp.concatenate([jnp.arange(start, 2 ** (k + 1), 2) for start in (0, 1)])
                 mixed = jnp.eye(2 ** (k + 1), dtype=blocks.dtype)[order]
 

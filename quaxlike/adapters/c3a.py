@@ -1,4 +1,4 @@
-"""C³A: a block-circulant change."""
+"""C³A: adds a block-circulant matrix."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ class C3AArray(MethodArray):
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `kernel`: the first rows of the blocks, times the number of inputs: `(..., outputs / b, inputs / b, b)`.
+    - `kernel`: each block's first row, times the number of inputs: `(..., outputs / b, inputs / b, b)`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

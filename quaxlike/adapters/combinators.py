@@ -1,7 +1,7 @@
-"""What adapters are made of: `SumArray`, `ScaledArray`, `RotatedArray`, `HadamardArray`.
+"""The building blocks of adapters: `SumArray`, `ScaledArray`, `RotatedArray`, `HadamardArray`.
 
-Outputs and inputs of a weight may each have several axes, in any order, as for `LoraArray`. Matrices beside
-it, of shape `(*batch, outputs, inputs)`, have them in one axis each, in the order of `out_axes` and
+The outputs and inputs of a weight may each have several axes, in any order, as for `LoraArray`. Matrices next
+to it, with shape `(*batch, outputs, inputs)`, have one axis for each, in the order of `out_axes` and
 `in_axes`.
 """
 
@@ -22,7 +22,7 @@ from ..core.values import is_value, materialise
 
 
 class Combinator(AdaptedArray):
-    """The base of the combinators."""
+    """The base class for combinators."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
@@ -41,7 +41,7 @@ class Combinator(AdaptedArray):
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
-    """The shape of the weight, with the batch axes of all parts in front."""
+    """The weight's shape, with the batch axes of all parts in front."""
     own = labels_of(x)
     sizes: dict[int, int] = {}
     for name, labels in own.items():
@@ -51,19 +51,20 @@ def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
-    """The labels of axes that are counted from the end."""
+    """The labels of axes counted from the end."""
     return [x.ndim + axis for axis in axes]
 
 
 class SumArray(Combinator):
-    """The array `w + delta`. A product with it is a product with `w` and one with `delta`, each computed by
-    the rules of its type.
+    """The array `w + delta`.
+
+    A product is computed as one with `w` and one with `delta`, each by the rules for its type.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. Its dtype is that of the sum.
-    - `delta`: an array or a Value, such as a `KroneckerMatrix` or a `SparseArray`, of shape
-        `(..., outputs, inputs)`: several axes of either are flattened.
+    - `w`: the base, an array or a Value. The sum has its dtype.
+    - `delta`: an array or a Value with shape `(..., outputs, inputs)`, such as a `KroneckerMatrix` or a
+        `SparseArray`. Several axes of either are flattened.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -105,11 +106,11 @@ class SumArray(Combinator):
 
 
 class ScaledArray(Combinator):
-    """The array `w` with its outputs multiplied by `outputs`, and its inputs by `inputs`.
+    """The array `w`, with outputs multiplied by `outputs`, and inputs by `inputs`.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. Its dtype is that of the product.
+    - `w`: the base, an array or a Value. The product has its dtype.
     - `outputs`: a factor for each output, `(..., *outputs)`. Default: None, for no factors.
     - `inputs`: a factor for each input, `(..., *inputs)`. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
@@ -143,22 +144,24 @@ class ScaledArray(Combinator):
         return self.with_base(weight)
 
     def factors(self) -> list[Any]:
-        """The factors that there are, each with all axes of the array."""
+        """The existing factors, each with all axes of the array."""
         own = labels_of(self)
         return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
 
 
 class RotatedArray(Combinator):
-    """The product of a weight and a square matrix: `x @ (w @ rotation).T` is computed as
-    `(x @ rotation.T) @ w.T`, each product by the rules of its type, and `w` itself is never multiplied.
+    """The product of a weight and a square matrix.
+
+    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, each product by the rules for its type, and
+    never multiply `w` itself.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. Its dtype is that of the product.
-    - `rotation`: an array or a Value of shape `(..., n, n)`, where `n` counts the inputs; several axes of
-        inputs are flattened. It need not be orthogonal.
-    - `of_outputs`: whether it multiplies the outputs, of which there are then `n`, instead: the columns of an
-        embedding `(vocabulary, n)`. Default: False.
+    - `w`: the base, an array or a Value. The product has its dtype.
+    - `rotation`: an array or a Value with shape `(..., n, n)`, where `n` is the number of inputs; several
+        input axes are flattened. It need not be orthogonal.
+    - `of_outputs`: whether to multiply the `n` outputs instead, as for an embedding `(vocabulary, n)`.
+        Default: False.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -180,7 +183,7 @@ class RotatedArray(Combinator):
     part_axes: ClassVar[Mapping[str, str]] = {"rotation": "rows columns"}
 
     def rotated(self) -> Labels:
-        """The labels of the axes that are multiplied."""
+        """The labels of the rotated axes."""
         return axes_of(self, self.out_axes if self.of_outputs else self.in_axes)
 
     def materialise(self) -> jax.Array:
@@ -193,7 +196,7 @@ class RotatedArray(Combinator):
         return self.with_base(self._on_rows(weight, solved))
 
     def _on_rows(self, w: jax.Array, multiplied: Any) -> jax.Array:
-        """Applies `multiplied(rows, rotation)` to the weight as matrices whose columns are rotated."""
+        """Applies `multiplied(rows, rotation)` to the weight, reshaped to matrices with rotated columns."""
         rotated, batch = self.rotated(), labels_of(self)["rotation"][:-2]
         order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
         w, shape = spread(self, w), [self.shape[i] for i in order]
@@ -207,13 +210,14 @@ class RotatedArray(Combinator):
 
 
 class HadamardArray(Combinator):
-    """The array `w * factor`, element by element. A product with it forms that array; rows that are looked up
-    are multiplied alone.
+    """The array `w * factor`, element by element.
+
+    A product with it forms this array. A lookup only multiplies the rows that it needs.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. Its dtype is that of the product.
-    - `factor`: an array or a Value, such as a [`quaxlike.LoraArray`][], of shape `(..., *outputs, *inputs)`.
+    - `w`: the base, an array or a Value. The product has its dtype.
+    - `factor`: an array or a Value with shape `(..., *outputs, *inputs)`, such as a [`quaxlike.LoraArray`][].
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -239,16 +243,16 @@ class HadamardArray(Combinator):
         return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
 
     def arranged(self) -> Any:
-        """The factor with the axes of the whole."""
+        """The factor, with all axes in order."""
         own = labels_of(self)["factor"]
         return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
 
 
-# Dense arrays of the shape of the whole -----------------------------------------------------------
+# Dense arrays with the full shape ----------------------------------------------------------------
 
 
 def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
-    """A matrix `(*batch, outputs, inputs)` with the axes of `x`, of size one where it lacks a batch axis."""
+    """Reshapes a matrix `(*batch, outputs, inputs)` to the axes of `x`; missing ones get size one."""
     out, into = axes_of(x, x.out_axes), axes_of(x, x.in_axes)
     batch = [i for i in range(x.ndim) if i not in (*out, *into)]
     sizes = [x.shape[i] for i in (*out, *into)]

@@ -1,4 +1,4 @@
-"""DeLoRA: a low-rank change of bounded strength."""
+"""DeLoRA: a low-rank change with bounded strength."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,17 +12,17 @@ from .record import DROPOUT, RANK, Layer, Method, Weight, Written, starts
 
 
 class DeLoRAArray(MethodArray):
-    """DeLoRA: a low-rank change whose rows and columns are normalised, so that one trained number bounds how
-    far a weight moves.
+    """DeLoRA: a low-rank change with normalised rows and columns.
+
+    So a single trained number bounds how far a weight moves.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, inputs)`; several axes of inputs are flattened.
+    - `a`: shape `(..., rank, inputs)`; several input axes are flattened.
     - `b`: shape `(..., outputs, rank)`, likewise.
     - `strength`: the number, shape `(...)`.
-    - `column_norms`: the norms of the columns of the weight when the adapter was made, `(..., inputs)`;
-        frozen.
+    - `column_norms`: the norms of the weight's columns when the adapter was made, `(..., inputs)`; frozen.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -63,7 +63,7 @@ class DeLoRAArray(MethodArray):
 
 
 def _norm(x: Any, axis: int) -> Any:
-    """The norm, with a gradient of zero at zero."""
+    """The norm, with zero gradient at zero."""
     squares = jnp.sum(x * x, axis)
     some = squares > 0
     return jnp.where(some, jnp.sqrt(jnp.where(some, squares, jnp.ones_like(squares))), squares)

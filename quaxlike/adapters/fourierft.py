@@ -1,4 +1,4 @@
-"""FourierFT: a change with few frequencies."""
+"""FourierFT: adds a matrix with few frequencies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,16 +14,15 @@ from .record import Layer, Method, Option, Weight, Written, by_pattern, count, f
 
 
 class FourierFTArray(MethodArray):
-    """FourierFT: adds a matrix that has a few trained frequencies. It is formed in each product.
+    """FourierFT: adds a matrix with a few trained frequencies. Every product forms it.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
     - `spectrum`: the coefficients, `(..., n)`.
     - `places`: their places in the flattened spectrum `(outputs, inputs)`, integers `(..., n)`.
-    - `scaling`: the factor of all. Default: 1.
-    - `seed`: the number that PEFT draws these places with, which its files have in their stead. Default:
-        None.
+    - `scaling`: the factor for this change. Default: 1.
+    - `seed`: the seed with which PEFT draws these places; its files have the seed instead. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -64,7 +63,7 @@ class FourierFTArray(MethodArray):
 def fourierft(
     x: Weight, *, n_frequency: int = 1000, scaling: float = 150.0, seed: int = 777
 ) -> FourierFTArray:
-    """At the places that PEFT draws with `seed`, which are the same for all weights of a size."""
+    """Uses the places that PEFT draws with `seed`: the same for all weights with one size."""
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:
         raise ValueError(f"FourierFT takes an n_frequency from 1 to {size}; found {n_frequency}.")

@@ -1,4 +1,4 @@
-"""GraLoRA: a low-rank change for each block of a weight."""
+"""GraLoRA: a separate low-rank change for each block of a weight."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,19 +15,16 @@ from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, 
 
 
 class GraLoRAArray(MethodArray):
-    """Granular low-rank adaptation: the weight is a grid of `k x k` blocks, each with a low-rank change of
-    its own.
+    """Granular low-rank adaptation: a `k x k` grid of blocks, each with its own low-rank change.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `a`: for each of `k` groups of inputs, the first factors of all blocks in its column: shape
-        `(..., k, inputs / k, rank)`.
-    - `b`: for each of `k` groups of outputs, the second factors of all blocks in its row: shape
-        `(..., k, rank, outputs / k)`.
-    - `general_a`, `general_b`: a low-rank change of the whole, as `a` and `b` of [`quaxlike.LoraArray`][].
-        Default: None.
-    - `scaling`: the factor of all. Default: 1.
+    - `a`: for each of `k` groups of inputs, the first factors for all blocks in this column: shape `(..., k,
+      inputs / k, rank)`. - `b`: for each of `k` groups of outputs, the second factors for all blocks in this
+      row: shape `(..., k, rank, outputs / k)`. - `general_a`, `general_b`: a low-rank change of the whole
+      weight, like `a` and `b` in [`quaxlike.LoraArray`][]. Default: None.
+    - `scaling`: the factor for this change. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -58,7 +55,7 @@ class GraLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         k, rank, size = self.b.shape[-3:]
-        # The rank of the whole is (n, j, q): the group of inputs, that of outputs, and the rank of a block.
+        # The whole rank is (n, j, q): the input group, the output group, and a block's rank.
         b = jnp.reshape(self.scaling * self.b, (*self.b.shape[:-3], k, k, rank // k, size))
         eye = jnp.eye(k, dtype=b.dtype)
         b = jnp.einsum("...jnqo,jl->...jonlq", b, eye)

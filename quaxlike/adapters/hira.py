@@ -1,4 +1,4 @@
-"""HiRA: a low-rank factor of each element of a weight."""
+"""HiRA: multiplies each element of a weight by a low-rank factor."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 class HiRAArray(MethodArray):
     """HiRA: multiplies the weight by one plus a low-rank matrix, element by element: `w * (1 + b a)`.
 
-    The product is formed in each matrix product; of embeddings, only the rows that are looked up are.
+    Every matrix product forms this array. A lookup in an embedding only forms the rows that it needs.
 
     **Arguments:**
 
@@ -60,7 +60,7 @@ def hira(x: Weight, *, rank: int = 32) -> HiRAArray:
 
 def _read_hira(layer: Layer) -> Any:
     shape = layer.shape_of("embedding_b" if layer.kind == "embedding" else "b")
-    r = shape[1] if len(shape) > 1 else 0  # PEFT 0.21 does not heed `rank_pattern`
+    r = shape[1] if len(shape) > 1 else 0  # PEFT 0.21 ignores `rank_pattern`
     return layer.on(HiRAArray, *read_factors(layer, r))
 
 

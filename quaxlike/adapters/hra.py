@@ -1,4 +1,4 @@
-"""HRA: inputs go through Householder reflections."""
+"""HRA: sends inputs through Householder reflections."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,16 +15,15 @@ from .record import Layer, Method, Weight, Written, count, flag, starts
 
 
 class HRAArray(MethodArray):
-    """Householder reflection adaptation: the inputs of a layer go through a chain of trained reflections.
+    """Householder reflection adaptation: a layer's inputs go through a chain of trained reflections.
 
-    The chain is applied as the identity and a product of two thin matrices, with `2 r` numbers for each
-    input.
+    We apply this chain as the identity plus a product of two thin matrices, with `2 r` numbers per input.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `u`: the directions of the reflections, of any length, as columns: `(..., inputs, r)`.
-    - `orthogonal`: whether the directions are made orthogonal first, in this order. Default: False.
+    - `u`: the reflections' directions (with any length) as columns: `(..., inputs, r)`.
+    - `orthogonal`: whether to orthogonalise the directions first, in this order. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -64,7 +63,7 @@ class HRAArray(MethodArray):
 
 @starts
 def hra(x: Weight, *, rank: int = 8) -> HRAArray:
-    """Random reflections in pairs, which undo each other."""
+    """Starts with random reflections in pairs, which cancel."""
     if rank % 2 or rank < 2:
         raise ValueError(f"HRA begins with pairs of reflections; found a rank of {rank}.")
     return x.on(HRAArray, jnp.repeat(x.kaiming(x.inputs, rank // 2, fan_in=rank // 2), 2, axis=-1))

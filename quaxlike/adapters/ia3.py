@@ -1,4 +1,4 @@
-"""(IA)³: factors of outputs or inputs, and of biases."""
+"""(IA)³: factors for outputs, inputs and biases."""
 
 import math
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ class IA3Array(MethodArray):
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `outputs`: the factors of outputs, `(..., *outputs)`. Default: None.
-    - `inputs`: the factors of inputs, `(..., *inputs)`: those of feed-forward layers. Default: None.
-    - `channels`: the factors of the channels that a convolution is applied to, `(..., channels)`; of a
-        grouped one, whose kernel has only those of a group. Default: None.
+    - `outputs`: factors for outputs, `(..., *outputs)`. Default: None.
+    - `inputs`: factors for inputs, `(..., *inputs)`, as for feed-forward layers. Default: None.
+    - `channels`: factors for a grouped convolution's channels, `(..., channels)`. (Its kernel only has one
+        group's channels.) Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -70,13 +70,14 @@ class IA3Array(MethodArray):
 
 
 class ScaledBias(TransparentValue):
-    """The bias of a layer whose outputs are scaled, times the same factors. They are trained apart from those
-    of the weight.
+    """A scaled bias, for a layer with scaled outputs.
+
+    Its factors are trained separately from the weight's.
 
     **Arguments:**
 
-    - `w`: the bias of the layer, frozen.
-    - `factor`: a factor for each element.
+    - `w`: the layer's bias, frozen.
+    - `factor`: one factor per element.
     """
 
     factor: Any
@@ -97,8 +98,11 @@ class ScaledBias(TransparentValue):
 
 @starts
 def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
-    """A factor of one for each output, or `of_inputs`. Default: of inputs if there is a bias, which stays as
-    it is then: PEFT scales it with the outputs, by the same numbers, which two arrays cannot share."""
+    """Starts with factors of one, for outputs or `of_inputs`.
+
+    Default: for inputs if there is a bias, which then does not change. PEFT would scale it by the same
+    numbers as the outputs, but two arrays cannot share numbers.
+    """
     if not (bias is not None if of_inputs is None else of_inputs):
         return x.on(IA3Array, outputs=x.ones(*x.out))
     if x.layout.kind == "grouped conv":

@@ -1,4 +1,4 @@
-"""LoHa: the product, element by element, of two low-rank matrices."""
+"""LoHa: the elementwise product of two low-rank matrices."""
 
 import math
 from collections.abc import Mapping
@@ -23,17 +23,16 @@ from .record import (
 class LoHaArray(MethodArray):
     """LoHa: adds the elementwise product of two low-rank matrices, `scaling * (a_1 b_1) * (a_2 b_2)`.
 
-    That has at most the rank `r²`, and is computed as such a low-rank change where it takes less than a dense
-    one.
+    Its rank is at most `r²`. We compute it as a low-rank change whenever this is cheaper than a dense one.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
     - `a_1`, `a_2`: shape `(..., outputs, r)`.
-    - `b_1`, `b_2`: shape `(..., r, inputs)`; several axes of inputs are flattened.
-    - `core_1`, `core_2`: for kernels of convolutions in the form of Tucker, `(r, r, *window)`; each low-rank
-        matrix is then `core`, multiplied by `a` and by `b`, of shape `(r, channels)`. Default: None.
-    - `scaling`: the factor of all. Default: 1.
+    - `b_1`, `b_2`: shape `(..., r, inputs)`; several input axes are flattened.
+    - `core_1`, `core_2`: for convolution kernels in Tucker form, `(r, r, *window)`. Then each low-rank matrix
+      is `core` multiplied by `a` and by `b`, which has shape `(r, channels)`. Default: None.
+    - `scaling`: the factor for this change. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

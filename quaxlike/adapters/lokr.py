@@ -1,4 +1,4 @@
-"""LoKr: a Kronecker product, whose factors may be of low rank."""
+"""LoKr: a Kronecker product; its factors may have low rank."""
 
 import math
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from .record import (
 
 
 class LoKrArray(MethodArray):
-    """LoKr: adds `scaling` times the Kronecker product of two matrices, each of which may be low-rank.
+    """LoKr: adds `scaling` times the Kronecker product of two (possibly low-rank) matrices.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
     - `first`: shape `(..., o_1, i_1)`, or `(..., o_1, r)` if there is a `first_b`.
-    - `second`: shape `(..., o_2, i_2)`, or `(..., o_2, r)` if there is a `second_b`. `o_1 o_2` and `i_1 i_2`
-        count outputs and inputs; several axes of either are flattened.
-    - `first_b`, `second_b`: what they are multiplied by, `(..., r, i_1)` and `(..., r, i_2)`. Default: None.
-    - `core`: for kernels of convolutions in the form of Tucker, `(r, r, *window)`: the second matrix is then
-        `core`, multiplied by `second` and by `second_b`, of shape `(r, channels)`. Default: None.
-    - `alpha`, `rank`: `scaling = alpha / rank`, whatever the ranks of the matrices are. Default: 1.
+    - `second`: shape `(..., o_2, i_2)`, or `(..., o_2, r)` if there is a `second_b`. There are `o_1 o_2`
+      outputs and `i_1 i_2` inputs; several axes of either are flattened. - `first_b`, `second_b`: their
+      second factors, `(..., r, i_1)` and `(..., r, i_2)`. Default: None. - `core`: for convolution kernels in
+      Tucker form, `(r, r, *window)`. Then the second matrix is `core` multiplied by `second` and by
+      `second_b`, which has shape `(r, channels)`. Default: None. - `alpha`, `rank`: `scaling = alpha / rank`,
+      whatever ranks the matrices have. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -85,8 +85,10 @@ def lokr(x: Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = 
 
 
 def two_factors(n: int, limit: int) -> tuple[int, int]:
-    """Two factors of `n`, as near to each other as can be; if `limit` is positive, the first is at most that.
-    PEFT's `factorization`."""
+    """Factorises `n` into two factors that are as close as possible, like PEFT's `factorization`.
+
+    If `limit` is positive, the first factor is at most `limit`.
+    """
     if limit > 0 and n % limit == 0:
         return limit, n // limit
     most = math.isqrt(n) if limit <= 0 else min(math.isqrt(n), limit)
@@ -128,8 +130,8 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The limit of the factors, and whether PEFT takes first matrices to be low-rank with these ranks."""
-    shapes: dict[str, Any] = {}  # of both matrices, without the window
+    """The limit for factors, and whether PEFT would make first matrices low-rank at these ranks."""
+    shapes: dict[str, Any] = {}  # both matrices' shapes, without the window
     for name, layer in layers.items():
         x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)
         o_1, i_1 = len(x.first), (x.first if x.first_b is None else x.first_b).shape[-1]

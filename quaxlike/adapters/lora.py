@@ -1,4 +1,4 @@
-"""The files of LoRA, with rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA; its array type is `LoraArray`."""
+"""The file format for LoRA, with rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA. See `LoraArray`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from ..core.values import is_value
 from .alora import ALoRAArray
 from .record import Layer, Method, Option, Weight, Written, by_pattern, flag, number, starts
 
-# Initialisations that leave the base alone; those that move a part of it into the adapter, which can be told
-# from the base; and the beginnings of those that change it in another way.
+# Initialisations that keep the base; initialisations that move a part of it into the adapter, which follows
+# from the base alone; and prefixes of those that change it in any other way.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _CHANGES_BASE = ("pissa", "olora")
 _UNKNOWN_CHANGES = {
@@ -27,7 +27,7 @@ _UNKNOWN_CHANGES = {
     "lora_ga": "a part of the base that depends on gradients",
     "loftq": "the rounding error of a base that PEFT quantised",
 }
-#: Why there is no adapter of a grouped or transposed convolution.
+#: Why grouped and transposed convolutions cannot be adapted.
 GROUPED = (
     "a grouped or transposed convolution; PEFT's adapters of those are not low-rank changes of the weight"
 )
@@ -35,7 +35,7 @@ GROUPED = (
 
 @starts
 def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
-    """LoRA as it starts by default; [`quaxlike.loraify`][] has all options."""
+    """LoRA with its default start; [`quaxlike.loraify`][] has all options."""
     a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
     return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
 
@@ -72,7 +72,7 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-#: Entries about how LoRA starts and how it is trained; the switches among its options say if it matters.
+#: Entries about how LoRA starts and is trained. The switches among its options say whether they matter.
 INFORMATIVE = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
     "runtime_config",
@@ -119,7 +119,7 @@ _OPTIONS = {
 
 
 def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArray:
-    """The weight with these factors: of one adapter, or of as many with the layer's scaling side by side."""
+    """Puts these factors on the weight: one adapter, or `count` with one scaling side by side."""
     rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha", "alpha_pattern"))
     return layer.on(
         LoraArray, a, b, rslora=rslora, alpha=alpha * (count**0.5 if rslora else count),
@@ -128,7 +128,7 @@ def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArr
 
 
 def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
-    """The factors `a` and `b` of a matrix of low rank, with the axes of inputs and outputs."""
+    """The factors `a` and `b` of a low-rank matrix, with input and output axes."""
     start = "embedding_" if layer.kind == "embedding" else ""
     into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
     a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
@@ -137,7 +137,7 @@ def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
 
 
 def written_factors(layer: Written, a: Any, b: Any) -> dict[str, Any]:
-    """The factors as files hold them; undoes `read_factors`."""
+    """The inverse of `read_factors`."""
     start, rank = "embedding_" if layer.kind == "embedding" else "", b.shape[-1]
     a = a if layer.kind == "conv" else a.reshape(rank, -1)
     return {f"{start}a": a, f"{start}b": b.reshape(-1, rank, *[1] * len(layer.window))}
@@ -150,7 +150,7 @@ def _read(layer: Layer) -> Any:
         raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
     if layer.kind == "parameter":
         return _read_parameter(layer, rank)
-    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # before allocating that much
+    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # before allocating this much
         raise layer.error(
             f"{start}a",
             f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
@@ -163,7 +163,7 @@ def _read(layer: Layer) -> Any:
         magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
-    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT, too, leaves embeddings alone
+    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT does not change embeddings, either
         if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
             raise layer.error("a", f"PEFT has no {init} for {layer.name}")
         try:
@@ -183,8 +183,8 @@ def _check_plain(layer: Layer) -> None:
         raise layer.error(None, "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
 
-# The factors of a stack `(experts, …)` are stored in one matrix each: `A` as `(experts * rank, in)`, with
-# experts as the slower index, `B` as `(out, rank * experts)`, with experts as the faster one.
+# A stack `(experts, …)` stores all factors in one matrix each: `A` as `(experts * rank, in)`, with experts as
+# the slower index, `B` as `(out, rank * experts)`, with experts as the faster index.
 
 
 def _read_parameter(layer: Layer, rank: int) -> LoraArray:
@@ -197,10 +197,10 @@ def _read_parameter(layer: Layer, rank: int) -> LoraArray:
 
 
 def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
-    """A stack of experts, each of which had an adapter of its own in transformers 4.
+    """Reads a stack of experts. In transformers 4, each had its own adapter.
 
     An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
-    `a` holds all of theirs, and its `b` is zero between different matrices.
+    `a` has all of them, and its `b` is zero between different matrices.
     """
     first, *_ = adapted = [layer for layer in layers if layer.is_in_file]
     for layer in adapted:
@@ -246,7 +246,7 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         "use_dora": x.magnitude is not None,
     }
     parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
-    if isinstance(layer.bias, LoraBias):  # that of all layers, or of none
+    if isinstance(layer.bias, LoraBias):  # all layers have this, or none
         parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
     return parts, options
 
@@ -258,7 +258,7 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
-    if axes == own[::-1]:  # the layer shares its adapter with the embedding that it is tied to
+    if axes == own[::-1]:  # the layer shares its adapter with the tied embedding
         if x.magnitude is not None:
             raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
         return {"a": x.b.T, "b": x.a.T}
@@ -291,7 +291,7 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
 
 
 def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How all adapters started, and the tokens that invoke them."""
+    """How all adapters started, and which tokens invoke them."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
         return {"init_lora_weights": _started(layers)}
@@ -307,17 +307,19 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 
 
 # -------------------------------------------------------------------------------------------------
-# Adapters whose initialisation took a part of the base, in files that do not hold the base.
+# Adapters with an initialisation that took a part of the base, in files without the base.
 #
-# PEFT takes the part out again when it loads "pissa" and "olora", which follow from the base alone. For all
-# others, and for layers where it does not, the part goes into the file: with `base + taken` for the base that
-# is adapted, `[a, a'], [b, b']` with `scaling * b' a' = taken` give the same sum on `base`, at twice the rank
-# (PEFT's `path_initial_model_for_weight_conversion`).
+# For "pissa" and "olora", which follow from the base alone, PEFT takes the part out again on loading. For all
+# others, and for layers where it does not, the part goes into the file. If the adapted base is `base +
+# taken`, then `[a, a'], [b, b']` with `scaling * b' a' = taken` give the same sum on `base`, at twice the
+# rank (PEFT's `path_initial_model_for_weight_conversion`).
 # -------------------------------------------------------------------------------------------------
 
 
 def _started(layers: Mapping[str, Written]) -> str | bool:
-    """The entry `init_lora_weights`. Raises `ValueError` if it cannot tell what was taken out of the base."""
+    """The entry `init_lora_weights`. Raises a `ValueError` if it cannot represent what was taken out of the
+    base.
+    """
     names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
     if not names:
         return True
@@ -325,7 +327,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
     own_biases = any(isinstance(x.bias, LoraBias) for x in layers.values())
     for layer, x in layers.items():
         taken = x.array.taken
-        # OLoRA takes the factors of the weight as it is stored.
+        # OLoRA uses the factors of the weight as stored.
         turned = taken is not None and taken[0] == "olora" and x.is_fan_in_fan_out
         in_peft = x.kind in ("linear", "matrix") and not turned and not own_biases
         is_derivable = name in _CHANGES_BASE and in_peft and taken == taken_by(str(name), x.array)
@@ -340,7 +342,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
 
 def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
-    """The adapter that gives the same weight when it is put on `w`."""
+    """The adapter that gives the same weight on another base `w`."""
     if x.w is w or eqx.tree_equal(x.w, w) is True:
         return x.replace(taken=None)
 
@@ -378,7 +380,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
 
 
 def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
-    """The embeddings whose tokens are trained; by default that of the inputs, whatever the model calls it."""
+    """The embeddings with trained tokens. By default this is the input embedding, whatever its name."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
 
@@ -402,7 +404,7 @@ def _read_rows(layer: Layer) -> TrainableRows:
 
 def _settle_tokens(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found: Any = {name.rpartition(".")[2]: list(x.array.indices) for name, x in layers.items()}
-    if found.keys() <= {"embed_tokens"}:  # where PEFT looks by default
+    if found.keys() <= {"embed_tokens"}:  # PEFT's default
         found = found.get("embed_tokens")
     return {"trainable_token_indices": found}
 

@@ -1,4 +1,4 @@
-"""What the methods of LyCORIS, LoHa and LoKr, have in common."""
+"""Shared code for the LyCORIS methods, LoHa and LoKr."""
 
 import math
 from typing import Any
@@ -16,12 +16,12 @@ KINDS = ("linear", "matrix", "conv", "grouped conv")
 
 
 def is_effective(layer: Layer) -> bool:
-    """Whether the change of a kernel has the form of Tucker."""
+    """Whether a kernel's change has Tucker form."""
     return layer.option("use_effective_conv2d") and math.prod(layer.window) > 1
 
 
 def tucker(core: Any, a: Any, b: Any) -> Any:
-    """`a @ b`, or with a core of shape `(r, s, *window)` between them, as a matrix of flattened inputs."""
+    """`a @ b`, or with a core of shape `(r, s, *window)` in between, as a matrix with flattened inputs."""
     if core is None:
         return jnp.matmul(a, b, precision="highest")
     kernel = jnp.einsum("ijkl,...pi,...jq->...pqkl", core, a, b, precision="highest")

@@ -1,4 +1,4 @@
-"""`MethodArray`: an adapter that is computed as an array made of combinators."""
+"""`MethodArray`: an adapter that is computed as an array made from combinators."""
 
 import abc
 import math
@@ -26,18 +26,21 @@ from .combinators import whole_shape
 
 
 class MethodArray(AdaptedArray):
-    """The base of the adapters of published methods: a subclass has their trained numbers, and says with
-    `composed` which array they make of the weight. All operations are those of that array."""
+    """The base class for published methods.
+
+    A subclass has the method's trained numbers, and `composed` says what array they make from the weight.
+    This array then computes everything.
+    """
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
     @abc.abstractmethod
     def composed(self) -> Any:
-        """The same array: a `SumArray`, `ScaledArray`, `RotatedArray` or [`quaxlike.LoraArray`][]."""
+        """The same array as a `SumArray`, `ScaledArray`, `RotatedArray` or [`quaxlike.LoraArray`][]."""
 
     def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
-        """The weight with parts of another adapter, `kind`, beside it."""
+        """Puts another kind of adapter on the same weight."""
         shared = ("gradients", "out_axes", "in_axes")
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
@@ -52,14 +55,14 @@ class MethodArray(AdaptedArray):
         return math.prod(self.w.shape[axis] for axis in self.in_axes)
 
     def low_rank(self, a: Any, b: Any) -> LoraArray:
-        """`w + b @ a`, with all inputs in one axis of `a`, and all outputs in one of `b`."""
+        """`w + b @ a`, if `a` has all inputs in one axis, and `b` all outputs."""
         into, out = ([self.w.shape[axis] for axis in axes] for axes in (self.in_axes, self.out_axes))
         a = a if len(into) == 1 else jnp.reshape(materialise(a), (*a.shape[:-1], *into))
         b = b if len(out) == 1 else jnp.reshape(b, (*b.shape[:-2], *out, b.shape[-1]))
         return self.on(LoraArray, a, b)
 
     def as_matrix(self, w: jax.Array) -> jax.Array:
-        """A dense weight as a matrix `(..., outputs, inputs)`."""
+        """Reshapes a dense weight to a matrix `(..., outputs, inputs)`."""
         n = w.ndim
         ends = [n + axis for axis in (*self.out_axes, *self.in_axes)]
         order = [*(i for i in range(n) if i not in ends), *ends]
@@ -82,7 +85,7 @@ class MethodArray(AdaptedArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """As the array that it is computed as, beside one of another type or with other axes."""
+        """If `like` has another type or other axes, widens the composed array instead."""
 
         def axes(x: Any) -> Any:
             return (type(x), x.out_axes, x.in_axes)
@@ -90,7 +93,7 @@ class MethodArray(AdaptedArray):
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
-    #: Before that of arrays trained in full, which unwraps what it meets.
+    #: Comes before arrays that are fully trained, which unwrap what they meet.
     default_precedence = precedence.METHOD
 
     @staticmethod

@@ -12,17 +12,17 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, one_of, star
 
 
 class MiSSArray(MethodArray):
-    """Matrix shard sharing: inputs are summed in groups, and a trained matrix maps the sums to outputs. What
-    is added to the weight is this matrix, repeated.
+    """Matrix shard sharing: sums inputs in groups, and maps the sums to outputs by a trained matrix.
+
+    So it adds this matrix, repeated, to the weight.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `block`: shape `(..., rank, outputs)`: input `j` is mapped by row `j % rank`. With fewer columns, these
-        are repeated over the outputs. Default: None.
-    - `bat`: in its stead, matrices that also multiply the weight, `(..., outputs / rank, rank, rank)`: in
-        square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. The sum is formed in each
-        product. Default: None.
+    - `block`: shape `(..., rank, outputs)`: row `j % rank` maps input `j`. With fewer columns, these are
+      repeated over the outputs. Default: None. - `bat`: used instead: matrices that also multiply the weight,
+      `(..., outputs / rank, rank, rank)`. In square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] +
+      bat[p]`. Every product forms this sum. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

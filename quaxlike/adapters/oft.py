@@ -1,4 +1,4 @@
-"""OFT: inputs are rotated in blocks."""
+"""OFT: rotates inputs in blocks."""
 
 import math
 import warnings
@@ -29,20 +29,19 @@ from .record import (
 
 
 class OFTArray(MethodArray):
-    """Orthogonal fine-tuning: blocks of inputs are multiplied by trained orthogonal matrices.
+    """Orthogonal fine-tuning: multiplies blocks of inputs by trained orthogonal matrices.
 
     Each is the Cayley transform of a skew-symmetric matrix. The weight itself is never multiplied.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `skew`: for each block of `b` inputs, the `b * (b - 1) / 2` elements of its matrix above the diagonal,
-        row by row: `(..., blocks, b * (b - 1) / 2)`. One block is shared by all inputs.
-    - `terms`: how many terms of Neumann's series approximate the inverse of the Cayley transform, as PEFT
-        counts them. Default: None, for the exact inverse.
-    - `eps`: the matrices are scaled to have at most the norm `eps / sqrt(blocks)` (constrained OFT).
-        Gradients do not see this. Default: None.
-    - `of_outputs`: whether it multiplies the outputs instead: the columns of an embedding. Default: False.
+    - `skew`: for each block of `b` inputs, the matrix's `b * (b - 1) / 2` elements above the diagonal, row by
+      row: `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs. - `terms`: how many terms
+      of Neumann's series approximate the inverse in the Cayley transform, as PEFT counts them. Default: None,
+      for the exact inverse. - `eps`: scales the matrices to a norm of at most `eps / sqrt(blocks)`
+      (constrained OFT). Gradients ignore this. Default: None. - `of_outputs`: whether to multiply the outputs
+      instead, i.e. an embedding's columns. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -50,7 +49,7 @@ class OFTArray(MethodArray):
         ```python
         import jax.numpy as jnp, quaxlike as ql
 
-        blocks = jnp.ones((2, 3))  # of 3 x 3
+        blocks = jnp.ones((2, 3))  # two 3 x 3 blocks
         w = ql.adapters.OFTArray(jnp.ones((4, 6)), blocks)
         ql.quaxify(jnp.matmul)(w, jnp.arange(6.0))
         ```
@@ -90,8 +89,10 @@ class OFTArray(MethodArray):
 
 
 def cayley(k: jax.Array, terms: int | None) -> jax.Array:
-    """`(I - K) (I + K)^-1` for skew-symmetric matrices `K`; with `terms`, the first ones of its series
-    `I - 2 K + 2 K² - ...`, at `-K`."""
+    """Computes `(I - K) (I + K)^-1` for skew-symmetric matrices `K`.
+
+    With `terms`, only the first terms of the series `I - 2 K + 2 K² - ...`, at `-K`.
+    """
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
         # LAPACK has no narrower dtype.
@@ -115,7 +116,7 @@ def oft(x: Weight, *, block_size: int = 32) -> OFTArray:
 
 
 def _tell_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
-    """Warns of convolutions whose windows overlap, where PEFT does not compute what it merges."""
+    """Warns about convolutions: PEFT's forward pass differs from what it merges."""
     if names := [layer.name for layer in layers if math.prod(layer.window) > 1]:
         warnings.warn(
             f"PEFT computes {', '.join(names)} with OFT in another way than it merges it: its forward pass "
@@ -169,7 +170,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
     }
     shared = all(number == 1 for _, number in blocks.values())
     shared = shared and any(size < inputs[name] for name, (size, _) in blocks.items())
-    if shared:  # where PEFT repeats the block
+    if shared:  # PEFT repeats the block
         for name, own in options.items():
             own["block"] = (blocks[name][0], inputs[name] // blocks[name][0])
     size, number = size_or_number("OFT", options)
@@ -177,7 +178,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """The size of the blocks of all layers, or else their number; the other is 0."""
+    """The block size that all layers share, or else their number of blocks; the other is 0."""
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:
         raise ValueError(

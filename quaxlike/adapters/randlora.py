@@ -1,4 +1,4 @@
-"""RandLoRA: a change of full rank from random matrices that all layers share."""
+"""RandLoRA: a full-rank change, from random matrices that all layers share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,22 +27,22 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 
 
 class RandLoRAArray(MethodArray):
-    """RandLoRA: a change of full rank, as a sum of frozen random low-rank matrices that all layers share;
-    trained are a factor for each column of their first factors and, in each, for each row.
+    """RandLoRA: a full-rank change, as a sum of frozen random low-rank matrices.
 
-    It is computed by two factors, together about as large as the weight.
+    All layers share these matrices. We train one factor for each column of their first factors, and in each
+    matrix, one for each row. It is computed by two factors, together about as large as the weight.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, 1, n)`, of which the layer uses as many columns as it has inputs or outputs,
-        whichever are fewer.
-    - `b`: shape `(..., m, bases, rank)`, of which it uses the rows of the others, and the first bases.
+    - `a`: shape `(..., rank, 1, n)`. The layer uses as many columns as it has inputs or outputs, whichever
+      are fewer. - `b`: shape `(..., m, bases, rank)`. It uses as many rows as it has of the other, and the
+      first bases.
     - `scale`: shape `(..., rank, bases)`.
     - `gamma`: shape `(..., bases, the lesser number)`.
-    - `scaling`: the factor of all. Default: 1.
-    - `seed`: the number that PEFT draws these `a` and `b` with, so that its files need not hold them.
-        Default: None, for any others.
+    - `scaling`: the factor for this change. Default: 1.
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
+      None, for any other matrices.
     - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
@@ -81,7 +81,7 @@ class RandLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         (few, many), (rank, bases) = sorted((self.num_outputs, self.num_inputs)), self.scale.shape[-2:]
-        # The rows of `thin` run over (rank, base), and the columns of `wide` over (base, rank), as in PEFT.
+        # Rows of `thin` run over (rank, base), but columns of `wide` over (base, rank), as in PEFT.
         thin = times(times(self.scale[..., None], self.a[..., :few]), self.gamma[..., None, :, :])
         thin = jnp.reshape(thin, (*thin.shape[:-3], rank * bases, few))
         wide = self.b[..., :many, :bases, :]
@@ -96,7 +96,7 @@ def randlora(
     x: Weight, *, rank: int = 32, alpha: float = 640, seed: int | None = None,
     sparsity: Literal["dense", "sparse", "very_sparse"] = "dense", a: Any = None, b: Any = None,
 ) -> RandLoRAArray:  # fmt: skip
-    """All layers share the random matrices `a` and `b`, as for `vera`."""
+    """Starts with random matrices `a` and `b` that all layers share, as in `vera`."""
     if sparsity not in ("dense", "sparse", "very_sparse"):
         raise ValueError(f"RandLoRA is 'dense', 'sparse' or 'very_sparse'; found {sparsity!r}.")
     a, b = given_matrices("RandLoRA", a, b)
@@ -131,7 +131,7 @@ def _read_randlora(layer: Layer) -> Any:
     a, b, seed = layer.shared
     r, few, many = layer.option("r"), *sorted((layer.inputs, layer.outputs))
     bases = math.ceil(few / r)
-    for part, x in (("a", a), ("b", b)):  # which the file has again for each layer
+    for part, x in (("a", a), ("b", b)):  # the file repeats these for each layer
         if layer.has(part) and not np.array_equal(layer.read(part, *x.shape), x):
             raise layer.error(part, "is not the matrix that all layers share")
 

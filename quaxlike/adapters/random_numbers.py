@@ -1,7 +1,7 @@
-"""The random numbers of PyTorch's generator on CPUs, and the matrices that PEFT draws from them for VeRA and
-RandLoRA, which its files may leave out.
+"""PyTorch's random numbers on CPUs, and the matrices that PEFT draws from them.
 
-The generator is the Mersenne Twister of NumPy's `RandomState`. Numbers agree bit by bit.
+VeRA's and RandLoRA's files may omit these matrices. So they must agree bit for bit. PyTorch's generator is
+the same Mersenne Twister as NumPy's `RandomState`.
 """
 
 import math
@@ -21,14 +21,14 @@ class Generator:
         return self._state.randint(0, 2**32, count, dtype=np.uint32)
 
     def uniform(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """`torch.empty(shape).uniform_(low, high)`, in float32."""
+        """Like `torch.empty(shape).uniform_(low, high)`, in float32."""
         low32, high32 = np.float32(low), np.float32(high)
         unit = (self._words(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
         wide = unit * np.float64(high32 - low32) + np.float64(low32)
         return wide.astype(np.float32).reshape(shape)
 
     def uniform_bfloat16(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """The same in bfloat16."""
+        """Like `uniform`, in bfloat16."""
         out = self.uniform(shape, low, high).astype(jnp.bfloat16)
         ends = np.asarray([low, high], np.float32).astype(jnp.bfloat16)
         return np.where(out == ends[1], ends[0], out)
@@ -43,7 +43,7 @@ class Generator:
 
 
 def vera_projections(generator: Generator, n: int, m: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """VeRA's matrices of shapes `(rank, n)` and `(m, rank)`, for up to `n` inputs and `m` outputs."""
+    """VeRA's matrices, with shapes `(rank, n)` and `(m, rank)`, for at most `n` inputs and `m` outputs."""
     of_a, of_b = math.sqrt(6 / n), math.sqrt(6 / rank)
     return generator.uniform((rank, n), -of_a, of_a), generator.uniform((m, rank), -of_b, of_b)
 
@@ -51,8 +51,10 @@ def vera_projections(generator: Generator, n: int, m: int, rank: int) -> tuple[n
 def randlora_projections(
     generator: Generator, n: int, m: int, rank: int, sparsity: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """RandLoRA's matrices of shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`, where `n` and `m` are the
-    largest number of inputs and that of outputs of all layers, the lesser one first."""
+    """RandLoRA's matrices, with shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`.
+
+    Here `n` and `m` are the largest numbers of inputs and outputs among all layers, the smaller one first.
+    """
     bases = math.ceil(n / rank)
     if sparsity == "dense":
         a = generator.uniform_bfloat16((rank, 1, n), -1 / math.sqrt(n), 1 / math.sqrt(n))

@@ -1,4 +1,4 @@
-"""`Method`: the record of one published method: its array type, how it starts, and how its files look."""
+"""`Method`: the record of a published method, with its array type, its start, and its files."""
 
 import functools
 import inspect
@@ -17,19 +17,19 @@ from ..arrays.layout import Layout
 
 Start = Callable[..., Any]
 
-#: What the names of tensors start with: those of layers, and those that belong to the whole model.
+#: Prefixes of tensor names: for layers, and for the whole model.
 PREFIX = "base_model.model."
 ROOT = "base_model."
 
 
 class Option(NamedTuple):
-    """An entry of the configuration: PEFT's default, and the values that are supported."""
+    """A configuration entry: PEFT's default, and the supported values."""
 
     default: Any
     expected: str
     fits: Callable[[Any], bool]
     is_recent: bool = False
-    """Whether it is left out of files at its default, since older versions of PEFT do not know it."""
+    """Whether to omit this entry if it has the default, because older PEFT versions do not know it."""
 
 
 def flag(default: bool = False) -> Option:
@@ -37,7 +37,7 @@ def flag(default: bool = False) -> Option:
 
 
 def count(default: int, least: int = 1) -> Option:
-    """A number of things, at least `least`."""
+    """An integer of at least `least`."""
     return Option(default, f"an integer of at least {least}", lambda x: type(x) is int and x >= least)
 
 
@@ -46,7 +46,7 @@ def number(default: float | int) -> Option:
 
 
 def by_pattern(each: Option) -> Option:
-    """Values for some layers, by patterns of their names."""
+    """Values for some layers, by name pattern."""
 
     def fits(x: Any) -> Any:
         return isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
@@ -63,14 +63,14 @@ def one_of(default: Any, *others: Any) -> Option:
     return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
 
 
-#: The share of inputs, or of something else, that is dropped in training; read, and never done.
+#: Dropout rate. Accepted and ignored: we do not implement it for these methods.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """The tensors of an adapter's file."""
+    """The tensors in an adapter's file."""
 
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
 
@@ -80,16 +80,16 @@ class Source(Protocol):
 
 
 class Layer:
-    """A layer of the model, and the tensors that the file has for it."""
+    """A layer of the model, and its tensors in the file."""
 
     def __init__(
         self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
         keys: Mapping[str, str], method: "Method", kind: str,
     ) -> None:  # fmt: skip
         self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
-        #: Of its layout, or "parameter" for a matrix, or a stack of them, that is no layer's weight.
+        #: As in the layout, or "parameter" for a matrix (or stack) that is not a layer's weight.
         self.kind = kind
-        #: What `Method.prepare` made.
+        #: The result of `Method.prepare`.
         self.shared: Any = None
         self._file, self._keys, self._method = file, dict(keys), method
         self._unread = {*keys}
@@ -112,11 +112,11 @@ class Layer:
 
     @property
     def window(self) -> tuple[int, ...]:
-        """The axes of the window of a convolution; none for other layers."""
+        """A convolution's window; empty for other layers."""
         return self.in_shape[1:] if self.layout.is_conv else ()
 
     def option(self, name: str, pattern: str | None = None) -> Any:
-        """The value of an option; with `pattern`, of the option that has others for some layers."""
+        """An option's value. With `pattern`, this may differ between layers."""
         value = self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
@@ -128,33 +128,33 @@ class Layer:
         return part in self._keys
 
     def shape_of(self, part: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is stored; raises if it is missing."""
+        """A tensor's stored shape. Raises if it is missing."""
         if part not in self._keys:
-            # The file may have another name for the layer than the model.
+            # The file may use another name for this layer than the model.
             other, key = next(iter(self._keys.items()), ("", f"{PREFIX}{self.name}"))
             stem = key.removesuffix(self._method.parts.get(other, ""))
             raise self._file.error(f"{stem}{self._method.parts[part]}", "is missing")
         return self._file.shape(self._keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
-        """A tensor, which must have this shape."""
+        """Reads a tensor, which must have this shape."""
         self.shape_of(part)
         self._unread.discard(part)
         return self._file.read(self._keys[part], shape, integers=integers)
 
     def error(self, part: str | None, problem: str) -> ValueError:
-        """The error that something is wrong with this tensor, or with the first of the layer."""
+        """The error for a problem with this tensor, or with the layer's first one."""
         if part is not None:
             self.shape_of(part)
         return self._file.error(self._keys[part or next(iter(self._keys))], problem)
 
     def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
-        """The weight with an adapter of this kind."""
+        """Puts an adapter of this kind on the weight."""
         layout = self.layout
         return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
 
     def missing_for_all(self, name: str) -> ValueError:
-        """The error that a tensor of all layers is missing."""
+        """The error for a missing tensor that belongs to all layers."""
         key = f"{ROOT}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
 
@@ -170,28 +170,30 @@ class Written(NamedTuple):
     array: Any
     layout: Layout
     bias: Any
-    """The bias of the layer, or what is in its place; None if there is none."""
+    """The layer's bias, or its replacement; None if there is none."""
     path: str
-    """The name of the array in the model."""
+    """The array's name in the model."""
     kind: str
-    """Of its layout, or "parameter", as for `Layer`."""
+    """As in the layout, or "parameter", as for `Layer`."""
 
     @property
     def window(self) -> tuple[int, ...]:
-        """The axes of the window of a convolution; none for other layers."""
+        """A convolution's window; empty for other layers."""
         into = self.layout.in_axes[1:] if self.layout.is_conv else ()
         return tuple(self.array.w.shape[axis] for axis in into)
 
     @property
     def is_fan_in_fan_out(self) -> bool:
-        """Whether the checkpoint stores the weight as `(in, out)`, like GPT-2's. Kernels of other frameworks,
-        which are `(in, out)` too, are stored as `(out, in)`."""
+        """Whether the checkpoint stores the weight as `(in, out)`, like GPT-2.
+
+        Other frameworks' kernels are `(in, out)`, too, but stored as `(out, in)`.
+        """
         is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
 
 
 class Weight(NamedTuple):
-    """A weight and the shapes of its batch axes, outputs and inputs."""
+    """A weight, and the shapes of its batch axes, outputs and inputs."""
 
     w: Any
     layout: Layout
@@ -199,7 +201,7 @@ class Weight(NamedTuple):
     out: tuple[int, ...]
     into: tuple[int, ...]
     dtype: Any
-    """Of the parts: the weight's, or float32 for 16-bit weights."""
+    """The dtype for new parameters: the weight's, or float32 for 16-bit weights."""
     keys: Any
 
     @property
@@ -225,7 +227,7 @@ class Weight(NamedTuple):
         return scale * jax.random.normal(next(self.keys), (*self.batch, *shape), self.dtype)
 
     def kaiming(self, *shape: int, fan_in: int) -> jax.Array:
-        """PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
+        """Like PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
         bound = fan_in**-0.5
         return jax.random.uniform(next(self.keys), (*self.batch, *shape), self.dtype, -bound, bound)
 
@@ -236,7 +238,7 @@ class Weight(NamedTuple):
 
 
 def starts(start: Callable[..., Any]) -> Start:
-    """`make` from a function of a `Weight` and options."""
+    """Turns a function of a `Weight` and options into `make`."""
 
     @functools.wraps(start)
     def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
@@ -261,56 +263,58 @@ class Method(NamedTuple):
     start: Start
     """Puts a new adapter on a weight: the function for [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
-    """The endings of its tensors, by the names that `read` and `write` use."""
+    """The suffixes of its tensors, by the names in `read` and `write`."""
     options: Mapping[str, Option]
-    """The entries of its configuration that matter, beside those that all methods have."""
+    """The configuration entries that matter, in addition to those for all methods."""
     read: Callable[[Layer], Any]
-    """The adapted weight; or a pair, with what takes the place of the bias."""
+    """Returns the adapted weight, or a pair with what replaces the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """The tensors of a layer by part, and its options; None if the array is `rewritten`."""
+    """Returns a layer's tensors by part, and its options. None if the array is `rewritten`."""
     kinds: Collection[str] = ("linear", "matrix")
-    """The kinds of layers that it adapts."""
+    """The kinds of layers that it can adapt."""
     others: Mapping[str, str] = {}
-    """Descriptions of layers of other kinds, which say why it does not adapt them."""
+    """For other kinds of layers, why it cannot adapt them."""
     conv1d: bool = True
-    """Whether PEFT adapts GPT-2's `Conv1D` with it, whose weights are `(in, out)`."""
+    """Whether PEFT supports GPT-2's `Conv1D`, with `(in, out)` weights."""
     patterns: Mapping[str, str] = {}
-    """Options that may differ between layers, and those with their values by pattern."""
+    """Options that may differ between layers, and the entries with their values by pattern."""
     settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    """Entries of the configuration that depend on all layers; takes these options out of the layers'."""
+    """Entries that depend on all layers. Removes these from the layers' own options."""
     informative: Collection[str] = ("init_weights",)
-    """Entries of its configuration that do not affect what a trained adapter computes: how it starts, and how
-    it is trained."""
+    """Entries that do not affect a trained adapter: how it starts, and how it is trained."""
     shared: Mapping[str, str] = {}
-    """The names of tensors that belong to the whole model, without its prefix."""
+    """The names of tensors that belong to the whole model, without prefix."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
-    """Makes what all layers share, from these and the tensors of `shared` that the file has."""
+    """Makes what all layers share, from the layers and the `shared` tensors in the file."""
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """The tensors and options that all layers share."""
     entry: str = "target_modules"
-    """The entry of the configuration that names its layers."""
+    """The entry that names its layers."""
     named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
-    """The layers that the value of `entry` names, one of which is in the file for each key, where it is not
-    `target_modules`; takes the layouts of all layers."""
+    """The layers that `entry` names, if it is not `target_modules`; the file has one of them per key.
+
+    Takes all layers' layouts.
+    """
     beside: Sequence["Method"] = ()
-    """Adapters of other layers that its files hold as well."""
+    """Adapters for other layers that its files may contain as well."""
     refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
-    """An option whose value is not supported, and why, with `{}` for the value."""
+    """An unsupported option, and why, with `{}` for the value."""
     read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
-    """The weight of this name, a stack of the weights of these layers in order; not all need be adapted."""
+    """Reads a stack of weights, given its name and its layers in order. Not all need be adapted."""
     tied: Mapping[str, str] = {}
-    """The parts of an embedding's adapter that are, transposed, parts of that of the output layer tied to it;
-    none if files hold no such adapter."""
+    """For an output layer tied to an embedding: which parts of the embedding's adapter are (transposed) parts
+    of its adapter. Empty if files have no such adapter.
+    """
     rewritten: Callable[[Any], Any] | None = None
-    """The array as that of another method, which files hold in its stead."""
+    """Converts the array to another method's, which files contain instead."""
 
     @property
     def name(self) -> str:
-        """The name of the method in Python."""
+        """The method's name in Python."""
         return self.peft_type.lower()
 
     def refusal(self, name: str, kind: str, description: str | None = None) -> str:
-        """The reason not to adapt a layer of this kind."""
+        """Why a layer of this kind cannot be adapted."""
         if kind in self.others:
             return f"{name} is {self.others[kind]}"
         found = description or f"of kind {kind!r}"
@@ -318,12 +322,12 @@ class Method(NamedTuple):
 
 
 def as_written(x: float) -> float | int:
-    """A number that was divided by another and multiplied again, as it was before."""
+    """Recovers a number that was divided by another and multiplied again."""
     return round(x) if abs(x - round(x)) < 1e-6 * max(1, abs(x)) else x
 
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Last components of these names, where these do not also end others; else whole names."""
+    """The last components of these names, unless other names end with them, too; else whole names."""
 
     def last(name: Any) -> Any:
         return name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Rules of the combinators: products, convolutions, rows that are looked up."""
+"""Rules for combinators: products, convolutions, lookups."""
 
 import functools
 import math
@@ -39,8 +39,10 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 class _Product:
-    """What products of an adapted array `w` and `x` have in common. Axes have labels: those of `w` are 0, 1,
-    ...; an axis of `x` has that of the one that it is paired with, or one from `w.ndim` on."""
+    """What all products of an adapted array `w` with `x` have in common.
+
+    Axes have labels: 0, 1, ... for `w`; an axis of `x` has its partner's label, or one from `w.ndim` onward.
+    """
 
     def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
         of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
@@ -50,7 +52,7 @@ class _Product:
                 labels[axis] = label
         self.w, self.x, self.on_left, self.params = w, x, on_left, params
         self.dimension_numbers, self.x_labels, self.own = dimension_numbers, labels, labels_of(w)
-        #: The labels of the axes of the result.
+        #: The labels of the result's axes.
         self.out = [*of_w.batch, *in_order(on_left, of_w.free, [i for i in labels if i >= w.ndim])]
 
     def times(
@@ -70,8 +72,10 @@ class _Product:
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
         keep: Collection[int], **params: Any,
     ) -> tuple[Any, Labels]:  # fmt: skip
-        """The product with a matrix whose last two axes each have a group of axes of `w` or the result in
-        one; before and after it, these are separate axes."""
+        """Multiplies by a matrix whose last two axes each stand for a group of axes.
+
+        Before and after this, they are separate axes, of `w` or of the result.
+        """
         for group in groups:
             x, labels = _merged(x, labels, group)
         ends = {i for group in groups for i in group}
@@ -95,7 +99,7 @@ def _product(it: _Product) -> Any:
     out, into = axes_of(w, w.out_axes), axes_of(w, w.in_axes)
     apart = isinstance(w, ScaledArray | HadamardArray)
     if not apart and any(len({i in it.out for i in own}) > 1 for own in (out, into)):
-        return NotImplemented  # some of several axes that the matrix has in one are summed over
+        return NotImplemented  # sums over some, but not all, axes that the matrix has in one
     match w:
         case HadamardArray():
             return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
@@ -116,7 +120,7 @@ def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any)
 
 
 def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
-    """Axes that are summed over have their factors in `x`, the others in the result."""
+    """Puts the factors for summed axes into `x`, and all others into the result."""
     labels = it.x_labels
     factors = [(factor, it.own[name]) for name, factor in (("outputs", outputs), ("inputs", inputs))
                if factor is not None]  # fmt: skip
@@ -135,7 +139,7 @@ def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
 
 def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
-    # The axes between the two products have labels of their own until `x` is rotated.
+    # The axes between the two products have their own labels until `x` is rotated.
     between = [-1 - k for k in range(len(columns))]
     groups = (between, columns)
     own, precision = it.own["rotation"], {"precision": it.params["precision"]}
@@ -143,7 +147,7 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     def renamed(labels: Any, old: Any, new: Any) -> Any:
         return [new[old.index(i)] if i in old else i for i in labels]
 
-    if not {*columns} & {*it.out}:  # x is rotated, since the axes are summed over
+    if not {*columns} & {*it.out}:  # sums over these axes, so we rotate x
         x = _inexact(x, w)
         dtype = common_dtype(rotation, x)
         keep = {*between, *it.out, *it.own["w"]} - {*columns}
@@ -163,12 +167,12 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
 
 
 def _inexact(x: Any, w: Any) -> Any:
-    """`x` in a dtype in which it can be multiplied by numbers that are not whole."""
+    """Converts `x` to a dtype that can be multiplied by fractions."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, common_dtype(w, x))
 
 
 def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
-    """`x` with the axes of this group in one, which has the label of the first."""
+    """Merges this group of axes into one, with the label of the first."""
     if len(group) == 1 or group[0] not in labels:
         return x, labels
     order = [*(i for i in labels if i not in group), *group]
@@ -177,7 +181,7 @@ def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
 
 
 def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple[Any, Labels]:
-    """Undoes `_merged`."""
+    """The inverse of `_merged`."""
     if len(group) == 1 or group[0] not in labels:
         return y, labels
     at = labels.index(group[0])
@@ -187,13 +191,13 @@ def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple
 
 @register("conv_general_dilated", precedence=precedence.COMBINATOR)
 def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **params: Any):
-    """Forms the kernel, which is small beside what it is applied to."""
+    """Forms the kernel, which is small compared with its operand."""
     return quaxify(lambda x: primitive.bind(x, w.materialise(), **params))(x)
 
 
 @register("gather")
 def _gather(x: Combinator, indices: ArrayLike, **params: Any):
-    """Looks up rows of the base, and changes these."""
+    """Looks up rows of the base, and changes only these."""
     return looked_up(x, indices, _rows, **params)
 
 

@@ -18,7 +18,7 @@ SEED = Option(0, "an integer", lambda x: type(x) is int)
 
 
 def times(x: Any, y: Any) -> Any:
-    """The product; one that lacks batch axes of the other gets axes of size one in their stead."""
+    """Multiplies two arrays. Missing batch axes get size one."""
     n = max(x.ndim, y.ndim)
     x, y = (jnp.reshape(z, (*[1] * (n - z.ndim), *z.shape)) for z in (x, y))
     return x * y
@@ -34,8 +34,11 @@ def given_matrices(method: str, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def draws(make: Any, draw: Callable[..., Any]) -> None:
-    """Gives `make` the function `share`, which `adapt` calls first. It draws the matrices for all weights by
-    `draw(generator, inputs, outputs, options)`, with their largest numbers of inputs and outputs."""
+    """Gives `make` the function `share`, which `adapt` calls first.
+
+    It draws the matrices for all weights by `draw(generator, inputs, outputs, options)`, with the largest
+    numbers of inputs and outputs.
+    """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 
     def share(weights: Sequence[tuple[Any, Layout]], *, key: Any, **options: Any) -> dict[str, Any]:
@@ -59,13 +62,12 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 
 
 def read_shared(layers: Sequence[Layer], given: Mapping[str, Any], part: str, drawn: Any) -> Any:
-    """The shared matrices, and the number that they were drawn with if the file does not hold them. `part`
-    has a row for each rank."""
+    """The shared matrices, and their seed if the file omits them. `part` has one row per rank."""
     if not layers:
         return None
     options = layers[0].options
     for layer in layers:
-        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # before allocating that much
+        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # before allocating this much
             raise layer.error(part, f"the configuration gives rank {options['r']}; found {found}")
     if options["save_projection"]:
         for name in ("a", "b"):

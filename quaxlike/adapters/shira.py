@@ -14,12 +14,12 @@ from .record import Layer, Method, Weight, Written, count, flag, starts
 
 
 class SHiRAArray(MethodArray):
-    """Sparse high-rank adaptation: some elements of the weight are trained.
+    """Sparse high-rank adaptation: trains some elements of the weight.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `delta`: what is added to them, a [`quaxlike.SparseArray`][] of shape `(..., outputs, inputs)`.
+    - `delta`: the change, a [`quaxlike.SparseArray`][] with shape `(..., outputs, inputs)`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -48,7 +48,7 @@ class SHiRAArray(MethodArray):
 
 @starts
 def shira(x: Weight, *, rank: int = 32) -> SHiRAArray:
-    """Random elements, as many as LoRA of this rank trains."""
+    """Starts with random elements, as many as LoRA would train at this rank."""
     n, size = rank * (x.outputs + x.inputs), x.outputs * x.inputs
     if x.batch or not 0 < n <= size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""VeRA: vectors beside random matrices that all layers share."""
+"""VeRA: trains vectors next to random matrices that all layers share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,18 +14,19 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 
 
 class VeRAArray(MethodArray):
-    """Vector-based random matrix adaptation: `w + diag(scale_b) b diag(scale_a) a`, where `a` and `b` are
-    frozen random matrices that all layers share, and a vector for each is trained.
+    """Vector-based random matrix adaptation: `w + diag(scale_b) b diag(scale_a) a`.
+
+    Here `a` and `b` are frozen random matrices that all layers share. We train one vector for each.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, n)`, of which the layer uses the first columns, one for each input.
-    - `b`: shape `(..., m, rank)`, of which the layer uses the first rows, one for each output.
+    - `a`: shape `(..., rank, n)`. The layer uses the first columns, one per input.
+    - `b`: shape `(..., m, rank)`. The layer uses the first rows, one per output.
     - `scale_a`: shape `(..., rank)`.
     - `scale_b`: shape `(..., *outputs)`.
-    - `seed`: the number that PEFT draws these `a` and `b` with, so that its files need not hold them.
-        Default: None, for any others.
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
+      None, for any other matrices.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -68,8 +69,10 @@ def vera(
     x: Weight, *, rank: int = 256, d_initial: float = 0.1, seed: int | None = None, a: Any = None,
     b: Any = None,
 ) -> VeRAArray:  # fmt: skip
-    """All layers share the random matrices `a` and `b`. Default: those that PEFT draws with `seed`, or with a
-    number that follows from the key."""
+    """Starts with random matrices `a` and `b` that all layers share.
+
+    By default, these are what PEFT draws with `seed`, or with a seed derived from the key.
+    """
     a, b = given_matrices("VeRA", a, b)
     return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
 
@@ -101,7 +104,7 @@ def _write_vera(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fits_vera(layers: Sequence[Written]) -> bool:
-    """Whether PEFT draws the same for these layers."""
+    """Whether PEFT would draw the same matrices for these layers."""
     sizes = zip(*((x.array.num_inputs, x.array.num_outputs) for x in layers), strict=True)
     n, m = map(max, sizes)
     return (layers[0].array.a.shape[-1], len(layers[0].array.b)) == (n, m)
