@@ -32,7 +32,7 @@ def adapt(
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     layout: Layouts = None,
 ) -> PyTree:
-    """Puts adapters of your own type on weights of a model, and leaves the rest of the model unchanged.
+    """Puts adapters of your own type on weights of a model, and leaves everything else unchanged.
 
     Call the result through [`quaxlike.quaxify`][], and train the leaves that [`quaxlike.trainable`][]
     selects. A weight that appears several times in the model (the same array object) gets one adapter.
@@ -40,30 +40,31 @@ def adapt(
     **Arguments:**
 
     - `model`: any pytree. Weights may be Values, such as 4-bit arrays.
-    - `make`: called as `make(w, key=..., layout=...)` for each weight; returns what stands in its place, a
-        [`quaxlike.AdaptedArray`][] of the shape of `w`. `layout`, a [`quaxlike.Layout`][], says which axes of
-        `w` are outputs and which inputs. If it has a parameter `bias=None`, it gets the bias beside the
-        weight, or None. For arrays that all adapters share, give it an attribute `share`.
-        That is called first, as `share(weights, key=key)` with all pairs `(w, layout)`, and returns a dict of
-        more keywords for `make`. If `make` is a `functools.partial`, `share` gets its keywords, too.
-    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
-        of all linear layers.
-    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
-        their last components. Default: none.
-    - `key`: a PRNG key, of which `make` gets a part for each weight. Default: None, which `make` gets too.
-    - `modules_to_save`, `trainable_token_indices`: what to train besides, as for [`quaxlike.loraify`][].
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
+    - `make`: a function. It is called as `make(w, key=..., layout=...)` for each weight, and must return a
+        [`quaxlike.AdaptedArray`][] with the same shape as `w`. The [`quaxlike.Layout`][] says which axes of
+        `w` are outputs and which are inputs. If `make` has a parameter `bias=None`, then it also receives the
+        layer's bias, or None. If all adapters should share some arrays, give `make` an attribute `share`.
+        This is called first, as `share(weights, key=key)` with all pairs `(w, layout)`, and returns a dict of
+        further keywords for `make`. If `make` is a `functools.partial`, `share` receives its keywords too.
+    - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
+        every linear layer.
+    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence
+        of names or their last components. Default: none.
+    - `key`: a PRNG key. It is split, and each call of `make` receives one key. Default: None, which is passed
+        on to `make`.
+    - `modules_to_save`, `trainable_token_indices`: what else to train, as for [`quaxlike.loraify`][].
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
 
     **Returns:**
 
-    The model, with what `make` returned in place of each weight.
+    The model with each weight replaced by its adapted array.
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
-    cannot be told which of its axes are outputs and which are inputs; or if `make` returns anything but an
-    adapted array of the weight's shape. `TypeError` if `make` cannot be called like that.
+    `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
+    adapter; if the layout of a weight is not known; or if `make` returns anything but an adapted array with
+    the weight's shape. `TypeError` if `make` cannot be called with these arguments.
 
     !!! example
 
@@ -106,7 +107,7 @@ def adapt(
 
 
 def check_make(make: Any) -> None:
-    """Raises `TypeError` unless this can be called as `make(w, key=..., layout=...)`."""
+    """Raises `TypeError` unless `make` can be called as `make(w, key=..., layout=...)`."""
     try:
         inspect.signature(make).bind(None, key=None, layout=None)
     except TypeError as error:
@@ -118,7 +119,7 @@ def check_make(make: Any) -> None:
 def _with_shared(
     make: Callable[..., Any], weights: Sequence[tuple[Any, Layout]], key: Any
 ) -> Callable[..., Any]:
-    """`make` with the keywords that its function `share` gives, if it has one."""
+    """Binds the keywords that `make.share` returns, if there is such a function."""
     inner, options = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
     share = getattr(inner, "share", None)
     return make if share is None else functools.partial(make, **share(weights, key=key, **options))
@@ -134,10 +135,10 @@ def weights_to_adapt(
     modules_to_save: Sequence[str] = (),
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
-    """The weights that are selected, but for those that are trained in full, or some of whose rows are.
+    """Selects the weights to adapt, without any that are trained directly.
 
-    **Returns:** the model, with an output layer of its own if it was tied to an embedding and only one of the
-    two is chosen; the weights; and what is trained besides.
+    **Returns:** the model, the selected weights, and the arrays that are trained directly. A tied output
+    layer is separated from its embedding if only one of the two is chosen.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -159,8 +160,11 @@ def weights_to_adapt(
 
 
 def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
-    """The model with an output layer of its own, and if it had none, the names of that layer's weight and of
-    the embedding that it was tied to. A model supports this with a method `with_separate_head`."""
+    """Unties the output layer from the embedding.
+
+    Returns the model, and the names of both weights if they were tied. A model supports this with a method
+    `with_separate_head`.
+    """
     if not hasattr(model, "with_separate_head"):
         return model, "", ""
     own = model.with_separate_head()
@@ -171,7 +175,7 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """All floating-point arrays of the parts of the model that have these names."""
+    """Returns all floating-point arrays inside the modules with these names."""
     inside: dict[str, Any] = {}
     for module in modules:
         pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
@@ -187,7 +191,7 @@ def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]
 def _token_rows(
     arrays: Mapping[str, Any], tokens: Sequence[int] | Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Embeddings, some of whose rows are trained."""
+    """Makes the rows of these tokens trainable in their embeddings."""
     if not isinstance(tokens, Mapping):
         tokens = {"embed_tokens": tokens} if len(tokens) else {}
     out: dict[str, Any] = {}
@@ -208,11 +212,12 @@ def _token_rows(
 def adapters_on(
     targets: Mapping[str, Record], key: Any, make: Callable[[str, Any, Layout, Any], Any]
 ) -> dict[str, Any]:
-    """`make(name, w, layout, key)` for each of these weights, with a key of its own if there is one."""
+    """Calls `make(name, w, layout, key)` for each weight, with a separate key if `key` is given."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # In the order of names, so that adapters start alike in frameworks that order fields otherwise. By
-        # indices: JAX iterates over an array by a program that it compiles for each length.
+        # Keys follow the order of names, so that the same model starts from the same adapters in every
+        # framework, whatever its order of fields. We index the keys instead of iterating over them, as JAX
+        # compiles a separate program for each length to iterate.
         split = jax.random.split(key, len(targets))
         keys = {name: split[i] for i, name in enumerate(sorted(targets, key=_natural))}
 
@@ -228,5 +233,5 @@ def adapters_on(
 
 
 def _natural(name: str) -> list[Any]:
-    """A sort key for names with numbers in them."""
+    """A sort key that compares numbers inside names as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]

@@ -22,7 +22,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
     **Arguments:**
 
-    - `models`: models with the same base and different adapters, whose ranks and layers may differ.
+    - `models`: models with the same base and different adapters. Ranks and adapted layers may differ.
 
     **Returns:**
 
@@ -32,7 +32,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     **Raises:**
 
     `ValueError` if the models differ in anything but their adapters. Arrays are compared by identity, then by
-    value; those that are traced cannot be compared, and are taken to be equal.
+    value. Traced arrays have no values to compare, so they are assumed to be equal.
 
     !!! example
 
@@ -60,7 +60,7 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
 @checked
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
-    """Picks one of the adapters that [`quaxlike.stack_adapters`][] put side by side.
+    """Picks one of the adapters that [`quaxlike.stack_adapters`][] has stacked.
 
     Every index runs the same compiled program. Under `jax.vmap` over indices and samples, each sample gets
     its own adapter, and the product with the base is computed once for all of them.
@@ -68,7 +68,7 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     **Arguments:**
 
     - `model`: a model with stacked adapters.
-    - `adapter_index`: an integer, which may be traced.
+    - `adapter_index`: an integer. It may be traced.
 
     **Returns:**
 
@@ -114,29 +114,27 @@ def combine_adapters(
     method: Literal["linear", "cat", "svd"] = "cat",
     rank: int | None = None,
 ) -> PyTree:
-    """Combines several adapters into one, their weighted sum, on the base of the first.
+    """Combines several adapters into one: their weighted sum, on the base of the first model.
 
     **Arguments:**
 
-    - `models`: models with the same base and different adapters, of a type that says how they are combined
-        (`AdaptedArray.combined`). The options below are those of LoRA.
-    - `weights`: one for each model.
+    - `models`: models with the same base and different adapters. Their type must implement
+        `AdaptedArray.combined`. The options below are for LoRA.
+    - `weights`: one number per model.
     - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
-        this sum of rank `rank`. `"linear"` adds up the factors, each scaled by the square root of its weight;
-        it needs equal ranks and is not exact. Default: `"cat"`.
-    - `rank`: for `"svd"`. Default: the largest of the ranks.
+      the sum by an adapter with rank `rank`. `"linear"` adds up the factors, each scaled by the square root
+      of its weight; it needs equal ranks and is not exact. Default: `"cat"`.
+    - `rank`: the rank for `"svd"`. Default: the largest rank.
 
     **Returns:**
 
-    The model with the combined adapter, whose `scaling` is 1.
+    The model with the combined adapter. Its `scaling` is 1.
 
     **Raises:**
 
-    `ValueError` for the wrong number of weights, an unknown method, ranks that differ, or a type of adapters
-    that does not say how they are combined; and if the models differ in anything but their adapters, as for
-    [`quaxlike.stack_adapters`][].
-
-    The methods are those of PEFT's `add_weighted_adapter`.
+    `ValueError` if the number of weights is wrong, the method is unknown, `"linear"` meets different ranks,
+    or the adapters cannot be combined. Also if the models differ in anything but their adapters, as for
+    [`quaxlike.stack_adapters`][].  The methods follow PEFT's `add_weighted_adapter`.
     """
     if len(weights) != len(models):
         raise ValueError(
@@ -149,15 +147,14 @@ def combine_adapters(
 
 
 def is_stacked(leaf: Any) -> bool:
-    """Whether this is several adapters on one weight."""
+    """Whether a leaf holds several stacked adapters on one weight."""
     return isinstance(leaf, AdaptedArray) and leaf.w is not None and len(leaf.shape) > len(leaf.w.shape)
 
 
 def _adapters(
     function: str, models: Sequence[PyTree], without: Callable[[Any, Any], Any]
 ) -> dict[str, list[Any]]:
-    """Each model's adapter on every weight that any of them adapts; where a model has none, `without(w,
-    like)`, which may be None."""
+    """Collects the adapters of all models on each weight; `without(w, like)` stands in for a missing one."""
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
@@ -194,7 +191,7 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """The parts of which each adapter has its own; all share the others."""
+    """Names the parts that differ between adapters; the others are shared."""
     return [name for name in x.trained() if name != "w"]
 
 
@@ -260,8 +257,8 @@ def _combined(
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     """Switches the dropout of a model's adapters on or off.
 
-    The mask depends on the key alone: pass a new key at each step, and with `jax.vmap` one key per sample. An
-    adapter that is used several times in a call drops the same inputs each time.
+    The mask depends only on the key: pass a new key at each step and, under `jax.vmap`, one key per sample.
+    If a call uses an adapter several times, then it drops the same inputs each time.
 
     **Arguments:**
 
@@ -299,25 +296,25 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
 
 @checked
 def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -> PyTree:
-    """Tells the activated LoRAs of a model which tokens of a text they act on: those from the last place on
-    where their invocation tokens stand, or none if they do not.
+    """Sets on which tokens of a text the activated LoRAs of a model act.
 
-    Call it for each text, outside of [`quaxlike.quaxify`][]. With `jax.vmap`, each text of a batch has its
-    own. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    An activated LoRA acts from the last occurrence of its invocation tokens on. If the text does not contain
+    them, then it does not act at all. Call this function for each text, outside of [`quaxlike.quaxify`][];
+    use `jax.vmap` over a batch of texts. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
     `python -m quaxlike.lm.finetune` call it themselves.
 
     **Arguments:**
 
-    - `model`: a model with adapters from `loraify(..., invocation_tokens=)` or from PEFT's files of aLoRA.
-        Any other model stays as it is.
-    - `ids`: all tokens of the text, with padding on either side, if there is any: integers of shape
-        `(tokens,)`, which may be traced.
-    - `segments`: for several texts packed into one row, the number of each token's text, from 0 on. Default:
-        all tokens are one text.
+    - `model`: a model with adapters from `loraify(..., invocation_tokens=)` or from an aLoRA that PEFT saved.
+        Any other model is returned unchanged.
+    - `ids`: all tokens of the text, as integers with shape `(tokens,)`. They may be padded on either side,
+        and may be traced.
+    - `segments`: the segment id of each token, counted from 0, if several texts are packed into one row.
+        Default: all tokens belong to one text.
 
     **Returns:**
 
-    The model for this text.
+    The model, to be called with this text.
 
     **Raises:**
 
@@ -352,7 +349,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     def in_segments(invocation: tuple[int, ...]) -> Any:
         places = _places(ids, invocation)
-        # The tokens that invoke an adapter are of one text.
+        # An occurrence counts only if it does not cross into the next text.
         whole = segments == jnp.roll(segments, 1 - len(invocation))
         last = jax.ops.segment_max(jnp.where(whole, places, -1), segments, len(ids) + 1)[segments]
         return (last >= 0) & (order >= last)
@@ -361,7 +358,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
-    """The model whose activated LoRAs act on the tokens that `active(invocation)` says."""
+    """Lets each activated LoRA act on the tokens where `active(invocation)` is True."""
     found = {invocation: active(invocation) for invocation in invocations(model)}
     if not found:
         return model
@@ -372,19 +369,18 @@ def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree
 
 
 def invocations(model: PyTree) -> set[tuple[int, ...]]:
-    """The tokens that invoke adapters of a model."""
+    """Collects the invocation tokens of a model's adapters."""
     leaves = jax.tree.leaves(model, is_leaf=is_value)
     return {x.invocation for x in leaves if isinstance(x, AdaptedArray) and x.invocation}
 
 
 def last_place(ids: Any, tokens: Sequence[int]) -> Any:
-    """Where these tokens stand last in `ids`, one after the other: the place of the first; the number of
-    `ids` if they stand nowhere."""
+    """Finds where the last occurrence of a token sequence begins; `len(ids)` if there is none."""
     return jnp.max(_places(ids, tokens), initial=-1) % (len(ids) + 1)
 
 
 def _places(ids: Any, tokens: Sequence[int]) -> Any:
-    """The place of each of `ids` where these tokens begin, one after the other; -1 where they do not."""
+    """Returns `i` where an occurrence of the token sequence begins at `ids[i]`, and -1 elsewhere."""
     n = len(ids)
     after = jnp.pad(ids, (0, len(tokens) - 1), constant_values=-1)
     same = [after[i : i + n] == token for i, token in enumerate(tokens)]

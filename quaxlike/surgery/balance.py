@@ -1,4 +1,9 @@
-"""`balance`: scaling of the inputs of layers, so that rounding costs least where activations are large."""
+"""`balance`: rescale the inputs of layers before quantisation (AWQ).
+
+Each factor is applied twice, to the columns of a weight and inversely to the rows of the layer before it.
+Hence the model computes the same function before and after; a factor applied to only one of them would change
+it.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +19,8 @@ from .quantize import quantize_array
 from .records import Layouts, records_of, require_layout
 from .trees import bias_of, layer_of, replace, suggestion
 
-#: Which layers feed which, in decoders with Llama's names (Mistral, Qwen2, Qwen3; Phi-3 has some of its own):
-#: norms that multiply by their weight, and the half of a gated unit that is not gated.
+#: Which layers feed which, in decoders with Llama's names (also Mistral, Qwen2 and Qwen3; Phi-3 differs). A
+#: factor can be moved into a norm that has a weight, and into the half of a gated unit without activation.
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -36,36 +41,36 @@ def balance(
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
-    """Scales the inputs of layers, so that [`quaxlike.quantize`][] loses less (AWQ).
+    """Rescales the inputs of layers, so that [`quaxlike.quantize`][] makes smaller errors (AWQ).
 
-    Columns of a weight that meet large activations are multiplied by a factor, and the rows of the preceding
-    layer are divided by it. The model computes the same as before; quantise it with the same scheme next.
-    Moments for `calibrate` have to be measured again, on the balanced model.
+    The columns of a weight that multiply large activations are scaled up, and the rows of the preceding layer
+    are scaled down by the same factors. This does not change what the model computes. Next, quantise the
+    model with the same scheme. Moments for `calibrate` have to be measured again on the balanced model.
 
     **Arguments:**
 
     - `model`: any pytree with dense weights.
-    - `moments`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
+    - `moments`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
         [`quaxlike.input_moments`][].
-    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]: the rounding whose error is minimised.
-        Default: `"uint4_block"`.
-    - `activations`: as for [`quaxlike.quantize`][]: with `"int8"`, the error of rounding the inputs counts,
-        too. Default: the inputs are not rounded.
-    - `folds`: a mapping from layers, as regular expressions for their whole names, to the layers that take
-        their outputs. Outputs must go nowhere else, and through elementwise operations alone; the names of
-        later layers may refer to groups of the expression. A layer is a linear layer, or a norm that
-        multiplies by a `weight` of one axis. Default: what the model's method `folds` returns
-        ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
+    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. The rounding error of this scheme is
+        minimised. Default: `"uint4_block"`.
+    - `activations`: as for [`quaxlike.quantize`][]: with `"int8"`, the error of rounding the inputs is
+        minimised too. Default: the inputs are not rounded.
+    - `folds`: a mapping from each layer to the layers that take its outputs. The first is a regular
+      expression for the whole name, and the others may refer to its groups. Outputs may pass only through
+      elementwise operations, and must go nowhere else. The first layer is linear, or a norm that multiplies
+      by a `weight` with one axis. Default: the result of the model's method `folds`
+      ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**
 
-    The model with rescaled weights, of the same shapes.
+    The model with rescaled weights.
 
     **Raises:**
 
-    `ValueError` if no layer matches `folds`, if a layer that it names is missing or not dense, if sizes do
-    not fit, or if `moments` lacks a weight.
+    `ValueError` if no layer matches `folds`, if a layer in `folds` is missing or not dense, if sizes do not
+    match, or if `moments` lacks a weight.
 
     !!! example
 
@@ -80,8 +85,8 @@ def balance(
         quantised = ql.quantize(balanced, "int4")
         ```
 
-    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, which uses the mean magnitude of activations
-    where this uses the root of their mean square. With `activations`, as in Xiao et al., SmoothQuant (2023).
+    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, uses the mean magnitude of activations; this
+    function uses the root of their mean square. With `activations`, this is SmoothQuant (Xiao et al., 2023).
     """
     if folds is None:
         folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
@@ -116,7 +121,7 @@ def balance(
                 rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
                 error = _columns(name, rounded, into[name].in_axes) / factor - w
                 total += float(np.sum(error @ moment * error))
-                if activations == "int8":  # of tokens whose largest input is three times its usual size
+                if activations == "int8":  # if the largest input is three times its usual size
                     step = 3 / 127 * np.max(magnitude / factor)
                     total += float(step**2 / 12 * np.sum((w * factor) ** 2))
             return total
@@ -141,7 +146,7 @@ def balance(
 
 
 def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
-    """A dense matrix as `(out, in)`."""
+    """Returns a dense matrix as a float64 array with axes `(out, in)`."""
     if is_value(w) or w.ndim != 2 or len(in_axes) != 1:
         found = f"of type {type(w).__name__} and shape {w.shape}"
         raise ValueError(f"balance takes dense matrices; {name} is {found}.")
@@ -149,7 +154,7 @@ def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLike]) -> np.ndarray:
-    """The second moments of the inputs that these layers share."""
+    """Returns the second moments of the inputs, which all these layers share."""
     for name, w in columns.items():
         if name not in moments:
             raise ValueError(f"balance has no moments for {name}; it has those for {', '.join(moments)}.")

@@ -1,9 +1,9 @@
-"""Codes chosen by the inputs of a layer: GPTQ, and steps that improve on it.
+"""Quantisation that minimises the error of a layer's outputs: GPTQ, then coordinate descent.
 
-The columns of a weight are rounded one after the other, those of the largest inputs first. The error that
-rounding a column causes in the outputs is compensated by the columns still to come, as far as the inputs are
-correlated. Then each column in turn is set to its optimum with the others fixed, and scales that are free are
-fitted to the codes.
+GPTQ rounds the columns of a weight one after the other, starting from the largest inputs. Each rounding error
+is compensated in the remaining columns, as far as the inputs are correlated. Coordinate descent over columns
+and scales then refines the result. Every step is accepted only if the cost does not increase, so the result
+is never worse than GPTQ or plain rounding.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -19,15 +19,17 @@ from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 
 _DAMPING = 0.01  # of the mean of the diagonal
-_AT_ONCE = 128  # columns whose errors are handed on together
-_SWEEPS = 2  # over the columns
-_ROUNDS = 2  # of scales for codes, and codes for scales
+_AT_ONCE = 128  # columns per block; errors are propagated once per block
+_SWEEPS = 2  # of coordinate descent over the columns
+_ROUNDS = 2  # of optimising scales, then codes
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """Quantises a matrix as `like` is, so that its products with inputs of these moments, the sum of `x xᵀ`
-    over the inputs, `(in, in)`, change least."""
+    """Quantises a matrix in the format of `like`, minimising the error of its products.
+
+    The products are with inputs `x` whose sum of `x xᵀ` is `moments`, with shape `(in, in)`.
+    """
     stored = jnp.transpose(dense, [like.permutation.index(i) for i in range(dense.ndim)])
     w = np.asarray(stored, np.float64)
     h = np.asarray(moments, np.float64)
@@ -42,14 +44,15 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    candidates = (like, _with_best_scales(start, w, np.diag(h)))  # the present scales may fit already
+    # The existing scales may already be the best.
+    candidates = (like, _with_best_scales(start, w, np.diag(h)))
     return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
 
 
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
-    """The best codes and scales that are found from `start` on, and their cost."""
+    """Alternates between codes and scales from `start` on; returns the best pair and its cost."""
     grid = grid_of(start)
-    firsts = [_rounded(w, h, grid), grid.places(w)]  # the nearest are better where little has changed
+    firsts = [_rounded(w, h, grid), grid.places(w)]  # plain rounding is better if `w` is almost on the grid
     firsts = [_improved(places, w, h, grid) for places in firsts]
     places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
     best, least = start, np.inf
@@ -68,7 +71,7 @@ def _cost(error: np.ndarray, h: np.ndarray) -> float:
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """The indices of the chosen values in the grid's table. The largest inputs come first."""
+    """Rounds by GPTQ, from the columns with the largest inputs on; returns indices into the grid's table."""
     order = np.argsort(-np.diag(h), kind="stable")
     w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
@@ -88,7 +91,9 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """The same with each column in turn set to its optimum, the others fixed: the cost never rises.
+    """Coordinate descent over the columns (QuantEase).
+
+    Each column is rounded to its optimum with the others fixed, so the cost never increases.
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
@@ -113,7 +118,7 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
 
 
 def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """`start` with each scale in turn at its optimum for these codes, where scales are free."""
+    """Coordinate descent over the scales, with the codes fixed, if the format has free scales."""
     rows, count = w.shape
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
         return start
@@ -131,7 +136,7 @@ def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.nd
 
 
 def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
-    """`start` with each scale shrunk by the factor that costs least, where scales are free floats."""
+    """Shrinks each scale by the factor with the least cost, if the format has free scales."""
     if not _are_free(start):
         return start
     rows = math.prod(start.codes.shape[:-1])  # one for all where blocks may cross the matrix's rows
@@ -153,14 +158,14 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
 
 
 def _are_free(w: Any) -> bool:
-    """Whether the scales are floats, one for each block, and nothing else."""
+    """Whether each block has one float as its scale, and nothing else."""
     if not isinstance(w, BlockArray):
         return not isinstance(w.scale, NestedScales)
     return w.codec.scales == "float" and w.codec.zeros is None and w.codec.group is None
 
 
 def _scaled(w: Any, scale: Any) -> Any:
-    """`w` with other scales, stored as its own were."""
+    """Replaces the scales of `w`, stored in the same way."""
     if not isinstance(w, BlockArray):
         return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
     old = w.scale.scale

@@ -1,4 +1,4 @@
-"""Measured inputs of layers, and `eva`: adapters that start with their principal directions."""
+"""Statistics of the inputs of layers, and `eva`, an initialisation from their principal directions."""
 
 import functools
 import math
@@ -35,18 +35,18 @@ def input_moments(
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Measures the inputs of a model's layers: for each layer, the sum of `x xᵀ` over its inputs.
+    """Measures the second moments of each layer's inputs: the sum of `x xᵀ` over all inputs `x`.
 
     **Arguments:**
 
-    - `fn`: called as `fn(model, ...)`, with data. It runs without compilation.
-    - `where`: which layers, as [`quaxlike.select`][] takes it. Default: all linear ones.
+    - `fn`: a function. It is called as `fn(model, ...)` with data, and runs without compilation.
+    - `where`: which layers to measure, as for [`quaxlike.select`][]. Default: every linear layer.
     - `fan_in_fan_out`, `layout`: as for [`quaxlike.loraify`][].
 
     **Returns:**
 
-    A function of the same arguments that returns the sums by name, each of shape `(in, in)`. Add up those of
-    several batches with `jax.tree.map`.
+    A function with the same arguments. It returns a dict from names to sums with shape `(in, in)`. With
+    several batches, add up the results with `jax.tree.map`.
 
     !!! example
 
@@ -70,15 +70,14 @@ def input_maxima(
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Measures the inputs of a model's layers: for each layer, the largest magnitude among its inputs, which
-    [`quaxlike.quantize`][] takes as `maxima`.
+    """Measures the largest magnitude of each layer's inputs, for the `maxima` of [`quaxlike.quantize`][].
 
     **Arguments:** as for [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    A function of the same arguments that returns the magnitudes by name, each a scalar. Of several batches,
-    take the maximum: `jax.tree.map(jnp.maximum, …)`.
+    A function with the same arguments. It returns a dict from names to scalars. With several batches, take
+    the maximum: `jax.tree.map(jnp.maximum, …)`.
 
     !!! example
 
@@ -102,8 +101,7 @@ def _measured(
     label: str, fn: Callable[..., Any], where: Where, fan_in_fan_out: bool, layout: Layouts,
     of_rows: Callable[[jax.Array], Any], joined: Callable[[Any, Any], Any],
 ) -> Callable[..., dict[str, jax.Array]]:  # fmt: skip
-    """A function of the arguments of `fn` that returns `of_rows` of each layer's inputs, `joined` over all
-    calls of the layer."""
+    """Applies `of_rows` to the inputs of each call of a layer, and combines the calls with `joined`."""
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -120,7 +118,7 @@ def _measured(
             if own.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
                 raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
             probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(tell, name)))
-        with jax.disable_jit():  # the numbers must be concrete here, not traced in a compiled function
+        with jax.disable_jit():  # so that `tell` receives concrete arrays
             quaxify(fn)(replace(model, probes), *args, **kwargs)
         if missing := [name for name in probes if name not in found]:
             raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
@@ -131,15 +129,15 @@ def _measured(
 
 @checked
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
-    """An initialisation of `a` with the directions in which each layer's inputs are largest; `b` is zero.
+    """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros.
 
     **Arguments:**
 
-    - `moments`: for each layer, the sum of `x xᵀ` over its inputs, from [`quaxlike.input_moments`][].
+    - `moments`: for each layer, the sum of `x xᵀ` over its inputs `x`, from [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    An initialisation to pass to [`quaxlike.loraify`][] as `init`. The method's ranks come from
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`. EVA also chooses ranks: see
     [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
@@ -157,12 +155,12 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
 @checked(options=("moments", "rank", "most"))
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
-    """Distributes ranks among layers: to the directions that explain most of their layer's inputs.
+    """Distributes ranks among layers, by the share of variance that each direction explains.
 
     **Arguments:**
 
     - `moments`: as for [`quaxlike.eva`][].
-    - `rank`: the average rank, except that layers which would get rank 0 get rank 1.
+    - `rank`: the average rank. Every layer gets at least rank 1.
     - `most`: the largest rank of a layer. Default: twice `rank`.
 
     **Returns:**
@@ -196,7 +194,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
 
 class _Probe(ArrayValue):
-    """A factor `a` of zeros that records its inputs: rows of shape (n, in)."""
+    """A factor `a` of zeros that passes its inputs to `tell`, as rows with shape (n, in)."""
 
     zeros: Any
     tell: Callable[[Any], None] = eqx.field(static=True)

@@ -1,4 +1,4 @@
-"""`loftq`: initial values of adapters that fit the rounding error of a quantised weight."""
+"""`loftq`: an initialisation of adapters on quantised weights."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from .quantize import quantize_array
 
 @checked
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
-    """An initialisation that quantises the base, and fits the adapter to the rounding error.
+    """Quantises the base, and initialises the adapter with an approximation of the rounding error.
 
     **Arguments:**
 
     - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
-    - `iterations`: how often to quantise the weight minus its adapter, and fit the adapter to the error.
-        Default: 1.
+    - `iterations`: how often to alternate between quantising the weight minus its adapter, and fitting the
+        adapter to the error. Default: 1.
 
     **Returns:**
 

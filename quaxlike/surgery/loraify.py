@@ -49,7 +49,7 @@ def loraify(
     train_base: bool = False,
     dtype: Any = None,
 ) -> PyTree:
-    """Puts low-rank adapters on weights of a model, and leaves the rest of the model unchanged.
+    """Puts low-rank adapters on weights of a model, and leaves everything else unchanged.
 
     Call the result through [`quaxlike.quaxify`][], and train the leaves that [`quaxlike.trainable`][]
     selects. A weight that appears several times in the model (the same array object) gets one adapter.
@@ -59,45 +59,42 @@ def loraify(
     - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
     - `rank`: of the adapters.
     - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
-    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Default: the weights
-        of all linear layers.
+    - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
+        every linear layer.
     - `key`: a PRNG key for the initial adapters.
-    - `init`: `"kaiming"` or `"gaussian"` (which add nothing at first), `"pissa"`, `"pissa_niter_4"`
-        (randomised, with 4 iterations) or `"olora"` (which move a part of the weight into the adapter),
-        or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
+    - `init`: `"kaiming"` or `"gaussian"` start from an adapter that adds zero. `"pissa"`, `"pissa_niter_4"`
+        (randomised, with 4 iterations) and `"olora"` move a part of the weight into the adapter. Or pass the
+        result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: train the norms of the rows separately from their directions. Default: False.
-    - `dropout`: the share of the adapters' inputs that is dropped in training. Nothing is dropped until
-        [`quaxlike.with_dropout_key`][] gives the adapters keys, a new one for each step; training without
-        keys warns. Default: 0.
-    - `rank_pattern`, `alpha_pattern`: other ranks and alphas for some layers, by the last components of their
-        names or by regular expressions for these. The first match wins.
-    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
-        their last components.
-    - `modules_to_save`: parts of the model to train in full, by the last components of their names.
-    - `bias`: which biases to train: all of them, those of adapted layers, or none. Default: none.
+    - `dropout`: the dropout rate of the adapters' inputs. Dropout is off until
+      [`quaxlike.with_dropout_key`][] gives the adapters a key, which should be a new one at each step.
+      Training without a key warns. Default: 0.
+    - `rank_pattern`, `alpha_pattern`: different ranks and alphas for some layers. The keys are the last
+        components of their names, or regular expressions for these. The first match is used.
+    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence
+        of names or their last components.
+    - `modules_to_save`: modules to train directly, by the last components of their names. - `bias`: which
+      biases to train: `"all"`, `"lora_only"` (in adapted layers) or `"none"`. Default: `"none"`.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
-    - `invocation_tokens`: adapters act on the tokens of a text from the last place on where these stand, as
-        [`quaxlike.activate`][] finds out for each text (activated LoRA). Default: on all tokens.
-    - `trainable_token_indices`: rows of the part called `embed_tokens` to train, the embeddings of a few
-        tokens; or a mapping from names of parts to rows. Default: none.
-    - `fan_in_fan_out`: whether weights that are `(out, in)` by convention only are stored as `(in, out)`
-        instead, like those of GPT-2. Default: False.
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
-    - `train_base`: whether to train the weights themselves too. Default: False.
-    - `dtype`: of the adapters. Default: the weight's, or float32 for 16-bit weights.
+    - `invocation_tokens`: makes activated LoRAs. They act only from the last occurrence of these tokens in a
+      text on, which [`quaxlike.activate`][] finds. Default: adapters act on all tokens. -
+      `trainable_token_indices`: a few tokens to train in the embedding called `embed_tokens`, or a mapping
+      from names of embeddings to tokens. Default: none. - `fan_in_fan_out`: whether matrices with no other
+      information are `(in, out)`, as in GPT-2, instead of `(out, in)`. Default: False. - `layout`: the layout
+      of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][]. Default: none. -
+      `train_base`: whether to train the weights themselves too. Default: False. - `dtype`: the dtype of the
+      adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
 
     **Returns:**
 
-    The model, with a [`quaxlike.LoraArray`][] in place of each weight, or with `invocation_tokens` an
-    [`ALoRAArray`][quaxlike.adapters.ALoRAArray].
+    The model with each weight replaced by a [`quaxlike.LoraArray`][], or by an
+    [`ALoRAArray`][quaxlike.adapters.ALoRAArray] if there are `invocation_tokens`.
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing, with near misses; if a weight has an adapter already; if it
-    cannot be told which of its axes are outputs and which are inputs; or for options that do not go with
-    `invocation_tokens`.
+    `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
+    adapter; if the layout of a weight is not known; or if `invocation_tokens` do not support another option.
 
     !!! example
 
@@ -111,7 +108,7 @@ def loraify(
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 
-    Conventions and names of the options follow PEFT.
+    The conventions and the names of options follow PEFT.
     """
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
@@ -141,14 +138,14 @@ def loraify(
     extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
     if not invocation_tokens:
         return extras
-    from ..adapters import ALoRAArray  # with all methods of adaptation, which few programs need
+    from ..adapters import ALoRAArray  # imports all adapters; few programs need them
 
     activated = map_arrays(lambda _, lora: ALoRAArray.of(lora, invocation_tokens), adapters)
     return replace(extras, activated)
 
 
 def _check_activated(**options: Any) -> None:
-    """Raises `ValueError` for what would change the weight for all tokens."""
+    """Raises `ValueError` for options that would change the weight for all tokens."""
     found = next((name for name in ("dora", "lora_bias") if options[name]), None)
     if options["init"] not in ("kaiming", "gaussian"):
         found = f"init={options['init']!r}"
@@ -159,7 +156,7 @@ def _check_activated(**options: Any) -> None:
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
-    """`w` with an adapter of zeros."""
+    """Puts an adapter of zeros on `w`."""
     out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
     if dtype is None:
         dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
@@ -169,7 +166,7 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """A DoRA, which trains the norms of its rows separately; they are bitwise equal in every layout."""
+    """Makes a DoRA, with the norms of the rows as a parameter; they are bitwise equal in every layout."""
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
         as_matrix(lora, materialise(lora.w)),
@@ -188,7 +185,7 @@ def with_trained_extras(
     bias: str,
     lora_bias: bool,
 ) -> PyTree:
-    """The model with everything that is trained besides the adapters."""
+    """Puts the adapters into the model, together with everything else that is trained."""
     arrays = named_arrays(model)
     biases = {
         bias_of(name, arrays) or f"{layer_of(name)}.bias": lora

@@ -1,4 +1,4 @@
-"""`merge` and `unmerge`: adapters added into the weights, and taken out of them again."""
+"""`merge` and `unmerge`: add adapters into the weights, and subtract them again."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -24,9 +24,9 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][], trained or not.
-    - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs of their layers, from
-        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses codes and scales for which the
-        outputs are as close to those of base and adapter as codes allow. Default: the nearest codes.
+    - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, from
+      [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses the codes and scales which minimise
+      the error of the outputs. Default: the nearest codes.
 
     **Returns:**
 
@@ -35,8 +35,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     **Raises:**
 
-    `ValueError` if an adapter has batch axes that its weight does not have: several adapters on one base,
-    of which [`quaxlike.choose_adapter`][] picks one.
+    `ValueError` if an adapter has batch axes, but its weight does not: these are several adapters on one
+    base. Pick one of them with [`quaxlike.choose_adapter`][].
 
     !!! example
 
@@ -62,7 +62,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
 @checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
-    """Takes adapters out of the weights that they were merged into.
+    """Subtracts adapters from the weights that they were merged into.
 
     **Arguments:**
 
@@ -71,13 +71,13 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     **Returns:**
 
-    `adapted`, over the weights of `merged` without the adapters; exact up to rounding.
+    `adapted`, with the weights of `merged` minus the adapters. This is exact up to rounding.
 
     **Raises:**
 
-    `ValueError` if `merged` is not `adapted` with its adapters merged: if the arrays have different names, a
-    weight is not near the sum of base and adapter, or anything else differs. Traced arrays cannot be
-    compared. Also if the type of an adapter does not say how it is taken out (`AdaptedArray.unmerged`).
+    `ValueError` if `merged` is not the result of merging `adapted`: if names differ, if a weight is not near
+    the sum of base and adapter, or if anything else differs. Traced arrays are not compared. Also if an
+    adapter does not implement `AdaptedArray.unmerged`.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
@@ -96,8 +96,10 @@ def _check_merged(
     taken_out: Collection[str],
     weights: Mapping[str, Any],
 ) -> None:
-    """Raises `ValueError` unless `merged` is `adapted` with its adapters merged, up to rounding; those that
-    are in place of a weight, and are not taken out of it, must be equal."""
+    """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
+
+    Adapters that replace their weight instead of changing it must be equal.
+    """
     found = None
     for name in taken_out:
         if not _is_near(weights[name], adapters[name]):
@@ -114,7 +116,7 @@ def _check_merged(
 
 
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
-    """Whether a weight is the sum of base and adapter, up to rounding; True if that is not known."""
+    """Whether a weight is the sum of base and adapter, up to rounding; True for traced arrays."""
     if tuple(weight.shape) != tuple(lora.shape):
         return False
     dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))
@@ -126,7 +128,7 @@ def _is_near(weight: Any, lora: AdaptedArray) -> bool:
 
     eps = max(float(jnp.finfo(x.dtype).eps) for x in (weight, lora))
     allowed = 8 * eps * norm(jnp.abs(dense) + jnp.abs(whole))
-    if isinstance(weight, AbstractQuantizedArray):  # the nearest codes, or those that `exact` chose
+    if isinstance(weight, AbstractQuantizedArray):  # `exact` may have chosen other codes
         allowed += 3 * norm(materialise(weight.requantized(whole)).astype(jnp.float32) - whole)
     return bool(norm(dense - whole) <= allowed)
 
@@ -143,7 +145,7 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
     if base is None or is_value(whole):
         return whole
     if not is_value(base):
-        return whole.astype(base.dtype)  # which parts of another dtype may have widened
+        return whole.astype(base.dtype)  # parts with another dtype may have promoted it
     if isinstance(base, AbstractQuantizedArray) and name in moments:
         return fit(name, whole, base, moments[name])
     if isinstance(base, AbstractQuantizedArray):

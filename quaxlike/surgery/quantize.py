@@ -1,4 +1,4 @@
-"""`quantize`: the weights of a model as codes with block scales."""
+"""`quantize`: replace the weights of a model by quantised arrays."""
 
 import dataclasses
 import functools
@@ -56,56 +56,52 @@ def quantize(
     head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Quantises weights of a model, and leaves the rest of the model unchanged.
+    """Quantises weights of a model, and leaves everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, its base is quantised, so that
-    a model can be adapted first, with an init that needs dense weights, and quantised afterwards. If a weight
-    is block-sparse, its blocks are quantised. A weight that appears several times in the model (the same
-    array object) is quantised once.
+    Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is quantised.
+    Hence a model can be adapted first, with an init that needs dense weights, and quantised afterwards. If a
+    weight is block-sparse, then its blocks are quantised. A weight that appears several times in the model
+    (the same array object) is quantised once.
 
     **Arguments:**
 
     - `model`: any pytree.
     - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. Or a recipe: a mapping from what
-        `where` takes to a scheme, a pair of a scheme and its options, or None for weights that stay as they
-        are. A weight follows the first rule that selects it. Or the name of a recipe: `"q4_k_m"`, `"q5_k_m"`
-        and `"mxfp4_moe"` follow llama.cpp's presets, but for embeddings, which are left out;
-        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` says what a recipe takes, without computing;
-        `quantize.from_file` reads one.
-    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Recipes say it
-        themselves. Default: the weights of all linear layers.
-    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
-        their last components.
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
-    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
-        [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least.
-        Default: the nearest codes.
-    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
-        rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
-        units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
-        are. Default: inputs are not rounded.
-    - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
-        [`quaxlike.input_maxima`][]: one scale for all tokens, known before; larger inputs are clipped.
-        Default: a scale for each token, found as it comes.
-    - `rounds_gradients`: with `activations`, whether gradients by the inputs are products of codes, too, for
-        which cotangents are rounded token by token. They can be taken in reverse mode alone. Default False.
-    - `head`: whether to quantise the output layer too, which `"all-linear"` leaves out: `lm_head`; or, if the
-        model has none of its own, the embedding that it is tied to, which is stored once. Default False.
-    - `scheme_options`: passed to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. This can also be a recipe: a mapping
+        from the values of `where` to a scheme, to a pair of a scheme and its options, or to None for weights
+        that stay dense. A weight follows the first rule that selects it. Some recipes have names: `"q4_k_m"`,
+        `"q5_k_m"` and `"mxfp4_moe"` follow llama.cpp's presets, except that they leave out embeddings;
+        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` shows what a recipe would do, and
+        `quantize.from_file` reads a recipe.
+    - `where`: which weights to quantise, as for [`quaxlike.select`][]. Biases and norms are skipped. A recipe
+      takes its place. Default: every linear layer. - `exclude`: layers to leave out. This is either a regular
+      expression for the whole name, or a sequence of names or their last components. - `layout`: the layout
+      of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][]. Default: none. -
+      `calibrate`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
+      [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the nearest
+      codes. - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`. This also rounds the
+      inputs of a layer to 8 bits, with one scale per token, so that GPUs can multiply the codes directly.
+      Gradients ignore the rounding, and adapters receive the exact inputs. Default: inputs are not rounded. -
+      `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
+      [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
+      Default: one dynamic scale per token. - `rounds_gradients`: with `activations`, whether gradients with
+      respect to the inputs use products of codes too. Cotangents are then rounded token by token. This
+      supports only reverse mode. Default: False. - `head`: whether to quantise the output layer (`lm_head`)
+      too, which `"all-linear"` leaves out. If it is tied to an embedding, then the embedding is quantised.
+      Default: False.
+    - `scheme_options`: passed on to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 
     **Returns:**
 
-    The model, with a [`quaxlike.NF4Array`][] or another quantised array in place of each weight.
+    The model with each weight replaced by a quantised array, such as [`quaxlike.NF4Array`][].
 
     **Raises:**
 
-    `ValueError` for an unknown scheme, if a pattern matches nothing, with near misses, if a rule of a recipe
-    has no effect after those before it, if a weight is neither
-    a dense array nor an adapter over one, if `maxima` lacks a layer or says that all its inputs are 0, if it
-    cannot be told which of its axes are inputs, or with `head` for a model without an output layer.
+    `ValueError` for an unknown scheme; if a pattern matches nothing (the message lists near misses); if a
+    rule of a recipe has no effect; if a weight is neither a dense array nor an adapter over one; if `maxima`
+    lacks a layer, or is 0 for a layer; if the layout of a weight is not known; or if `head` is True and the
+    model has no output layer.
 
     !!! example
 
@@ -117,7 +113,7 @@ def quantize(
         ql.quaxify(model)(jnp.ones(64))
         ```
 
-    Schemes and their names follow bitsandbytes.
+    The schemes and their names follow bitsandbytes.
     """
     options = {"where": where, "exclude": exclude, "layout": layout, "head": head, **scheme_options}
     chosen = quantizers(model, scheme, **options)
@@ -134,7 +130,7 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
+    """Returns a function per weight, which quantises it. `model` may contain `jax.ShapeDtypeStruct`s."""
     return {name: _quantizer(name, choice) for name, choice in _choices(model, scheme, **options).items()}
 
 
@@ -170,11 +166,11 @@ def _choices(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRow:
-    """One weight that `quantize` would take."""
+    """One weight in a plan of `quantize`."""
 
     path: str
     rule: str
-    """The rule of the recipe that selects it."""
+    """The rule of the recipe for this weight."""
     scheme: str
     options: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -206,11 +202,12 @@ def _bytes(rows: Sequence[PlannedRow]) -> str:
 
 
 def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
-    r"""What [`quaxlike.quantize`][] would do: which weights each rule takes, and the bytes before and after.
-    Nothing is computed.
+    r"""Shows what [`quaxlike.quantize`][] would do: the weights of each rule, and sizes before and after.
 
-    **Arguments:** as for [`quaxlike.quantize`][], but for `calibrate`, `activations`, `maxima` and
-    `rounds_gradients`, which do not change what is stored. `model` may hold shapes.
+    No arrays are computed.
+
+    **Arguments:** as for [`quaxlike.quantize`][], without `calibrate`, `activations`, `maxima` and
+    `rounds_gradients`, as these do not change the size. `model` may contain `jax.ShapeDtypeStruct`s.
 
     **Returns:**
 
@@ -244,7 +241,7 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     return Plan([row(name, choice) for name, choice in _choices(model, scheme, **options).items()])
 
 
-# They belong to `quantize`, and are found with it.
+# Users find these as attributes of `quantize`.
 quantize.plan = plan  # pyright: ignore[reportFunctionMemberAccess]
 quantize.from_file = from_file  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -290,16 +287,16 @@ def fake_quantize(
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
 
-    For quantisation-aware training: call it in the loss, and train the weights that you pass in. Gradients
-    pass as if nothing had been rounded (the straight-through estimator).
+    This is for quantisation-aware training: call it in the loss function, and train the weights that you pass
+    in. Gradients ignore the rounding (the straight-through estimator).
 
-    **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded as well, and their
-    gradients pass likewise.
+    **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded too, with the same
+    estimator.
 
     **Returns:**
 
-    The model, with rounded weights in place of the selected ones. With `activations` they are Values, so that
-    it is called through [`quaxlike.quaxify`][].
+    The model with rounded weights. With `activations` they are Values, so call the model through
+    [`quaxlike.quaxify`][].
 
     **Raises:**
 
@@ -340,7 +337,7 @@ def fake_quantize(
 
 
 def is_quantised(model: PyTree) -> bool:
-    """Whether any weight is quantised, or the base of any adapter."""
+    """Whether any weight, or the base of any adapter, is quantised."""
 
     def is_one(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -349,7 +346,7 @@ def is_quantised(model: PyTree) -> bool:
 
 
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
-    """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
+    """Quantises a weight along its inputs: the base if it is an adapter, the blocks if it is sparse."""
     if scheme not in _SCHEMES:
         hint = did_you_mean(scheme.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
         schemes = ", ".join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])
@@ -360,7 +357,8 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # Nested scales span a whole array: give each block its own, so that rows of blocks can be cut.
+        # Nested scales would span the whole array. With separate ones per block, rows of blocks can be
+        # sliced.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
         return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
@@ -375,7 +373,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))
-    if stacked and options.get("double_quant"):  # scales of scales must not span the arrays of a stack
+    if stacked and options.get("double_quant"):  # nested scales must not span a stack
         options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
@@ -384,13 +382,16 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Whether this is an adapter, and not a weight that is trained itself."""
+    """Whether a leaf is an adapter, and not a weight that is trained directly."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:
-    """The order of axes in which inputs come last. Embeddings are stored by row, as they are looked up; the
-    window of a convolution comes before its channels, so that it can be reversed without cutting blocks."""
+    """Returns the order of axes with inputs last, so that blocks run along them.
+
+    Embeddings are stored by row, because lookups read rows. The window of a convolution precedes its
+    channels, so that the window can be reversed without splitting blocks.
+    """
     if layout.kind == "embedding":
         return list(range(n))
     n_in = 1 if layout.is_conv else len(layout.in_axes)

@@ -1,4 +1,4 @@
-"""Recipes of `quantize`: which scheme each weight takes, as data."""
+"""Recipes for `quantize`: they map weights to schemes."""
 
 import dataclasses
 import json
@@ -13,9 +13,9 @@ from .._checked import checked
 from .records import Record
 from .select import Where, output_layer, select_matrices
 
-#: A scheme, a scheme with its options, or None for weights that stay as they are.
+#: A scheme, a scheme with its options, or None for weights that stay dense.
 Scheme = str | tuple[str, Mapping[str, Any]] | None
-#: What `where` takes, and the scheme of what it selects. Each weight follows the first rule that selects it.
+#: A mapping from values of `where` to schemes. A weight follows the first rule that selects it.
 Recipe = Mapping[Any, Scheme]
 
 
@@ -24,7 +24,7 @@ class SchemeOfWeight:
     """What a recipe says about one weight."""
 
     rule: str
-    """The rule that selects it, as it is written."""
+    """The rule for this weight, as written in the recipe."""
     record: Record
     scheme: str
     options: Mapping[str, Any]
@@ -33,7 +33,7 @@ class SchemeOfWeight:
 def choices(
     model: Any, records: Mapping[str, Record], recipe: Recipe, exclude: str | Sequence[str] = ()
 ) -> dict[str, SchemeOfWeight]:
-    """What a recipe says about each weight that it quantises, by name.
+    """Returns what a recipe says about each weight, without the ones that stay dense.
 
     **Raises:** `ValueError` for a rule without an effect, and for one that is not a scheme.
     """
@@ -111,7 +111,7 @@ def _rule(names: Sequence[str], scheme: Scheme) -> Recipe:
 _LAYER = re.compile(r"\.([0-9]+)\.")
 _MORE_BITS = re.compile(r".*\.(v_proj|down_proj)\..*")
 
-#: By name, what makes a recipe for the arrays of a model.
+#: Functions that make a recipe for the arrays of a model, by name.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
     "q4_k_m": _k_quants("q4_k"),
     "q5_k_m": _k_quants("q5_k"),

@@ -1,7 +1,8 @@
-"""The arrays of a model, looked at once: a record for each, with its layout and its bias.
+"""A record for each array of a model, with its layout and its bias.
 
-`traced_layouts` finds the layouts of parameters in dicts by the classes of the Linen and Haiku modules that
-use them.
+All functions of surgery read layouts from here, so that they agree about which axes are outputs and inputs.
+Linen and Haiku keep their parameters in dicts without any modules; `traced_layouts` finds the layouts by
+tracing a call.
 """
 
 import dataclasses
@@ -28,9 +29,9 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     """Finds out which axes of each array of a model are outputs and which are inputs.
 
-    The argument `layout` takes precedence; then the class of the layer, if it is from Equinox or Flax's NNX,
-    or has an attribute `weight_layouts`, a mapping from fields to layouts; then the name of the array,
-    together with the shape of the bias beside it:
+    The argument `layout` takes precedence. Next comes the class of the layer, if it is from Equinox or Flax's
+    NNX, or has an attribute `weight_layouts`, which maps fields to layouts. Last comes the name of the array,
+    together with the shape of its layer's bias:
 
     | name | layout |
     | --- | --- |
@@ -47,19 +48,19 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: a mapping from names, or their last components as in [`quaxlike.select`][], to layouts; None
-        for an array that is not a weight of a layer. A single layout applies to all matrices of which nothing
-        else is known. [`quaxlike.Layout`][] explains the notation.
+    - `layout`: a mapping from names to layouts, or to None for an array that is not a weight of a layer. The
+      last components of a name suffice, as in [`quaxlike.select`][]. A single layout applies to all matrices
+      about which nothing else is known. [`quaxlike.Layout`][] explains the notation.
 
     **Returns:**
 
-    By name: a layout, or None for an array that is not a weight of a layer. Where the layout cannot be told,
-    its `kind` is `"unknown"`.
+    A dict from names to layouts, or to None for an array that is not a weight of a layer. A layout that
+    cannot be determined has `kind="unknown"`.
 
     **Raises:**
 
-    `ValueError` for a name that matches nothing, with near misses; for a layout that has more axes than its
-    array, or that contradicts the bias beside it.
+    `ValueError` if a name matches nothing (the message lists near misses), or if a layout has more axes than
+    its array or contradicts the bias.
 
     !!! example
 
@@ -76,18 +77,20 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What surgery knows of one array of a model, or of a Value, which counts as one."""
+    """What surgery knows about one array of a model. A Value counts as one array."""
 
     array: Any
     layout: Layout | None
-    """Which of its axes are outputs and which inputs; None for an array that is not a weight of a layer."""
+    """Which axes are outputs and which are inputs; None for an array that is not a weight of a layer."""
     bias: str | None
-    """The name of the bias beside it, if its layer has one."""
+    """The name of the layer's bias, if there is one."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
-    """The records of all arrays of a model, by name. With `fan_in_fan_out`, matrices that are `(out, in)` by
-    convention are `(in, out)`."""
+    """Returns the records of all arrays of a model, by name.
+
+    With `fan_in_fan_out`, the convention for matrices is `(in, out)` instead of `(out, in)`.
+    """
     found = {path_of(path, model): (path, leaf) for path, leaf in leaves_with_path(model)}
     arrays = {name: leaf for name, (_, leaf) in found.items()}
     stated = _stated(arrays, layout)
@@ -131,7 +134,7 @@ def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[s
 def _checked(
     name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
 ) -> Layout | None:
-    """The user's own layout, checked against the shapes of the array and its bias."""
+    """Checks the user's layout against the shapes of the array and its bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -147,7 +150,7 @@ def _checked(
 
 
 def require_layout(name: str, record: Record) -> Layout:
-    """The layout of a weight to adapt or quantise; raises if it cannot be told."""
+    """Returns the layout of a weight to adapt or quantise; raises if it is not known."""
     layout = record.layout
     if layout is not None and layout.is_known:
         return layout
@@ -161,7 +164,7 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Whether the axes of a matrix are known by convention only, or not at all."""
+    """Whether the axes of a matrix are known only by convention, or not at all."""
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
@@ -175,21 +178,21 @@ def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
-    """Traces a function, and finds the layout of each parameter from the Linen or Haiku module that uses it.
+    """Finds the layout of each parameter from the Linen or Haiku module that uses it.
 
     Linen and Haiku keep parameters in dicts, without the modules that made them. Names suffice for most
-    layers (see [`quaxlike.layouts`][]); this covers the rest, such as `DenseGeneral` and layers that you
-    named.
+    layers (see [`quaxlike.layouts`][]). This function covers the rest, such as `DenseGeneral` and layers with
+    names of your own.
 
     **Arguments:**
 
     - `fn`: `module.apply` in Linen, or `transformed.apply` in Haiku. It is traced, not run.
-    - `args`, `kwargs`: its arguments, in which `jax.ShapeDtypeStruct`s may stand for arrays.
+    - `args`, `kwargs`: its arguments. `jax.ShapeDtypeStruct`s may stand for arrays.
 
     **Returns:**
 
-    Layouts by names of parameters, without the collection (`params`): pass them as `layout=` to
-    [`quaxlike.loraify`][] and the like.
+    A dict from names of parameters, without the collection (`params`), to layouts. Pass it as `layout=` to
+    [`quaxlike.loraify`][] and similar functions.
 
     **Raises:**
 

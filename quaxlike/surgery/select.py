@@ -1,4 +1,4 @@
-"""`select`: the weights of a model by their dotted names."""
+"""`select`: find the weights of a model by their dotted names."""
 
 import re
 import warnings
@@ -14,8 +14,8 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# The projection onto the vocabulary, which "all-linear" leaves out as PEFT and bitsandbytes do. To them a
-# router is no linear layer either, and programs that read quantised models expect it in full precision.
+# "all-linear" leaves out the projection onto the vocabulary, as PEFT and bitsandbytes do. They leave out
+# routers too, and programs that read quantised models expect routers in full precision.
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
@@ -26,31 +26,32 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 
     **Arguments:**
 
-    - `model`: any pytree: an Equinox module, or a flat or nested dict of arrays keyed by (dotted) names.
-        A Value in it counts as one array.
+    - `model`: any pytree, such as an Equinox module, or a flat or nested dict of arrays. A Value counts as
+        one array.
     - `where`: one of
 
         - `"all-linear"`: the weights of all linear layers and experts, except the output head (`lm_head`)
-            and routers (`gate` or `router` beside `experts`). Embeddings and convolutions are no linear
-            layers: name them. [`quaxlike.layouts`][] decides which these are.
+            and routers (`gate` or `router` beside `experts`). Embeddings and convolutions do not count as
+            linear layers; select them by name. [`quaxlike.layouts`][] decides what a layer is.
         - any other string: a regular expression that must match the whole name;
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
-        - a callable of a name and an array that returns whether to select the array.
+        - a callable. It is called with a name and an array, and returns whether to select the array.
 
-        The name of a layer stands for its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). Names of
-        layers that are fused in this model, such as `gate_proj` and `up_proj` in `gate_up_proj`, stand for it
-        if all of them are named; if only some are, a warning tells.
+        The name of a layer means its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If this model
+        fuses several layers into one, such as `gate_proj` and `up_proj` into `gate_up_proj`, then naming all
+        of them selects the fused layer. Naming only some of them warns.
 
-    - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
 
     **Returns:**
 
-    The arrays by name, in the order of the model.
+    A dict from names to arrays, in the order of the model.
 
     **Raises:**
 
-    `ValueError` if `where`, or an entry of it, matches nothing, with near misses; for `"all-linear"` also if
-    it cannot be told whether an array is the weight of a linear layer, or which of its axes are outputs.
+    `ValueError` if `where`, or an entry of it, matches nothing (the message lists near misses). With
+    `"all-linear"`, also if it is not known whether an array is a weight of a linear layer, or its layout.
 
     !!! example
 
@@ -68,7 +69,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 def _chosen(
     model: PyTree, records: Mapping[str, Record], where: Where, excluded: Container[str] = ()
 ) -> Collection[str]:
-    """The names that `where` selects, in the order of the model."""
+    """Returns the selected names, in the order of the model."""
     if where == "all-linear":
         return _all_linear(records, excluded)
     arrays = {name: record.array for name, record in records.items()}
@@ -85,7 +86,7 @@ def _chosen(
 
 
 def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
-    """The arrays that a regular expression or a sequence of names selects."""
+    """Returns the arrays that match a regular expression or a sequence of names."""
 
     def hits(pattern: Any, names: Any) -> Any:
         return {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
@@ -114,7 +115,7 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
-    """The arrays that one array stands for, as other checkpoints name them: fused layers, single experts."""
+    """Names the arrays that are fused or stacked into this one, as other checkpoints name them."""
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
     own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]
@@ -130,7 +131,7 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
 
 
 def is_router(layer: str, arrays: Iterable[str]) -> bool:
-    """Whether a layer is a router: there are experts beside it."""
+    """Whether a layer is a router, next to experts."""
     module, _, own = layer.rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
@@ -159,8 +160,7 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
 
 
 def output_layer(records: Mapping[str, Record]) -> list[str]:
-    """The weights of the output head; of models without one, the embedding of tokens, which it is tied to;
-    none if a model has neither."""
+    """Returns the weights of the output head; for a tied head, the embedding; none if there is neither."""
     matrices = [name for name, record in records.items() if record.layout is not None]
     own = [name for name in matrices if _HEAD.fullmatch(name)]
     return own or [name for name in matrices if _TOKENS.fullmatch(name)]

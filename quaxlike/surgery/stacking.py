@@ -1,4 +1,8 @@
-"""Equal layers stacked into one module, so that a scan compiles only one of them."""
+"""Equal layers stacked into one module, for `jax.lax.scan` to compile only once.
+
+Only layers with the same structure, shapes and dtypes are stacked. A scan runs the same program for each of
+them, so that any other difference would be ignored silently.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,24 +22,24 @@ from .trees import path_of
 
 @checked
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
-    """Stacks equal layers into one, whose arrays have a leading axis with an entry per layer.
+    """Stacks layers into one layer, along a new leading axis of each array.
 
-    Use it with `jax.lax.scan`: compile time does not grow with the number of layers. Adapters and quantised
-    weights are stacked part by part, unchanged; what adapters share and do not train (the random matrices of
-    VeRA) is kept once.
+    Use it with `jax.lax.scan`: the compile time then does not depend on the number of layers. The parts of
+    adapters and quantised weights are stacked too, without any computation. Parts that all adapters share and
+    do not train, such as the random matrices of VeRA, are stored once.
 
     **Arguments:**
 
-    - `layers`: modules, or any other pytrees, of the same structure, shapes and dtypes. Leaves that are not
-        arrays (an activation, say) must be the same in all of them, and are kept.
+    - `layers`: modules, or any other pytrees, with the same structure, shapes and dtypes. Leaves that are not
+        arrays, such as activation functions, must be equal in all layers.
 
     **Returns:**
 
-    A layer of the same type.
+    A layer with the same type.
 
     **Raises:**
 
-    `ValueError` if there are no layers, or if they differ; the message says where and how.
+    `ValueError` if there are no layers, or if they differ. The message says where and how.
 
     !!! example
 
@@ -78,7 +82,7 @@ def unstack_layers(stacked: PyTree) -> list[Any]:
 
     **Arguments:**
 
-    - `stacked`: a layer whose arrays have a leading axis, of the same size in all of them.
+    - `stacked`: a layer. All its arrays must have a leading axis with the same size.
 
     **Returns:**
 
@@ -86,8 +90,8 @@ def unstack_layers(stacked: PyTree) -> list[Any]:
 
     **Raises:**
 
-    `ValueError` if the arrays have no leading axis of one size, or the rows of a Value are not Values of its
-    type.
+    `ValueError` if the arrays have no leading axis, or leading axes with different sizes. Also if a row of a
+    Value is not a Value with the same type.
     """
     leaves, structure = jtu.tree_flatten_with_path(stacked, is_leaf=is_value)
     sizes = {path_of(path): leaf.shape[0] if leaf.shape else None for path, leaf in leaves if _is_array(leaf)}
@@ -126,7 +130,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
     out: Any = jtu.tree_map(_stack, *own)
     out = out.replace(**shared) if shared else out
     wanted = (len(leaves), *first.shape)
-    if tuple(out.shape) != wanted:  # the Value's shape does not follow from its parts'
+    if tuple(out.shape) != wanted:  # the Value's shape does not depend on its parts
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: {type(first).__name__} of shape {first.shape} cannot be stacked.")
@@ -134,7 +138,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
 
 
 def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
-    """The parts of adapters that are not trained, and are the same array in all layers: it is kept once."""
+    """Returns the untrained parts that are the same array in all layers: they are stored once."""
     first = leaves[0]
     if not isinstance(first, AdaptedArray) or not knows_axes(first):
         return {}

@@ -1,4 +1,4 @@
-"""`summary`: the arrays of a model, their sizes, and how much of them is trained."""
+"""`summary`: the arrays of a model, their sizes, and which of them are trained."""
 
 import dataclasses
 import itertools
@@ -32,20 +32,20 @@ class SummaryRow:
     size: int
     """The number of elements of the array."""
     adapter_size: int
-    """The number of elements that its adapter adds to these."""
+    """The number of elements of its adapter."""
     trainable: int
-    """How many of all these elements are trained."""
+    """The number of trained elements of the array and its adapter."""
     logical_bytes: int
-    """The bytes that the array would take if it were dense."""
+    """The size of the dense array, in bytes."""
     stored_bytes: int
-    """The bytes that are stored in its place, including its adapter."""
+    """The size as stored, including its adapter, in bytes."""
     layout: Layout | None = None
-    """Which of its axes are outputs and which inputs; None for an array that is not a weight of a layer."""
+    """Which axes are outputs and which are inputs; None for an array that is not a weight of a layer."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """A table of the arrays of a model, and their totals. Prints as text, and is a table for `rich`."""
+    """A table of the arrays of a model, with totals. It prints as text, and as a table with `rich`."""
 
     rows: Sequence[SummaryRow]
 
@@ -59,22 +59,22 @@ class Summary:
 
     @property
     def trainable(self) -> int:
-        """The number of elements that are trained."""
+        """The number of trained elements."""
         return self._total("trainable")
 
     @property
     def trainable_share(self) -> float:
-        """The share of all elements, including those of adapters, that is trained."""
+        """The share of trained elements, among the elements of arrays and adapters."""
         return self.trainable / max(1, self.size + self._total("adapter_size"))
 
     @property
     def logical_bytes(self) -> int:
-        """The bytes that the arrays would take if they were dense."""
+        """The size of the dense arrays, in bytes."""
         return self._total("logical_bytes")
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes that are stored, including adapters."""
+        """The size as stored, including adapters, in bytes."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -91,7 +91,7 @@ class Summary:
     def __str__(self) -> str:
         *rows, total = self._cells()
         longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
-        # A head takes several lines where its words need more room than the column.
+        # A heading is wrapped if it is wider than its column.
         heads = [
             textwrap.wrap(name, max(n, *map(len, name.split())))
             for name, n in zip(_HEADER, longest, strict=True)
@@ -156,13 +156,13 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
-    """`counted` has what adapters in earlier rows share with others; it is counted there."""
+    """Makes the row of one array. Arrays in `counted` are shared with adapters in earlier rows."""
     again = [leaf for leaf in _adapters(x) if id(leaf) in counted]
     counted |= {id(leaf) for leaf in _adapters(x)}
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
-    size = math.prod((x if base is None else base).shape)  # several adapters share it
+    size = math.prod((x if base is None else base).shape)  # one base for several adapters
     return SummaryRow(
         path=path,
         type=_type(x),
@@ -178,7 +178,7 @@ def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Summary
 
 
 def _adapters(x: Any) -> list[Any]:
-    """The arrays of all adapters on a weight, but for their keys."""
+    """Collects the arrays of all adapters on a weight, without PRNG keys."""
     if not isinstance(x, AdaptedArray):
         return []
     own = jtu.tree_leaves(x.with_base(None))

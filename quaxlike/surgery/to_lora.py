@@ -1,4 +1,4 @@
-"""`to_lora`: adapters of any type as low-rank ones, for programs that know LoRA alone."""
+"""`to_lora`: approximate adapters by LoRA, for programs that support nothing else."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,44 +15,46 @@ from .trees import layer_of, map_arrays, replace
 
 
 class LowRankError(NamedTuple):
-    """What a change of a weight loses as one of low rank."""
+    """The error of approximating the change of a weight by one with low rank."""
 
     lost: float
-    """The Frobenius norm of what is lost, in parts of that of the change."""
+    """The Frobenius norm of the error, relative to the norm of the change."""
     change: float
-    """The Frobenius norm of the change, in parts of that of the weight."""
+    """The Frobenius norm of the change, relative to the norm of the weight."""
 
 
 @checked
 def to_lora(
     model: PyTree, rank: int, *, rank_pattern: Mapping[str, int] = {}, layout: Layouts = None
 ) -> tuple[PyTree, dict[str, LowRankError]]:
-    """Replaces the adapters of a model by the low-rank ones that come closest to what they change, so that
-    programs that know LoRA alone, such as vLLM and llama.cpp, run what was trained with any other.
+    """Replaces the adapters of a model by the closest low-rank ones.
+
+    Programs such as vLLM and llama.cpp support only LoRA. With this function they can run models that were
+    trained with other adapters.
 
     **Arguments:**
 
-    - `model`: a model with adapters of any types, such as the result of [`quaxlike.adapt`][].
-    - `rank`: of the new adapters.
-    - `rank_pattern`: other ranks for some layers, as for [`quaxlike.loraify`][].
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
+    - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
+    - `rank`: the rank of the new adapters.
+    - `rank_pattern`: different ranks for some layers, as for [`quaxlike.loraify`][].
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
 
     **Returns:**
 
-    The model with a [`quaxlike.LoraArray`][] in place of each adapter, on the same base; and the error of
-    each, by name, as `(lost, change)`. `lost` is the Frobenius norm of what is lost, in parts of that of the
-    change; `change` is the norm of the change, in parts of that of the weight.
+    The model with a [`quaxlike.LoraArray`][] in place of each adapter, and a dict from names to errors
+    `(lost, change)`. `lost` is the Frobenius norm of the error relative to the norm of the change, and
+    `change` is the norm of the change relative to the norm of the weight.
 
-    The approximation is the best one, from the largest singular values of the change. A LoRA of at most this
-    rank keeps its factors, and loses nothing. A DoRA is no change of low rank, and is approximated like any
-    other adapter. Arrays that are trained in full (`modules_to_save`, biases, rows of embeddings) are kept;
-    biases that are adapted otherwise become those of the adapters (`lora_bias`). Dropout is left out.
+    The approximation is the best one, from the largest singular values of the change. A LoRA with at most
+    this rank is kept as it is. DoRA does not change a weight by a matrix with low rank, so it is approximated
+    like any other adapter. Arrays that are trained directly (`modules_to_save`, biases, rows of embeddings)
+    are kept. Adapted biases become biases of the LoRA (`lora_bias`). Dropout is removed.
 
     **Raises:**
 
-    `ValueError` if the model has no adapters; for a rank of less than 1, or larger than a weight that has to
-    be approximated; if it cannot be told which axes of a weight are outputs and which are inputs.
+    `ValueError` if the model has no adapters, if the rank is less than 1 or larger than a weight allows,
+    or if the layout of a weight is not known.
 
     !!! example
 
@@ -104,6 +106,7 @@ def to_lora(
         records[name].bias or f"{layer_of(name)}.bias": new[name] for name in errors if name != layer_of(name)
     }
     arrays = {name: record.array for name, record in records.items()}
-    if any(is_other_bias(arrays.get(name)) for name in biases):  # then each has one, as PEFT's files want it
+    # PEFT's files have a bias for every adapter, or for none.
+    if any(is_other_bias(arrays.get(name)) for name in biases):
         new |= {name: as_lora_bias(arrays.get(name), lora) for name, lora in biases.items()}
     return replace(model, new), errors

@@ -23,22 +23,21 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 
     **Arguments:**
 
-    - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. Warns if nothing in it is
-        trained.
-    - `freeze`: parts of adapters that stay as they began, by the names of their fields. `freeze=["a"]` trains
-        only the second matrix of each LoRA, as LoRA-FA does: the gradient then needs `x @ a.T` alone of a
-        layer's inputs. Default: none.
+    - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. This warns if the model
+      has nothing to train. - `freeze`: names of fields of adapters that are not trained. For example,
+      `freeze=["a"]` trains only the second matrix of each LoRA (LoRA-FA). The backward pass then stores `x @
+      a.T` instead of a layer's inputs `x`. Default: none.
 
     **Returns:**
 
-    The model with True in place of each leaf that is trained (adapters, `modules_to_save`, trained biases,
-    bases and scales of quantised weights whose `gradients` are "train") and False in place of all
-    others: a filter spec for `eqx.partition`. If the optimiser takes the whole model, and all its arrays are
-    floating, pass the function itself as labels:
-    `optax.partition({True: optimiser, False: optax.set_to_zero()}, ql.trainable)`. Do not use `optax.masked`
-    alone: it passes on the raw gradients of all other leaves as their updates.
+    The model with True or False in place of each leaf: a filter spec for `eqx.partition`. True marks
+    adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
+    `gradients="train"`. If the optimiser takes the whole model, and all arrays are floating-point, then pass
+    the function itself as labels: `optax.partition({True: optimiser, False: optax.set_to_zero()},
+    ql.trainable)`. Do not use `optax.masked` alone, as it returns the raw gradients of all other leaves as
+    their updates.
 
-    **Raises:** `ValueError` if no adapter trains a part that `freeze` names.
+    **Raises:** `ValueError` if `freeze` names a part that no adapter trains.
 
     !!! example
 
@@ -53,7 +52,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
         def grad(params, x):
             return jnp.sum(ql.quaxify(eqx.combine(params, rest))(x))
 
-        grad(params, jnp.ones(2))  # of the adapters alone
+        grad(params, jnp.ones(2))  # only of the adapters
         ```
 
     Source of `freeze`: Zhang et al., LoRA-FA, <https://arxiv.org/abs/2308.03303>.
@@ -79,16 +78,16 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 
 @checked
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
-    """Lets gradients flow into the scales of quantised weights; their codes stay as they are.
+    """Makes the scales of quantised weights differentiable; their codes stay fixed.
 
-    Train the leaves that [`quaxlike.trainable`][] selects. Training does not change the bytes that the model
-    takes.
+    Next, train the leaves that [`quaxlike.trainable`][] selects. Training does not change the size of the
+    model.
 
     **Arguments:**
 
     - `model`: any pytree with quantised weights.
-    - `where`: which of them, as for [`quaxlike.select`][]; if a weight has an adapter, its base. Default:
-        all.
+    - `where`: which weights, as for [`quaxlike.select`][]. For a weight with an adapter, this means its base.
+        Default: all.
 
     **Returns:**
 
@@ -96,7 +95,8 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if none of the weights is quantised, or if the scales of one are not floating-point numbers.
+    `ValueError` if none of the weights is quantised, or if the scales of a weight are not floating-point
+    numbers.
 
     !!! example
 
@@ -128,12 +128,12 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
 
 def _parts_of(x: Any) -> list[str]:
-    """The names of the fields that an adapter, and those beneath it, train."""
+    """Names the trained fields of an adapter, and of any adapters beneath it."""
     return [*x.trained(), *_parts_of(x.w)] if isinstance(x, AdaptedArray) else []
 
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
-    """Which leaves of one array of a model are trained, but for the parts `freeze` of adapters."""
+    """Marks the leaves of one array of a model that are trained, except the fields in `freeze`."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))

@@ -1,6 +1,8 @@
 """Models as trees of named arrays, from any framework.
 
-Flax keeps arrays in boxes: `nnx.Variable`, and Linen's axis metadata. A box does not appear in names.
+An array has the same name here as in the state dict of its framework. Users select layers by these names, and
+checkpoints are matched by them. Flax keeps arrays in boxes (`nnx.Variable`, and Linen's axis metadata), so
+boxes must not appear in names.
 """
 
 import dataclasses
@@ -27,10 +29,10 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
     **Arguments:**
 
-    - `key_path`: a key path from `jax.tree_util.tree_flatten_with_path` and the like.
-    - `model`: the tree that the path belongs to. Only needed with Flax: the path of an array in an
-        `nnx.Param` ends in `.value`, which is not part of the name. Without `model`, that ending is dropped
-        if Flax has been imported.
+    - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.
+    - `model`: the tree that the path belongs to. This is only needed with Flax, where the path of an array in
+        an `nnx.Param` ends with `.value`, which is not part of the name. Without `model`, this ending is
+        dropped if Flax has been imported.
 
     **Returns:**
 
@@ -54,7 +56,7 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
 
 def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
-    """The node that holds a leaf, ignoring boxes; None if the pytree's type does not tell."""
+    """Returns the node that holds a leaf, ignoring boxes; None if the pytree type hides it."""
     owner: Any = None
     for node, _ in _steps(model, key_path):
         owner = owner if _is_box(node) else node
@@ -62,7 +64,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The keys of a path, each with its node."""
+    """Lists the keys of a path, each with the node that it is applied to."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -83,7 +85,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _flax_type(module: str, name: str) -> Any:
-    """A class of Flax; an empty tuple if Flax has not been imported."""
+    """Returns a class from Flax, or an empty tuple (for `isinstance`) if Flax has not been imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -111,8 +113,10 @@ def named_arrays(model: PyTree) -> dict[str, Any]:
 
 
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """`change(name, array)` for each of these arrays, by name. An array that appears several times, such as a
-    tied weight, is changed once, and stays tied."""
+    """Calls `change(name, array)` for each array.
+
+    If an array appears several times, such as a tied weight, then it is changed once, and stays tied.
+    """
     done: dict[int, Any] = {}  # by identity: `arrays` keeps the arrays alive
     for name, array in arrays.items():
         if id(array) not in done:
@@ -121,9 +125,9 @@ def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> 
 
 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
-    """Replaces arrays of a model by name; the name of a leaf that was None is allowed too."""
+    """Replaces arrays of a model by name. Leaves that are None can be replaced too."""
     if isinstance(model, _flax_type("flax.nnx", "Module")):
-        # A variable that an NNX module holds at several places stays one variable.
+        # `nnx.split` keeps a variable one variable if the module holds it in several places.
         nnx: Any = sys.modules["flax.nnx"]
         graph, state = nnx.split(model)
         return nnx.merge(graph, replace(state, new))
@@ -136,19 +140,19 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 
 # Layers by name -----------------------------------------------------------------------------------
 
-# The fields that hold a layer's one weight in PyTorch and Equinox, Flax, and Haiku. The name of the layer
-# stands for this weight, and is the same in every framework.
+# The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The name of the layer means this
+# weight, so that the same name works in every framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 
 def layer_of(name: str) -> str:
-    """The layer that `name` is the weight of: a module, in PEFT's terms."""
+    """Returns the name of the layer with this weight (PEFT's "module")."""
     found = _WEIGHT.fullmatch(name)
     return found["layer"] if found else name
 
 
 def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
-    """The name of the bias beside a weight, if its layer has one."""
+    """Returns the name of the bias in the layer of a weight, if it has one."""
     layer, dot, field = name.rpartition(".")
     if not _WEIGHT.fullmatch(f"_.{field}"):
         return None
@@ -156,7 +160,7 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Whether a name, or the name of its layer, matches in full or by its last components."""
+    """Whether a name or its layer's name matches, in full or by its last components."""
     names = {name, layer_of(name)}
     if regex:
         try:
@@ -168,7 +172,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
 
 
 def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
-    """A hint for a pattern that matches none of these names."""
+    """Suggests names for a pattern that matches nothing."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
     inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
     if plain and inside:
@@ -193,10 +197,10 @@ def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
 
 
 def difference(x: PyTree, y: PyTree) -> str | None:
-    """Where two trees differ first, and how; None if they agree.
+    """Describes the first difference between two trees; None if they are equal.
 
-    Arrays agree if they are the same object, or of equal shape, dtype and values (NaN equals NaN). Values
-    that are not known, those of traced arrays, count as equal.
+    Arrays are equal if they are the same object, or have the same shape, dtype and values (NaN equals NaN).
+    Traced arrays have no known values, so they count as equal.
     """
     return _difference(x, y, ())
 
@@ -234,7 +238,7 @@ def _is_plain_array(x: Any) -> bool:
 
 
 def same_values(x: Any, y: Any) -> bool:
-    """Whether two arrays of one shape and dtype hold the same; True if that is not known."""
+    """Whether two arrays with the same shape and dtype have the same values; True if they are unknown."""
     if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
         return True
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -263,8 +267,11 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
 
 
 def _same_object(x: Any, y: Any) -> bool:
-    """Whether two objects that are not arrays are equal. Functions are, if they are the same code over equal
-    variables: a layer may make its activation anew for each model."""
+    """Whether two objects other than arrays are equal.
+
+    Functions are equal if they have the same code and equal closures, because a layer may create its
+    activation function anew for each model.
+    """
     if isinstance(x, types.FunctionType) and isinstance(y, types.FunctionType):
         parts = [(f.__code__, f.__defaults__, [c.cell_contents for c in f.__closure__ or ()]) for f in (x, y)]
         return x is y or bool(parts[0] == parts[1])

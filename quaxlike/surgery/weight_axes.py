@@ -1,7 +1,8 @@
 """Conventions about which axes of a weight are outputs and which are inputs.
 
-They go by the class of a layer, or else by the name of its array. Classes are recognised by their name
-and package, so that none of these packages is imported.
+We look up the class of the layer, or else the name of the array. Classes are recognised by their name and
+package, so that none of these packages is imported. A wrong layout trains a wrong adapter without any error:
+where two layouts are possible, the answer is `UNKNOWN` and the user has to state the layout.
 """
 
 import re
@@ -23,8 +24,10 @@ OTHER = Layout((), (), "other")
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
-    """The kernel of a convolution with axes in this order, `*` for the window. `groups` is the name of the
-    attribute with the number of channel groups."""
+    """The kernel of a convolution with axes in this order, where `*` stands for the window.
+
+    `groups` is the name of the attribute with the number of channel groups.
+    """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
         window = getattr(layer, "kernel_size", None) or getattr(layer, "kernel_shape", ())
@@ -43,7 +46,7 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 
 
 def _general(layer: Any, shape: _Shape) -> Layout:
-    """`LinearGeneral`, `DenseGeneral`: (batch, in, out), several axes of each."""
+    """`LinearGeneral` and `DenseGeneral`: (batch, in, out), each with several axes."""
 
     def count(x: Any) -> Any:
         return len(x) if isinstance(x, tuple | list) else 1
@@ -53,7 +56,7 @@ def _general(layer: Any, shape: _Shape) -> Layout:
 
 
 def _einsum(layer: Any, shape: _Shape) -> Layout:
-    """`Einsum`: axes that are summed over are inputs; axes of both operands and the result are batch axes."""
+    """`Einsum`: contracted axes are inputs; axes in both operands and in the result are batch axes."""
     equation = layer.einsum_str
     if equation is None:
         return UNKNOWN
@@ -77,7 +80,7 @@ _FLAX: dict[str, Mapping[str, _Entry]] = {
     **_NORMS,
 }
 
-# For each class, the fields that hold weights; all others hold biases, scales and statistics.
+# For each class, the fields with weights. All other fields are biases, scales and statistics.
 _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
     "equinox": {
         "Linear": {"weight": "oi"},
@@ -103,7 +106,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """The layout that the layer of a weight implies; "not known" for any other class."""
+    """Returns the layout that the class of a layer implies; "not known" for any other class."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -129,16 +132,17 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
-# Embeddings, which only their names distinguish from linear layers in models of plain arrays.
+# In models made of plain arrays, only the name distinguishes an embedding from a linear layer.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
 _CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
 _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 
 
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
-    """The layout that the name of an array of two or more axes implies, with the shape of the bias beside it.
+    """Returns the layout that the name of an array implies, together with the shape of its bias.
 
-    `shapes` are the shapes of the model's other arrays."""
+    The array has at least two axes. `shapes` contains the shapes of all arrays of the model.
+    """
     *above, field = re.split(r"[./]", name)
     layer = above[-1] if above else ""
     if _is_beside(field) or (is_norm(layer) and field in ("weight", "scale", "w", "kernel")):
@@ -156,12 +160,12 @@ def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, 
         if _CONV.fullmatch(layer) and window:
             return _by_bias([Layout.parse(f"oi{window}")], shape, bias, alone=True)
         return _by_bias([MATRIX, *([Layout.parse(f"oi{window}")] if window else [])], shape, bias)
-    if not above:  # an array that stands alone, as the factors of a `LoraArray` are declared
+    if not above:  # an array by itself, such as the factors of a `LoraArray`
         return MATRIX if len(shape) == 2 else OTHER
     return UNKNOWN if len(shape) == 2 else OTHER
 
 
-#: Layers whose weights hold those of several others, by the usual names of these.
+#: Fused layers: their weights are several layers' weights, concatenated.
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
@@ -184,7 +188,7 @@ def _window(shape: _Shape) -> str:
 def _kernel(
     name: str, layer: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]
 ) -> Layout:
-    """The kernel of a layer of Flax or Haiku."""
+    """Returns the layout of a kernel from Flax or Haiku."""
     plain = Layout.parse("io")
     if len(shape) == 2:
         return plain
@@ -206,7 +210,7 @@ def _kernel(
 
 
 def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, alone: bool = False) -> Layout:
-    """The only one of the candidates that the bias allows; `alone`: that one will do without a bias."""
+    """Returns the only candidate that fits the bias. Without a bias, `alone` accepts a single candidate."""
     if bias is None:
         return candidates[0] if alone and len(candidates) == 1 else UNKNOWN
     left = [x for x in candidates if x.fits(shape, bias)]
@@ -214,13 +218,13 @@ def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, al
 
 
 def _by_neighbour(name: str, layer: str, shape: _Shape, shapes: Mapping[str, _Shape]) -> Layout:
-    """Without biases: queries and the output of attention, whose kernels have the axes of heads in common."""
+    """Compares the kernels of query and output without biases: both have the axes of the heads."""
     neighbour = "query" if layer == "out" else "out"
     other = shapes.get(name.removesuffix(f"{layer}.kernel") + f"{neighbour}.kernel", ())
     if len(other) != len(shape):
         return UNKNOWN
     first, last = (other, shape) if layer == "out" else (shape, other)
-    if layer in ("key", "value"):  # of fewer heads, perhaps
+    if layer in ("key", "value"):  # may have fewer heads
         in_heads = first[-1] == last[-2] and first[:-3] == last[:-3]
     else:
         in_heads = first[-2:] == last[-3:-1] and first[:-3] == last[:-3]
