@@ -1,4 +1,4 @@
-"""Guards against tracing and against differentiation."""
+"""Guards against tracing and differentiation."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -48,14 +48,14 @@ def is_traced(x: Any) -> bool:
 
 @checked
 def no_jax_tracing(fn: _F) -> _F:
-    """Keeps a function from being called with values that JAX traces.
+    """Forbids calling a function with traced values.
 
-    Arguments are searched as pytrees, and so is everything that the function, or a function among its
-    arguments, has captured: closures, defaults, `functools.partial` and bound methods.
+    This searches the arguments as pytrees. It also searches everything that the function has captured through
+    closures, defaults, `functools.partial` and bound methods, and likewise for functions among the arguments.
 
     **Arguments:**
 
-    - `fn`: a function with side effects, or one that needs concrete values.
+    - `fn`: a function that has side effects or needs concrete values.
 
     **Returns:**
 
@@ -63,7 +63,7 @@ def no_jax_tracing(fn: _F) -> _F:
 
     **Raises:**
 
-    - `NotJaxCompatibleError`: at the call, if there is a tracer; names the function and where the tracer is.
+    - `NotJaxCompatibleError`: when called with a tracer. The message names the function and the argument.
 
     !!! example
 
@@ -118,17 +118,17 @@ def _captures(fn: Any) -> list[Any]:
     for cell in getattr(fn, "__closure__", None) or ():
         try:
             captured.append(cell.cell_contents)
-        except ValueError:  # a variable that is not assigned yet
+        except ValueError:  # an unassigned variable
             continue
     return captured
 
 
 def non_differentiable(x: _T) -> _T:
-    """Returns its argument, and raises if a derivative passes through.
+    """The identity, which raises if it is differentiated.
 
-    Values whose tangent is zero pass. So do values whose derivative is never used, such as under
-    `jax.lax.stop_gradient`; but forward mode outside of `jax.jit` computes a tangent before it can know
-    whether it is used, and raises.
+    A zero tangent does not raise. Nor does a derivative that is never used, for example under
+    `jax.lax.stop_gradient`. However, forward mode outside of `jax.jit` computes every tangent at once, used
+    or not, and so it raises.
 
     **Arguments:**
 
@@ -140,7 +140,7 @@ def non_differentiable(x: _T) -> _T:
 
     **Raises:**
 
-    - `NotImplementedError`: when a derivative passes.
+    - `NotImplementedError`: when it is differentiated.
 
     !!! example
 
@@ -197,8 +197,9 @@ def _forbidden_tangent_transpose(ct: Any, t: Any) -> list[Any]:
     return [ct] if type(ct) is ad.Zero else _raise()
 
 
-# The tangent of `non_differentiable`: a linear identity that raises when it is evaluated or
-# transposed, not while it is recorded. A tangent that nothing depends on is never transposed.
+# The tangent of `non_differentiable`: a linear identity that raises when it is evaluated or transposed. It
+# must not raise while it is being traced, because we do not know yet whether the result depends on it. If it
+# does not, JAX never transposes it.
 _forbidden_tangent_p = Primitive("non_differentiable_tangent")
 _forbidden_tangent_p.def_abstract_eval(lambda aval: aval)
 _forbidden_tangent_p.def_impl(_raise)
@@ -209,8 +210,7 @@ mlir.register_lowering(_forbidden_tangent_p, _raise)
 
 
 def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> None:
-    """Raises if a linear function of tangents, which was recorded, has one that `non_differentiable` forbids
-    among what its result depends on."""
+    """Raises if the result of a linearised function depends on a tangent of `non_differentiable`."""
     leaves, tree = jax.tree.flatten(tuple(primals))
     avals = [jax.typeof(x) for x in leaves]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -235,7 +235,7 @@ def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> Non
     except _ForbiddenError:
         raise
     except (NotImplementedError, TypeError, ValueError):
-        return  # it has no transpose, so that what is used shows when it is called
+        return  # no transpose: it raises when it is called
 
 
 def _is_forbidden(jaxpr: Any) -> bool:

@@ -20,7 +20,7 @@ _C = TypeVar("_C", bound=type[Any])
 _MISSING = dataclasses.MISSING
 _Missing = dataclasses._MISSING_TYPE  # pyright: ignore[reportPrivateUsage]
 
-# The classes made by `dataclass`. JAX's registry of pytrees keeps them alive as well.
+# The classes made by `dataclass`. JAX's registry of pytrees keeps them alive anyway.
 _made: set[type[Any]] = set()
 
 
@@ -36,17 +36,17 @@ def field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> _T:
-    """A field of a [`dataclass`][quaxlike.utils.dataclass], which may be static.
+    """Declares a field of a [`dataclass`][quaxlike.utils.dataclass].
 
     **Arguments:**
 
-    - `static`: whether the field is part of the pytree's structure, as metadata that `==` compares,
-        instead of a child. Default `False`.
+    - `static`: whether the field is metadata in the pytree's structure instead of a child. Structures are
+        compared by `==`. Default `False`.
     - the others: as for `dataclasses.field`.
 
     **Returns:**
 
-    The field, which type checkers treat as a value of the field's type.
+    The field. Type checkers treat it as a value of the field's type.
 
     !!! example
 
@@ -85,7 +85,7 @@ def lens_field(
     kw_only: bool | _Missing = _MISSING,
     static: bool = False,
 ) -> LensField[_T]:
-    """Like [`field`][quaxlike.utils.field], for a [`LensField`][quaxlike.utils.LensField].
+    """Declares a [`LensField`][quaxlike.utils.LensField] of a dataclass.
 
     **Arguments:**
 
@@ -93,7 +93,7 @@ def lens_field(
 
     **Returns:**
 
-    The field, which type checkers treat as a `LensField[T]`.
+    The field. Type checkers treat it as a `LensField[T]`.
 
     !!! example
 
@@ -170,12 +170,12 @@ def dataclass(
 ) -> Any:
     """Makes a class a standard dataclass that is a pytree, frozen by default.
 
-    - Fields are children; those made with `field(static=True)` are part of the structure, which JAX
-        compares: they hold anything but arrays, and are not changed in place. Fields with `init=False` are
-        kept too.
-    - JAX rebuilds instances from their fields: neither `__init__` nor `__post_init__` runs again.
-    - `==` compares arrays by shape, dtype and all their values, as `eqx.tree_equal` does, and gives
-        one boolean (a traced one for traced arrays); `hash` agrees with it.
+    - Fields are children, except that fields with `static=True` are part of the structure. JAX compares
+        structures, so that static fields must not contain arrays, and must not be mutated. Fields with
+        `init=False` are kept too.
+    - JAX rebuilds instances from their fields, without running `__init__` or `__post_init__` again.
+    - `==` compares arrays by shape, dtype and values, as `eqx.tree_equal` does. It returns one boolean, which
+        is traced if the arrays are traced. `hash` is consistent with it.
     - Subclasses must be decorated too. Decorating a class twice changes nothing.
 
     **Arguments:**
@@ -190,7 +190,7 @@ def dataclass(
 
     **Raises:**
 
-    - `TypeError`: at construction, if the value of a static field is or holds an array.
+    - `TypeError`: at construction, if a static field contains an array.
 
     !!! example
 
@@ -231,7 +231,7 @@ def dataclass(
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
-        # A hand-written `__init__` stays in any case; `init=False` lets lenses know about it.
+        # A hand-written `__init__` is kept anyway, but lenses need `init=False` to know about it.
         cls = dataclasses.dataclass(cls, init=init and "__init__" not in before, **given)
         make_slot_lenses(cls)
         if eq and "__eq__" not in before:
@@ -291,7 +291,7 @@ def _register(cls: type[Any]) -> None:
         try:
             return get_children(obj), (children, static, get_static(obj))
         except AttributeError:
-            # With `__post_init__` skipped or not yet run, fields may be unset.
+            # Fields may be unset if `__post_init__` was skipped, or has not run yet.
             some_children = tuple(name for name in children if hasattr(obj, name))
             some_static = tuple(name for name in static if hasattr(obj, name))
             structure = (some_children, some_static, _getter(some_static)(obj))
@@ -314,7 +314,7 @@ def _register(cls: type[Any]) -> None:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) < 2:  # then attrgetter gives no tuple, or cannot be made
+    if len(names) < 2:  # for these, attrgetter returns no tuple, or raises
         return lambda obj: tuple(getattr(obj, name) for name in names)
     return operator.attrgetter(*names)
 
@@ -327,7 +327,7 @@ def _is_static(field: dataclasses.Field[Any]) -> bool:
 
 
 def _equal(self: Any, other: Any) -> Any:
-    """`__eq__`: a bool, or a traced one where arrays are traced."""
+    """Implements `__eq__`; the result is traced if any array is traced."""
     if type(other) is not type(self):
         return NotImplemented
     names = [f.name for f in dataclasses.fields(self) if f.compare and not _is_static(f)]
@@ -348,7 +348,7 @@ def _equal(self: Any, other: Any) -> Any:
 
 
 def _hash_of(self: Any) -> int:
-    """`__hash__`: equal instances have equal hashes."""
+    """Implements `__hash__`: equal instances have equal hashes."""
     fields = [f for f in dataclasses.fields(self) if (f.compare if f.hash is None else f.hash)]
     static = tuple(getattr(self, f.name) for f in fields if _is_static(f))
     leaves, _ = _flatten_to_dataclasses([getattr(self, f.name) for f in fields if not _is_static(f)])
@@ -356,7 +356,7 @@ def _hash_of(self: Any) -> int:
 
 
 def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Nested dataclasses compare by their own `__eq__`, which may leave fields out.
+    # Stop at nested dataclasses: they have their own `__eq__`, which may ignore some fields.
     return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
 
 
@@ -390,6 +390,6 @@ def _leaf_hash(x: Any) -> int:
             f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
             "known yet. Hash it outside of jit, grad and vmap."
         )
-    # Adding zero makes -0.0 and 0.0, which are equal, the same bytes.
+    # Adding zero turns -0.0 into 0.0: they are equal, so they must have the same bytes.
     values = _on_host(x) + np.zeros((), _on_host(x).dtype)
     return hash((x.shape, str(x.dtype), values.tobytes()))

@@ -1,4 +1,8 @@
-"""Lenses: a field of a class as a pair of a getter and a setter that copies."""
+"""Lenses: a getter and a copying setter for a part of an object.
+
+A lens never changes an object. `set` rebuilds each object on the path, so that `__post_init__` checks the
+copy.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,16 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
-# A step is an attribute or an item, written as in JAX's key paths so that `keystr` prints it.
+# A step is an attribute or an item. We use JAX's key paths, so that `keystr` can print it.
 _Step = GetAttrKey | DictKey
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Lens(Generic[_S, _T]):
-    """A place inside objects of type `S`, which holds a `T`.
+    """A lens on a part of type `T` inside objects of type `S`.
 
-    `Point.x` is one, where `Point` has a [`LensField`][quaxlike.utils.LensField] `x`. Attributes
-    and items of a lens are lenses on deeper parts: `Model.layers[0].bias`.
+    If `Point` has a [`LensField`][quaxlike.utils.LensField] `x`, then `Point.x` is a lens. Attributes and
+    items of a lens are lenses on deeper parts: `Model.layers[0].bias`.
 
     **Methods:** `get`, `set`, `update` and `focus`.
     """
@@ -34,29 +38,29 @@ class Lens(Generic[_S, _T]):
     _path: tuple[_Step, ...] = ()
 
     def get(self, obj: _S, /) -> _T:
-        """The part of `obj` at this place."""
+        """Returns the part of `obj`."""
         value: Any = obj
         for step in self._path:
             value = _child(value, step)
         return value
 
     def set(self, obj: _S, value: _T, /) -> _S:
-        """A copy of `obj` that holds `value` at this place; `obj` does not change.
+        """Returns a copy of `obj` with `value` as this part.
 
-        A dataclass on the path is rebuilt by `dataclasses.replace`, so that its `__post_init__` runs as at
-        construction; one with its own `__init__` is copied.
+        A dataclass on the path is rebuilt by `dataclasses.replace`, so that its `__post_init__` runs. If it
+        has a hand-written `__init__`, then it is copied instead.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
     def update(self, obj: _S, f: Callable[[_T], _T], /) -> _S:
-        """A copy of `obj` with `f` applied to the part at this place."""
+        """Returns a copy of `obj` with `f` applied to this part."""
         return self.set(obj, f(self.get(obj)))
 
     def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
-        """This lens followed by another, or by attributes and items.
+        """Composes this lens with another lens, or with attributes and items.
 
-        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is `Model.mlp.layers[0]`, and type checkers know its
-        type.
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same as `Model.mlp.layers[0]`, but has a type that
+        type checkers know.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -75,7 +79,7 @@ class Lens(Generic[_S, _T]):
     def __getitem__(self, key: Any) -> Lens[_S, Any]:
         return Lens(self._root, (*self._path, DictKey(key)))
 
-    # Python would otherwise iterate by __getitem__, without end.
+    # Otherwise Python would iterate with __getitem__, forever.
     __iter__ = None
 
     def __repr__(self) -> str:
@@ -92,7 +96,7 @@ def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
         return value
     step, rest = path[0], path[1:]
     if isinstance(step, GetAttrKey):
-        # A field need not be set yet, to be set.
+        # The last step may set a field that is still unset.
         return _with_attribute(obj, step.name, _replaced(_child(obj, step), rest, value) if rest else value)
     return _with_item(obj, step.key, _replaced(_child(obj, step), rest, value))
 
@@ -129,14 +133,13 @@ def _with_item(obj: Any, key: Any, value: Any) -> Any:
 
 
 class LensField(Generic[_T]):
-    """The annotation of a dataclass field that is a lens on the class and a `T` on its instances.
+    """Annotates a dataclass field: on the class it is a lens, on instances a `T`.
 
-    It takes effect in classes decorated with [`dataclass`][quaxlike.utils.dataclass], and in every
-    other dataclass, `eqx.Module`s among them, with the base
-    [`HasLensFields`][quaxlike.utils.HasLensFields]. At run time, `LensField[T]` is
-    `Annotated[T, LensField]`, so that run-time type checkers see a `T`.
+    This works in classes decorated with [`dataclass`][quaxlike.utils.dataclass]. Other dataclasses, such as
+    `eqx.Module`s, need the base [`HasLensFields`][quaxlike.utils.HasLensFields]. At run time, `LensField[T]`
+    is `Annotated[T, LensField]`, so that run-time type checkers see a `T`.
 
-    Lenses are known from functional programming; see J. N. Foster et al., "Combinators for
+    Lenses come from functional programming; see J. N. Foster et al., "Combinators for
     bidirectional tree transformations", 2007.
 
     !!! example
@@ -151,7 +154,7 @@ class LensField(Generic[_T]):
 
         p = Point(1.0, 2.0)
         Point.x.get(p)  # 1.0
-        Point.x.set(p, 3.0)  # Point(x=3.0, y=2.0); p is as it was
+        Point.x.set(p, 3.0)  # Point(x=3.0, y=2.0); p is unchanged
         Point.x.update(p, lambda x: 10 * x)  # Point(x=10.0, y=2.0)
         ```
     """
@@ -171,9 +174,9 @@ class LensField(Generic[_T]):
 
 
 class HasLensFields:
-    """A base that makes the [`LensField`][quaxlike.utils.LensField]s of a dataclass lenses.
+    """A base class that turns the [`LensField`][quaxlike.utils.LensField]s of a dataclass into lenses.
 
-    It has no metaclass and no fields, so that it can be combined with `eqx.Module` and any other base.
+    It has neither a metaclass nor fields, so that it can be combined with `eqx.Module` or any other base.
 
     !!! example
 
@@ -197,31 +200,31 @@ class HasLensFields:
 
 
 class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
-    """A dataclass field that stays on its class as a descriptor, and gives a lens there.
+    """A dataclass field that stays on its class as a descriptor, and returns a lens.
 
-    The dataclass machinery reads the class attribute twice: once to find the field, when the field
-    has no name yet; then, having named it, to replace it by its default if it still finds a field. Returning
-    the default at the second reading keeps the descriptor in place.
+    `dataclasses` reads the class attribute twice. The first time, the field has no name yet, and we return
+    the field. Then `dataclasses` names it, and reads it again: if this were still a field, it would be
+    replaced by its default. The second time we return the default, so that the descriptor stays in place.
     """
 
     __slots__ = ()
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any]) -> LensSpec:
-        """The same field, as a lens."""
+        """Copies a field into a `LensSpec`."""
         spec = cls.__new__(cls)
         for slot in dataclasses.Field.__slots__:
             setattr(spec, slot, getattr(field, slot))
         return spec
 
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        # Values are in the instance's own dictionary, which Python reads first.
+        # Python reads the instance's dictionary first, so we only get here if the field is unset.
         if instance is not None:
             raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
-        # An absent name is None; the type stubs do not know that.
+        # The name is None at first, against the type stubs.
         if cast("str | None", self.name) is None:
             return self
-        # A subclass that annotates the name again looks here for a default too.
+        # A subclass that annotates the name again also looks for a default here.
         if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
             if self.default is dataclasses.MISSING:
                 raise AttributeError(self.name)
@@ -230,7 +233,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
 
 
 class SlotLens:
-    """Gives a lens on the class and the slot's value on the instance."""
+    """A descriptor for slots: a lens on the class, the slot's value on instances."""
 
     def __init__(self, name: str, slot: Any) -> None:
         self._name = name
@@ -249,9 +252,9 @@ class SlotLens:
 
 
 def make_lens_fields(cls: type[Any]) -> None:
-    """Turns fields annotated as `LensField` into lenses, in a class that will become a dataclass."""
+    """Turns fields annotated as `LensField` into lenses. Call this before `dataclasses.dataclass`."""
     if _is_processed(cls):
-        return  # `slots=True` creates the processed class again
+        return  # `slots=True` creates the class a second time
     for name, annotation in inspect.get_annotations(cls).items():
         if _is_lens_annotation(annotation, cls):
             field = getattr(cls, name, dataclasses.MISSING)
@@ -262,7 +265,7 @@ def make_lens_fields(cls: type[Any]) -> None:
 
 
 def make_slot_lenses(cls: type[Any]) -> None:
-    """Restores the lenses that `dataclass(slots=True)` has replaced by slots."""
+    """Restores the lenses after `dataclass(slots=True)` has replaced them by slots."""
     for field in dataclasses.fields(cls):
         slot = vars(cls).get(field.name)
         if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):

@@ -19,19 +19,19 @@ _T = TypeVar("_T")
 
 @checked
 def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
-    """Whether each item of `a` is in `b`, by a table of `max_item` booleans.
+    """Whether each item of `a` is in `b`, computed with a lookup table.
 
-    Takes time and memory in proportion to `a.size + b.size + max_item`.
+    This takes time and memory proportional to `a.size + b.size + max_item`.
 
     **Arguments:**
 
-    - `a`: integers of any shape, the items to look up.
-    - `b`: integers of any shape, the set.
-    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are never in the set.
+    - `a`: the items to look up, as integers of any shape.
+    - `b`: the set, as integers of any shape.
+    - `max_item`: the size of the table (static). Items outside of `[0, max_item)` are never in the set.
 
     **Returns:**
 
-    Booleans of the shape of `a`.
+    Booleans with the same shape as `a`.
 
     **Raises:**
 
@@ -60,7 +60,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
         raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.")
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
-    # The row after the last is for all items outside; it ends up False.
+    # Items outside of the range use one more row at the end, which is reset to False.
     table = jnp.zeros(size + 1, bool).at[_rows("b", b, size)].set(True).at[size].set(False)
     return table[_rows("a", a, size)]
 
@@ -68,45 +68,44 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
 def _rows(name: str, items: Any, size: int) -> jax.Array:
     on_device = any(isinstance(item, jax.Array) for item in jax.tree.leaves(items))
     items = jnp.asarray(items) if on_device else np.asarray(items)
-    if items.size == 0 and not on_device:  # NumPy takes an empty list for floats
+    if items.size == 0 and not on_device:  # NumPy makes an empty list floats
         items = items.astype(int)
     if not jnp.issubdtype(items.dtype, jnp.integer):
         raise TypeError(
             f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
             "Use jnp.isin for other types."
         )
-    # Large unsigned numbers become negative in the widest type, and so stay outside.
+    # Large unsigned numbers become negative in the widest type, so that they are outside too.
     wide = items.astype(int if on_device else np.int64)
     return jnp.where((wide >= 0) & (wide < size), wide, size)
 
 
 @checked
 def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
-    """Sums pytrees leaf by leaf, with rounding errors that do not grow with the number of summands.
+    """Sums pytrees, with a rounding error that does not grow with the number of summands.
 
-    Each addition's rounding error is computed exactly and carried along, even if the summand is larger than
-    the sum so far, and under XLA's fast-math flags. Derivatives are those of the plain sum. Integers are
-    summed without compensation.
+    The rounding error of each addition is computed exactly and carried along. This also holds if a summand is
+    larger than the sum so far, and under XLA's fast-math flags. Derivatives are the same as for a plain sum.
+    Integers are summed without compensation.
 
     Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
     1974) of Kahan's method ("Further remarks on reducing truncation errors", 1965).
 
     **Arguments:**
 
-    - `*summands`: at least one tree; all have the same structure, and leaves of numbers that
-        broadcast. Dtypes are promoted.
-    - `compensate`: the compensation that an earlier call returned together with the first summand. Default:
+    - `*summands`: at least one tree. They have the same structure, and leaves that broadcast. Dtypes are
+        promoted.
+    - `compensate`: the compensation from an earlier call, if its sum is the first summand here. Default:
         zero.
 
     **Returns:**
 
-    `(sum, compensation)`, two trees. The true sum is, to higher precision than `sum`,
-    `sum - compensation`.
+    `(sum, compensation)`, two trees. `sum - compensation` is the sum in higher precision.
 
     **Raises:**
 
-    - `TypeError`: if there are no summands, or leaves are booleans or not numbers.
-    - `ValueError`: if structures or shapes differ; the message says where.
+    - `TypeError`: if there are no summands, or a leaf is a boolean or not a number.
+    - `ValueError`: if structures or shapes differ. The message says where.
 
     !!! example
 
@@ -163,14 +162,14 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
     total, *others = summands
     for summand in others:
         total, lost = _two_sum(total, summand)
-        error, _ = _two_sum(error, lost)  # as a plain sum, it could be merged with the next one
-    # The error may have grown as large as the total: return a total that is rounded once.
+        error, _ = _two_sum(error, lost)  # compilers could reassociate a plain sum
+    # The error may be as large as the total by now, so add it before returning.
     total, rest = _two_sum(total, error)
     return _Sum(total, jnp.zeros_like(rest) - rest)  # 0.0 for an exact sum; `-rest` would be -0.0
 
 
 def _two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded sum, and the rounding error that makes it exact."""
+    """Returns the rounded sum, and its exact rounding error."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         total = x + y
         return total, jnp.zeros_like(total)
@@ -188,22 +187,22 @@ def _two_sum_of_floats(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array
     larger = jnp.where(x_is_larger, x, y)
     smaller = jnp.where(x_is_larger, y, x)
     error = _opaque(_opaque(larger - total) + smaller)
-    # An infinite total has no error, where inf - inf would give NaN.
+    # For an infinite total, inf - inf would make the error NaN.
     return total, jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error))
 
 
 @_two_sum_of_floats.defjvp
 def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # The pair is exact, and the derivative of the error is zero wherever it exists.
+    # The sum of both is exact, and the derivative of the error is zero almost everywhere.
     t = tangents[0] + tangents[1]
     return _two_sum_of_floats(*primals), (t, jnp.zeros_like(t))
 
 
 def _opaque(x: jax.Array) -> jax.Array:
-    """The identity, in a form that stops compilers from reassociating the sums around it.
+    """The identity, in a form that compilers cannot reassociate sums across.
 
-    Under fast-math, LLVM would, and `lax.optimization_barrier` is gone by then (in JAX 0.10). So this changes
-    the bits of one NaN into those of another, which no floating-point rule allows to optimise away.
+    LLVM does so under fast-math, and `lax.optimization_barrier` has been removed by then (in JAX 0.10). So we
+    change the bits of one NaN into another NaN: no floating-point rule allows compilers to remove this.
     """
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)

@@ -1,4 +1,4 @@
-"""Contexts that switch the `__post_init__` of dataclasses off and on."""
+"""Context managers that switch the `__post_init__` of dataclasses off and on."""
 
 import contextlib
 import contextvars
@@ -26,15 +26,15 @@ def _post_init_set_to(enabled: bool) -> Iterator[None]:
 
 
 def no_post_init() -> contextlib.AbstractContextManager[None]:
-    """A context in which `__post_init__` methods are skipped if they allow it.
+    """A context in which some `__post_init__` methods are skipped.
 
-    They do if decorated with [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled].
-    Contexts nest, affect only the current thread and asyncio task, and restore the previous setting, also
-    after an error.
+    This affects methods decorated with
+    [`skip_post_init_if_disabled`][quaxlike.utils.skip_post_init_if_disabled]. Contexts can be nested, affect
+    only the current thread and asyncio task, and restore the previous setting even after an error.
 
     **Returns:**
 
-    A context manager, which is a decorator too.
+    A context manager. It can also be used as a decorator.
 
     !!! example
 
@@ -63,7 +63,7 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 
     **Returns:**
 
-    A context manager, which is a decorator too.
+    A context manager. It can also be used as a decorator.
 
     !!! example
 
@@ -83,7 +83,7 @@ def enable_post_init() -> contextlib.AbstractContextManager[None]:
 def skip_post_init_if_disabled(
     post_init: Callable[Concatenate[_T, _P], None],
 ) -> Callable[Concatenate[_T, _P], None]:
-    """Lets [`no_post_init`][quaxlike.utils.no_post_init] skip a `__post_init__` method.
+    """Decorates a `__post_init__` method, so that [`no_post_init`][quaxlike.utils.no_post_init] skips it.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def skip_post_init_if_disabled(
 
     **Returns:**
 
-    The method, with its name and its documentation.
+    The method, with the same name and docstring.
 
     !!! example
 

@@ -17,24 +17,24 @@ _fold_in_all = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))
 
 @checked
 def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = ()) -> Iterator[jax.Array]:
-    """Makes an endless chain of fresh random keys.
+    """An infinite iterator of random keys.
 
-    Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, in the shape
-    `shape`. It depends on `rng`, `shape` and `n` alone. Keys are computed on demand.
+    Item `n` (from 0) is `fold_in(k, n)` for each `k` of `split(rng, prod(shape))`, reshaped to `shape`. It
+    depends only on `rng`, `shape` and `n`. Keys are computed on demand.
 
     **Arguments:**
 
     - `rng`: one key, new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
-    - `shape`: the shape of each item, a number or several. Default `()`: one key.
+    - `shape`: the shape of each item, as one integer or several. Default `()`: one key.
 
     **Returns:**
 
-    An iterator of keys: arrays of shape `shape`, or `(*shape, *rng.shape)` of legacy keys.
+    An iterator of arrays of keys, with shape `shape`, or `(*shape, *rng.shape)` for legacy keys.
 
     **Raises:**
 
-    - `ValueError`: if `rng` is not one key, or `shape` has a negative number.
-    - `TypeError`: if `shape` has an entry that is not an integer.
+    - `ValueError`: if `rng` is not one key, or `shape` contains a negative number.
+    - `TypeError`: if `shape` contains anything but integers.
 
     !!! example
 
@@ -66,7 +66,7 @@ def _chain(rng: jax.Array, shape: tuple[int, ...]) -> Iterator[jax.Array]:
     if isinstance(rng, Tracer):
         keys = jax.random.split(rng, math.prod(shape))
     else:
-        # The first item may be asked for inside a transform, which the chain outlives.
+        # The first item may be computed inside a transform. The chain must not leak its tracers.
         with jax.ensure_compile_time_eval():
             keys = jax.random.split(rng, math.prod(shape))
     n = 0

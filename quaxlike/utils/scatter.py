@@ -1,4 +1,4 @@
-"""Updates of rows in all leaves of a pytree at once."""
+"""Scatter into all leaves of a pytree."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast, runtime_checkable
@@ -16,15 +16,15 @@ _T = TypeVar("_T")
 
 
 class ScatterArgs(TypedDict, total=False):
-    """How [`tree_scatter_set`][quaxlike.utils.tree_scatter_set] treats indices.
+    """Options of [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
-    These are options of `jax.Array.at[...].set`; all are optional.
+    These are the options of `jax.Array.at[...].set`. All are optional.
 
-    - `mode`: what happens to indices out of bounds: `"drop"` (the default, also named `"fill"`),
+    - `mode`: what happens to indices that are out of bounds: `"drop"` (the default, also named `"fill"`),
         `"clip"`, or `"promise_in_bounds"`.
     - `wrap_negative_indices`: whether negative indices count from the end.
-    - `fill_value`: only for reading with `.at[...].get`; setting ignores it.
-    - `indices_are_sorted`, `unique_indices`: promises that make it faster.
+    - `fill_value`: only used by `.at[...].get`, and ignored here.
+    - `indices_are_sorted`, `unique_indices`: promises that speed it up.
     """
 
     mode: Literal["promise_in_bounds", "fill", "drop", "clip"]
@@ -36,7 +36,7 @@ class ScatterArgs(TypedDict, total=False):
 
 @runtime_checkable
 class HasScatterArgs(Protocol):
-    """A node that determines how rows of its leaves are set.
+    """A node with its own options for [`tree_scatter_set`][quaxlike.utils.tree_scatter_set].
 
     !!! example
 
@@ -55,7 +55,7 @@ class HasScatterArgs(Protocol):
 
     @property
     def scatter_args(self) -> ScatterArgs:
-        """The options for this node and all below it."""
+        """The options for this node and all nodes below it."""
         ...
 
 
@@ -68,21 +68,21 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
     **Arguments:**
 
-    - `item`: a tree of arrays, each of shape `(n, *rest)`, of JAX or of NumPy.
-    - `value`: a tree of the same structure, whose leaves broadcast to `idxs.shape + rest`; or one
-        Python number for all leaves.
-    - `idxs`: integers, of any shape.
+    - `item`: a tree of JAX or NumPy arrays, each with shape `(n, *rest)`.
+    - `value`: a tree with the same structure. Its leaves broadcast to `idxs.shape + rest`. A Python number is
+        used for all leaves.
+    - `idxs`: integers of any shape.
     - `args`: options for all leaves; `{}` for none.
 
     **Returns:**
 
-    The tree with the rows set; `item` does not change.
+    A copy of `item` with the new rows.
 
     **Raises:**
 
-    - `TypeError`: if a value's dtype does not promote to the leaf's, such as a float for integers;
-        if `idxs` are not integers; or if an option is unknown.
-    - `ValueError`: if shapes do not fit, even if `idxs` is empty; the message says where.
+    - `TypeError`: if the dtype of a value does not promote to the dtype of the leaf, such as a float for
+        integers; if `idxs` are not integers; or if an option is unknown.
+    - `ValueError`: if shapes do not match, even if `idxs` is empty. The message says where.
 
     !!! example
 
@@ -110,7 +110,8 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
         path = prefix + path
         if not isinstance(node, HasScatterArgs) or treedef_is_leaf(jax.tree.structure(node)):
             return _set_leaf(path, node, new, idxs, args)
-        # The node has matched its counterpart, which it must do once: go on with its children.
+        # This node has been matched with its counterpart, which must happen only once. Go on with its
+        # children.
         passed = cast(ScatterArgs, {**node.scatter_args, **args})
 
         def child(at: Any, inner: Any, new: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Functions that `jax.vmap` runs one after the other."""
+"""A version of `jax.custom_batching.sequential_vmap` with derivatives."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ _Closed = Any  # a jaxpr with its constants: JAX 0.10 has a class for it, later 
 
 @checked
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes a function run sequentially under `jax.vmap`: once for each item, in a `jax.lax.scan`.
+    """Runs a function sequentially under `jax.vmap`, with a `jax.lax.scan` over the batch.
 
-    Use it for functions that do not batch, or whose batch does not fit into memory. It has derivatives of any
-    order, in forward and reverse mode, which run sequentially too. Reverse mode recomputes the function, as
-    under `jax.checkpoint`.
+    Use this for functions that cannot be batched, or that need too much memory when batched. Derivatives of
+    any order, in forward and reverse mode, run sequentially too. Reverse mode recomputes the function, as in
+    `jax.checkpoint`.
 
     **Arguments:**
 
-    - `func`: a function from pytrees to a pytree of arrays. It is traced at each call, and may
-        close over traced values. Collectives over a mapped axis are an error.
+    - `func`: a function from pytrees to a pytree of arrays. It is traced at each call, and may close over
+        tracers. Collectives over a mapped axis raise an error.
 
     **Returns:**
 
@@ -58,7 +58,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
-        # Values that `func` closes over become operands, so that transforms see them.
+        # Closed-over values become operands, so that transforms see them.
         opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
             lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)
@@ -91,7 +91,7 @@ def _batch(
     mapped = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(mapped, dims, strict=True)]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
-        # Bind again, so that another vmap around this one finds the call.
+        # Bind again, so that an outer vmap is sequential too.
         return None, sequential_call_p.bind(*eqx.combine(items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
@@ -134,8 +134,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: _Closed) -> list[Any]:
     return [None if aval is None else next(found) for aval in linear]
 
 
-# A call of `jaxpr`, whose constants are concrete. Every derivative of it is again such a call, so
-# that it is sequential as well.
+# A call of `jaxpr`, which has no traced constants. Every derivative is a call of this primitive again, so
+# that derivatives are sequential too.
 sequential_call_p = Primitive("sequential_call")
 sequential_call_p.multiple_results = True
 sequential_call_p.def_impl(_call)
@@ -144,4 +144,4 @@ ad.primitive_jvps[sequential_call_p] = _jvp
 ad.primitive_transposes[sequential_call_p] = _transpose
 batching.fancy_primitive_batchers[sequential_call_p] = _batch
 mlir.register_lowering(sequential_call_p, mlir.lower_fun(_call, multiple_results=True))
-sequential_call_p.to_lojax = _call  # hijax: how it is lowered if `jaxpr` has high-level primitives
+sequential_call_p.to_lojax = _call  # hijax: the lowering for high-level primitives

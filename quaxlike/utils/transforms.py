@@ -1,4 +1,4 @@
-"""JAX's transforms with types, and without their pitfalls."""
+"""JAX's transforms with precise types."""
 
 import functools
 import inspect
@@ -70,15 +70,16 @@ def jit(
     abstracted_axes: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`jax.jit` that keeps the type of the function, and can be used as a decorator with options.
+    """`jax.jit`, which keeps the function's type and can be used as a decorator with options.
 
-    It returns what `jax.jit` returns, with `.lower`, `.trace` and `.clear_cache`. Type checkers,
-    which see the function's own type, find them by `cast(jax.stages.Wrapped, f).lower(x)`.
+    At run time this returns the same object as `jax.jit`, with `.lower`, `.trace` and `.clear_cache`. Type
+    checkers see only the function's own type: use `cast(jax.stages.Wrapped, f).lower(x)`.
 
     **Arguments:**
 
-    - `fn`: the function, or method; absent when used with options alone.
-    - the others: as for `jax.jit`, with its defaults. Only those that differ from these are passed on.
+    - `fn`: a function or method. It is absent if this is used as a decorator with options.
+    - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
+        passed on.
 
     **Returns:**
 
@@ -86,7 +87,7 @@ def jit(
 
     **Raises:**
 
-    - `TypeError`: if an option is given that the installed JAX lacks, such as `abstracted_axes`.
+    - `TypeError`: if the installed JAX does not have an option, such as `abstracted_axes`.
 
     !!! example
 
@@ -141,22 +142,22 @@ def vectorize(
     excluded: Set[int | str] = frozenset(),
     signature: str | None = None,
 ) -> Any:
-    """`jnp.vectorize` that keeps the type, and takes every argument by position or by keyword.
+    """`jnp.vectorize`, which keeps the function's type and accepts keyword arguments.
 
     **Arguments:**
 
-    - `pyfunc`: a function of arrays of the core shapes; absent when used with options alone.
-    - `excluded`: the arguments, by index or name, that are passed on unchanged. Default: none.
+    - `pyfunc`: a function of arrays with the core shapes. It is absent if this is used as a decorator with
+        options.
+    - `excluded`: indices or names of arguments that are not mapped over. Default: none.
     - `signature`: the core shapes, such as `"(m,n),(n)->(m)"`. Default: scalars.
 
     **Returns:**
 
-    A function whose arguments may have leading axes, which broadcast; or a decorator if `pyfunc` is
-    absent.
+    A function. Its arguments may have leading axes, which broadcast. Or a decorator if `pyfunc` is absent.
 
     **Raises:**
 
-    - `TypeError`: if an argument that is keyword-only in `pyfunc` is given and not excluded.
+    - `TypeError`: if a keyword-only argument is passed and not excluded.
 
     !!! example
 
@@ -195,7 +196,7 @@ def _by_position(
     kwargs: Mapping[str, Any],
     excluded: Set[int | str],
 ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[int]]:
-    """The positional arguments, the remaining keyword arguments, and the excluded positions."""
+    """Returns positional arguments, remaining keyword arguments, and excluded positions."""
     signature = inspect.signature(fun)
     given = signature.bind(*args, **kwargs).arguments
     parameters = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
@@ -204,7 +205,7 @@ def _by_position(
     by_position += args[len(parameters) :]
     indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
-    # A parameter that keeps its default, in front of one that is given, is not mapped over.
+    # Parameters with their default value, in front of a given one, are not mapped over.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
@@ -239,18 +240,17 @@ def shard_map(
     axis_names: Set[Hashable] = frozenset(),
     check_vma: bool = True,
 ) -> _F:
-    """`jax.shard_map` that keeps the type, and takes arguments by position or by keyword.
+    """`jax.shard_map`, which keeps the function's type and accepts keyword arguments.
 
     **Arguments:**
 
     - `f`: the function of shards.
     - `out_specs`: a pytree prefix of `PartitionSpec`s for the result.
-    - `in_specs`: likewise for the tuple of arguments. Default: from the shardings of the arguments,
-        which only axes of type `Explicit` carry in their types.
-    - `mesh`: the mesh. Default: the one set by `jax.set_mesh`.
-    - `axis_names`: the axes of the mesh that `f` is manual over. Default: all.
-    - `check_vma`: whether JAX checks that outputs are replicated as `out_specs` says. Default
-        `True`.
+    - `in_specs`: likewise for the tuple of arguments. Default: the shardings of the arguments. These are only
+        known for axes of type `Explicit`.
+    - `mesh`: the mesh. Default: the current mesh of `jax.set_mesh`.
+    - `axis_names`: the axes of the mesh over which `f` is manual. Default: all.
+    - `check_vma`: whether JAX checks that outputs are replicated as in `out_specs`. Default `True`.
 
     **Returns:**
 
@@ -259,7 +259,7 @@ def shard_map(
     **Raises:**
 
     - `ValueError`: if `in_specs` is absent and an axis of the mesh is of type `Auto`.
-    - `TypeError`: if a keyword-only parameter of `f` is given, for which `in_specs` has no place.
+    - `TypeError`: if a keyword-only argument is passed, as `in_specs` cannot describe it.
 
     !!! example
 
@@ -325,7 +325,7 @@ def linearize(
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
 @checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """`jax.linearize` with types: the value of a function, and its derivative as a linear function.
+    """`jax.linearize` with types: returns the value of a function and its linear derivative.
 
     **Arguments:**
 
@@ -335,8 +335,8 @@ def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> A
 
     **Returns:**
 
-    `(output, jvp)`, where `jvp` takes tangents shaped as the primals to a tangent shaped as the
-    output; with `has_aux`, `(output, jvp, aux)`.
+    `(output, jvp)`, or `(output, jvp, aux)` with `has_aux`. `jvp` maps tangents of the primals to a tangent
+    of the output.
 
     **Raises:**
 

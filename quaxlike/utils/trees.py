@@ -1,4 +1,4 @@
-"""Functions of pytrees."""
+"""Functions on pytrees."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,22 +35,22 @@ class PyTreeDef(Protocol[_T]):
     @property
     def num_leaves(self) -> int: ...
     def flatten_up_to(self, xs: _T, /) -> list[Any]:
-        """The parts of `xs` where this structure has leaves."""
+        """Returns the parts of `xs` at the leaves of this structure."""
         ...
 
     def unflatten(self, leaves: Iterable[Any], /) -> _T:
-        """The tree of this structure with these leaves."""
+        """Returns the tree with this structure and these leaves."""
         ...
 
 
 @checked
 def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeDef[_T]:
-    """The structure of a pytree, which knows the tree's type.
+    """`jax.tree.structure` with types.
 
     **Arguments:**
 
     - `x`: the tree.
-    - `is_leaf`: a predicate for nodes to take as leaves. Default: none.
+    - `is_leaf`: a predicate. Nodes for which it is True are leaves. Default: none.
 
     **Returns:**
 
@@ -69,7 +69,7 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A node that [`tree_map`][quaxlike.utils.tree_map] asks to match its counterparts.
+    """A node that matches its counterparts itself in [`tree_map`][quaxlike.utils.tree_map].
 
     !!! example
 
@@ -91,7 +91,7 @@ class SupportsTreeMatch(Protocol):
     """
 
     def __tree_match__(self: _T, *others: _T) -> tuple[_T, ...]:
-        """This node and its counterparts in the other trees, with matching structures."""
+        """Returns this node and its counterparts in the other trees, with matching structures."""
         ...
 
 
@@ -102,18 +102,18 @@ def tree_map(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`jax.tree.map` that lets nodes with `__tree_match__` match their counterparts first.
+    """`jax.tree.map`, except that nodes with `__tree_match__` match their counterparts first.
 
-    Where `tree` has such a node and there are other trees, the node and its counterparts are
-    replaced by what `node.__tree_match__(*counterparts)` returns; then the map goes on inside them,
-    where nodes may match again.
+    If `tree` has such a node and there are other trees, then the node and its counterparts are replaced by
+    the result of `node.__tree_match__(*counterparts)`. The map continues inside them, where nodes may match
+    again.
 
     **Arguments:**
 
     - `fn`: a function of one leaf of each tree.
-    - `tree`: the tree whose structure the result has.
-    - `*trees`: trees with the structure of `tree`, once matched.
-    - `is_leaf`: a predicate for nodes to take as leaves, such as `ql.is_value`. Default: none.
+    - `tree`: a tree. The result has its structure.
+    - `*trees`: trees with the same structure as `tree`, after matching.
+    - `is_leaf`: a predicate. Nodes for which it is True are leaves, such as `ql.is_value`. Default: none.
 
     **Returns:**
 
@@ -121,7 +121,7 @@ def tree_map(
 
     **Raises:**
 
-    - `ValueError`: if structures differ, or `__tree_match__` returns another number of nodes.
+    - `ValueError`: if structures differ, or `__tree_match__` returns the wrong number of nodes.
 
     !!! example
 
@@ -140,7 +140,7 @@ def map_with_path(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`tree_map` with a function that takes the key path before the leaves."""
+    """`tree_map`, but `fn` is called with the key path before the leaves."""
 
     def is_end(node: Any) -> bool:
         return is_leaf is not None and is_leaf(node)
@@ -156,7 +156,7 @@ def map_with_path(
                 nodes = _matched(path, *nodes)
             if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
                 return fn(path, *nodes)
-            # Continue inside the node, which must not stop the walk a second time.
+            # Continue inside the node. It must not stop the traversal a second time.
             return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
@@ -198,17 +198,16 @@ def tree_stack(*trees: _T) -> _T:
 
     **Arguments:**
 
-    - `*trees`: at least one tree; all have the same structure and, leaf by leaf, the same shapes.
-        Dtypes are promoted.
+    - `*trees`: at least one tree. They have the same structure and shapes. Dtypes are promoted.
 
     **Returns:**
 
-    The tree whose leaves are `jnp.stack` of theirs: shape `(len(trees), *shape)`.
+    The tree of stacked leaves, with shape `(len(trees), *shape)`.
 
     **Raises:**
 
     - `TypeError`: if there is no tree, or a leaf is not an array.
-    - `ValueError`: if structures or shapes differ; the message says where.
+    - `ValueError`: if structures or shapes differ. The message says where.
 
     !!! example
 
@@ -228,17 +227,17 @@ def tree_concat(*trees: _T) -> _T:
 
     **Arguments:**
 
-    - `*trees`: at least one tree; all have the same structure and, leaf by leaf, shapes that differ
-        in axis 0 alone. Dtypes are promoted.
+    - `*trees`: at least one tree. They have the same structure, and shapes that differ only in axis 0. Dtypes
+        are promoted.
 
     **Returns:**
 
-    The tree whose leaves are `jnp.concatenate` of theirs.
+    The tree of concatenated leaves.
 
     **Raises:**
 
     - `TypeError`: if there is no tree, or a leaf is not an array.
-    - `ValueError`: if a leaf is a scalar, or structures or shapes differ; the message says where.
+    - `ValueError`: if a leaf is a scalar, or structures or shapes differ. The message says where.
 
     !!! example
 
@@ -260,7 +259,7 @@ def tree_concat(*trees: _T) -> _T:
 
 @checked
 def tree_zeros_like(tree: _T) -> _T:
-    """Zeros of the shapes and dtypes of a tree's leaves.
+    """Makes zeros with the shapes and dtypes of a tree's leaves.
 
     **Arguments:**
 
@@ -272,7 +271,7 @@ def tree_zeros_like(tree: _T) -> _T:
 
     **Raises:**
 
-    - `TypeError`: if a leaf is not an array; the message says where.
+    - `TypeError`: if a leaf is not an array. The message says where.
 
     !!! example
 
@@ -287,14 +286,14 @@ def tree_zeros_like(tree: _T) -> _T:
 
 @checked
 def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
-    """Selects between the leaves of two trees by a condition on their leading axes.
+    """Selects between two trees, with a condition that broadcasts over trailing axes.
 
     **Arguments:**
 
-    - `accept`: booleans of shape `(*batch)`. For each leaf, axes of size 1 are added at its end
-        until it has the leaf's rank.
-    - `tree1`: the tree taken where `accept` is true; leaves of shape `(*batch, ...)`.
-    - `tree2`: the tree taken elsewhere, of the same structure.
+    - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to the shape, up to
+        the rank of the leaf.
+    - `tree1`: the values where `accept` is true. Its leaves have shape `(*batch, ...)`.
+    - `tree2`: the values where `accept` is false, with the same structure.
 
     **Returns:**
 
@@ -302,15 +301,14 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
 
     **Raises:**
 
-    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not fit; the message says
-        where.
+    - `ValueError`: if a leaf has fewer axes than `accept`, or shapes do not match. The message says where.
 
     !!! example
 
         ```python
         from quaxlike.utils import tree_where_broadcast_last
 
-        # A step that is accepted or rejected for each of four chains.
+        # Accept or reject a step, for each of four chains.
         state = {"x": jnp.zeros((4, 3)), "energy": jnp.zeros(4)}
         proposal = {"x": jnp.ones((4, 3)), "energy": jnp.ones(4)}
         accepted = jnp.array([True, False, True, True])
@@ -330,7 +328,7 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
 
 
 def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
-    """Maps over arrays; errors name the function, the leaf's path and what was found there."""
+    """Maps over arrays. Errors name the function and the leaf's path."""
     if not trees:
         raise TypeError(f"{name} needs at least one tree, found none.")
 
@@ -349,7 +347,7 @@ def _leafwise(name: str, operation: Callable[..., jax.Array], *trees: _T) -> _T:
 
 @contextlib.contextmanager
 def describing(name: str, path: tuple[Any, ...], leaves: Iterable[Any]) -> Iterator[None]:
-    """Adds the place and the arrays to errors about arrays that do not fit each other."""
+    """Adds the path and the arrays to errors about mismatched arrays."""
     try:
         yield
     except (TypeError, ValueError) as error:  # JAX raises either
