@@ -1,7 +1,7 @@
-"""Values as hijax types: one value to `jax.jit`, `jax.grad`, `jax.vmap` and loops, not a tree of arrays.
+"""Values as hijax types, which `jax.jit`, `jax.grad`, `jax.vmap` and loops treat as one operand.
 
-[`as_hitype`][quaxlike.hijax.as_hitype] makes a type of Values a `HiType` of JAX. An instance crosses a plain
-`jax.jit` as it is, without a `quaxify` around it; its operators follow the rules of the Value.
+[`as_hitype`][quaxlike.hijax.as_hitype] makes a JAX `HiType` of a type of Values. Its instances can be passed
+through a plain `jax.jit`, without `quaxify` around it, and their operators follow the rules of the Value.
 
 Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.11.
 """
@@ -45,13 +45,13 @@ __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes(MappingSpec):
-    """An entry of `in_axes` or `out_axes` of `jax.vmap`: the axis of each leaf, None where it is shared.
+    """An entry of `in_axes` or `out_axes` of `jax.vmap`: the axis of each leaf, or None if it is not mapped.
 
-    Pass `axis_size` to `jax.vmap` too: JAX does not ask a type that is no array.
+    Pass `axis_size` to `jax.vmap` too, as JAX does not find it for types other than arrays.
 
     **Arguments:**
 
-    - `axes`: one for each leaf of the Value. Default: the first axis of each.
+    - `axes`: one axis per leaf of the Value. Default: the first axis of each leaf.
     """
 
     axes: tuple[int | None, ...] | None = None
@@ -62,7 +62,7 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type of Values of one structure, or that of their tangents."""
+    """The type of Values with one pytree structure, or of their tangents."""
 
     treedef: Any
     avals: tuple[Any, ...]  # of all leaves
@@ -98,7 +98,7 @@ class ValueType(HiType):
     # What the leaves are
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """The type of each leaf of the Value, and whether this type has that leaf."""
+        """The type of each leaf of the Value, and whether it is a leaf of this type (a tangent has fewer)."""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:
@@ -157,8 +157,8 @@ class ValueType(HiType):
 class HiTangent:
     """A tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
 
-    `value` is a tree like the Value, with None for leaves that have no derivative, such as codes: as
-    `equinox.filter_grad` returns it.
+    `value` has the structure of the Value, with None for leaves that have no derivative, such as integer
+    codes. This is the same as the result of `equinox.filter_grad`.
     """
 
     def __init__(self, value: Any, of: ValueType) -> None:
@@ -169,10 +169,10 @@ class HiTangent:
 
 
 class HiValue:
-    """A Value that is one value to JAX; base of what [`as_hitype`][quaxlike.hijax.as_hitype] returns.
+    """Base class of hijax types for Values, as made by [`as_hitype`][quaxlike.hijax.as_hitype].
 
-    `value` is the Value, of tracers inside a transform. Operators and `shape`, `dtype` and `ndim` are those
-    of the Value; results that are Values become hijax types again.
+    `value` is the Value; inside a transform it contains tracers. Operators, `shape`, `dtype` and `ndim`
+    behave like the ones of the Value. A result that is a Value becomes a hijax type again.
     """
 
     value: Any
@@ -215,15 +215,16 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """The hijax type of a type of Values, shipped or your own.
+    """Makes a hijax type from a type of Values, one of ours or your own.
 
     **Arguments:**
 
-    - `cls`: a subclass of [`quaxlike.Value`][] that is not abstract. Its static fields must be hashable.
+    - `cls`: a concrete subclass of [`quaxlike.Value`][]. Its static fields must be hashable.
 
     **Returns:**
 
-    A subclass of [`HiValue`][quaxlike.hijax.HiValue], the same at each call. Call it with a Value.
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. Call it with a Value to make an instance. The same
+    `cls` always gives the same class.
 
     !!! example
 
@@ -255,8 +256,10 @@ def _is_hi(x: Any) -> bool:
 
 
 def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """As [`quaxlike.quaxify`][], for arguments that are hijax types: `fn` sees Values, and those that it
-    returns become hijax types again."""
+    """[`quaxlike.quaxify`][] for hijax types.
+
+    `fn` receives Values, and Values in its result become hijax types again.
+    """
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -302,7 +305,7 @@ ValueType.value = aval_property(_value)  # pyright: ignore[reportAttributeAccess
 
 
 class _Leafwise(HiPrim):
-    """A high-level primitive with the derivative of a linear function."""
+    """A linear high-level primitive."""
 
     def __init__(self, kind: ValueType) -> None:
         self.kind = kind
@@ -314,7 +317,7 @@ class _Leafwise(HiPrim):
 
 
 class Unwrap(_Leafwise):
-    """The leaves of a Value."""
+    """Unpacks a Value into its leaves."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = (kind,), kind.lo_ty()
@@ -345,7 +348,7 @@ class Unwrap(_Leafwise):
 
 
 class Wrap(_Leafwise):
-    """The Value of these leaves."""
+    """Packs leaves into a Value."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = tuple(kind.lo_ty()), kind

@@ -1,8 +1,8 @@
 """The ImplicitArray style of defining types: fields, `materialize()`, and handlers for primitives.
 
-A thin layer over the core: an `ImplicitArray` is a [`quaxlike.ArrayValue`][], `implicit` is
-[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so types of both styles work together.
-Modelled on eformer's `jaximus` and on qax.
+This is a thin layer over the core. An `ImplicitArray` is a [`quaxlike.ArrayValue`][], `implicit` is
+[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so that types of both styles work together.
+The interface follows eformer's `jaximus` and qax.
 """
 
 from .array import ImplicitArray, OrginArray, OriginArray, UninitializedAval, aux_field, materialize_nested

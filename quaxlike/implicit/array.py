@@ -1,4 +1,9 @@
-"""`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred."""
+"""`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred.
+
+`materialize` and handlers are written for a single array. They must never see a stack of arrays, as made by
+`jax.vmap` or a scan: they would compute with a batch axis that they do not know. A given shape is the shape
+of one item, which is how we recognise a stack; we then map over it.
+"""
 
 import abc
 import contextlib
@@ -32,7 +37,7 @@ from .trees import fields
 
 
 class OriginArray(abc.ABC):  # noqa: B024 (it only registers types)
-    """An array in this style: `jax.Array` and every `ImplicitArray`."""
+    """The common type of `jax.Array` and every `ImplicitArray`."""
 
 
 OriginArray.register(jax.Array)
@@ -40,11 +45,11 @@ OrginArray = OriginArray  # as eformer spells it
 
 
 class UninitializedAval(Exception):
-    """The shape or dtype of an ImplicitArray is not given and cannot be inferred."""
+    """The shape or dtype of an ImplicitArray is neither given nor inferred."""
 
 
 def aux_field(**kwargs: Any) -> Any:
-    """Declares a field that is not an array: static, hashable, and part of the type.
+    """Declares a static field. It must be hashable.
 
     **Arguments:** as for `equinox.field`.
     """
@@ -54,7 +59,7 @@ def aux_field(**kwargs: Any) -> Any:
 
 
 class _ImplicitMeta(type(ArrayValue)):
-    """Takes `shape=` and `dtype=` besides the fields, and checks shape and dtype against `materialize`."""
+    """Accepts `shape=` and `dtype=` besides the fields, and checks them against `materialize`."""
 
     default_shape: Any
     default_dtype: Any
@@ -73,7 +78,7 @@ class _ImplicitMeta(type(ArrayValue)):
     def __call__(cls, *args: Any, shape: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
         rest, shape, dtype = bind_fields(cls._order, args, shape, dtype)
         x = super().__call__(*rest, **kwargs)
-        if "_declared" not in kwargs:  # else `dataclasses.replace` passes on the given shape and dtype
+        if "_declared" not in kwargs:  # else `dataclasses.replace` keeps shape and dtype
             shape = cls.default_shape if shape is None and _is_inherited(cls, "compute_shape") else shape
             dtype = cls.default_dtype if dtype is None and _is_inherited(cls, "compute_dtype") else dtype
         if shape is not None:
@@ -89,24 +94,28 @@ def _is_inherited(cls: type, name: str) -> bool:
 
 
 class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
-    """A new kind of array, in the ImplicitArray style: write its fields and `materialize()`.
+    """Base class for new kinds of arrays, in the ImplicitArray style.
 
-    Subclasses are Equinox modules, so they need no `@dataclass`. Shape and dtype are those passed as `shape=`
-    and `dtype=` when an array is built, or else the results of `compute_shape()` and `compute_dtype()` (by
-    default the class attributes `default_shape` and `default_dtype`), or else those of `materialize()`, which
-    is traced but not run. Warns if `materialize()` disagrees. Fields called `shape` or `dtype` are passed in
-    the same way.
+    Subclasses define fields and `materialize()`. They are Equinox modules, so they do not need `@dataclass`.
+    Shape and dtype come from the first of these:
 
-    If leaves are stacked, as under `jax.vmap` or for a scan, a given shape is that of one item. A stack is
-    materialised item by item, and handlers are called for single items only. Without a given shape,
+    - the arguments `shape=` and `dtype=` of the constructor, or fields with these names;
+    - `compute_shape()` and `compute_dtype()`, by default the class attributes `default_shape` and
+        `default_dtype`;
+    - `materialize()`, which is traced but not run.
+
+    There is a warning if `materialize()` disagrees with a given shape or dtype.
+
+    If leaves are stacked, as under `jax.vmap` or in a scan, then the given shape is the shape of one item. A
+    stack is materialised item by item, and handlers are called only for single items. Without a given shape,
     `materialize()` is called with the stacked fields.
 
-    Class keyword arguments, which subclasses inherit:
+    There are class keyword arguments, which subclasses inherit:
 
     - `commute_ops`: whether handlers of a commutative primitive (`add`, `mul`, `max`, ...) are also tried
-        with its operands swapped. Default: True.
+        with swapped operands. Default: True.
     - `warn_on_materialize`: whether to warn about a primitive without a handler, once per call site. Default:
-        True. The environment variable `WARN_ON_MATTER=0` silences all types.
+        True. The environment variable `WARN_ON_MATTER=0` silences this for all types.
 
     !!! example
 
@@ -156,14 +165,14 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """Returns the array that this one stands for, which may be another ImplicitArray."""
+        """Returns the array that this stands for. It may be another ImplicitArray."""
 
     def compute_shape(self) -> Sequence[int] | None:
-        """Computes the shape from the fields; None leaves it to `materialize`."""
+        """Computes the shape from the fields. None means to infer it from `materialize`."""
         return self.default_shape
 
     def compute_dtype(self) -> Any:
-        """Computes the dtype from the fields; None leaves it to `materialize`."""
+        """Computes the dtype from the fields. None means to infer it from `materialize`."""
         return self.default_dtype
 
     @property
@@ -182,19 +191,19 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """The same array in another dtype, to which the result of `materialize()` is cast."""
+        """Changes the dtype. The result of `materialize()` is cast to it."""
         return replace_fields(self, _declared=self._declared.with_dtype(dtype))
 
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "dtype" and "_is_lent" in vars(self):  # as handlers for eformer do
+            if name == "dtype" and "_is_lent" in vars(self):  # handlers for eformer do this
                 object.__setattr__(self, "_declared", self._declared.with_dtype(value))
             else:
                 super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
-        """Whether handlers apply: they are for one array, not for a stack."""
+        """Whether handlers apply: they are written for one array, not for a stack."""
         return not is_stack(self)
 
     def leading_axis(self) -> Any:
@@ -242,8 +251,11 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Called if no handler matches. By default, it materialises all operands; those of other types only
-        if they have no rule for arrays. There is no warning if a handler calls it, and so asks for that."""
+        """This is called if no handler matches. By default, it materialises all operands.
+
+        Operands of other types are materialised only if they have no rule for arrays. This does not warn if a
+        handler calls it explicitly.
+        """
         unhandled = _unhandled.get()
         is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
         if is_asked_for:
@@ -256,13 +268,13 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
 OriginArray.register(ImplicitArray)
 
-# The operands for which no handler was found, while the default is called with them.
+# While a default handler runs, the operands for which no handler was found.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
 
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """The operands of a handler, with copies of ImplicitArrays, whose dtypes it may set while it runs."""
+    """Copies ImplicitArrays among the operands of a handler, so that it may set their dtypes."""
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)
@@ -277,7 +289,7 @@ def bind(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, A
     return primitive.bind(*operands, **primitive.get_bind_params(params))
 
 
-# Stacks: arrays whose fields have more leading axes than those of the declared array
+# Stacks: arrays with more leading axes in their fields than were declared
 
 
 def _stacking(x: ImplicitArray) -> list[int]:
@@ -286,7 +298,7 @@ def _stacking(x: ImplicitArray) -> list[int]:
 
 
 def is_stack(x: ImplicitArray) -> bool:
-    """Whether `x` holds several arrays of the given shape, along leading axes of its fields."""
+    """Whether `x` stacks several arrays along leading axes of its fields."""
     return any(_stacking(x))
 
 
@@ -301,7 +313,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Maps `materialize`, which is written for one array, over the leading axes of a stack."""
+    """Maps `materialize` over the leading axes of a stack, as it is written for one array."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:
@@ -319,12 +331,11 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
-    """Materialises an ImplicitArray whose fields may be ImplicitArrays, which dispatch meanwhile.
+    """Materialises an ImplicitArray. Its fields may be ImplicitArrays, with handlers.
 
     **Arguments:**
 
-    - `full`: whether to continue until an array is left if `materialize()` returns another ImplicitArray.
-        Default: False, a single step.
+    - `full`: whether to repeat this while the result is an ImplicitArray. Default: False, a single step.
     """
     while is_value(x):
         x = _materialize_once(x)
@@ -362,7 +373,7 @@ def _field_shapes(x: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(part, "shape", ())) for part in fields(x)[0]]
 
 
-# The arrays whose `materialize` is being traced for its shape.
+# The arrays being traced for the shape of `materialize`, which could ask for it again.
 _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_traced", default=frozenset())
 
 
@@ -396,7 +407,7 @@ def _compare_with_materialize(x: ImplicitArray) -> None:
     said = {"shape": x.shape, "dtype": x.dtype}  # raises if they are unknown
     try:
         made = _aval_of_materialize(x, "shape")
-    except Exception:  # it refuses, or cannot be traced here: nothing to compare with
+    except Exception:  # it raises, or cannot be traced here
         return
     for what, value in said.items():
         if value != getattr(made, what):

@@ -12,15 +12,15 @@ import jax
 class Declared:
     """A shape and a dtype that were passed as `shape=` and `dtype=`.
 
-    Of leading axes that the array shares with all its fields, only the number is stored. Their sizes are read
-    off the fields, so that the shape stays correct when fields are sliced, stacked or mapped over, and arrays
-    that differ only in these sizes have the same structure. Further leading axes make a stack, over whose
-    items `materialize` is mapped.
+    We store the number of leading axes that the array shares with all its fields, but not their sizes. These
+    are read off the fields, so that the shape remains correct if the fields are sliced, stacked or mapped
+    over. It also means that arrays have the same pytree structure if only these sizes differ. Any further
+    leading axes make a stack, and `materialize` is mapped over its items.
     """
 
     shape: tuple[int, ...] | None = None
-    ndims: tuple[int, ...] = ()  # of the fields, without those axes
-    shared: int = 0  # the number of those axes
+    ndims: tuple[int, ...] = ()  # of the fields, without the shared axes
+    shared: int = 0  # the number of shared axes
     dtype: Any = None
 
     @staticmethod
@@ -40,7 +40,7 @@ class Declared:
         return (*max(leading, key=len, default=()), *self.shape[max(fewer, 0) :])
 
     def stacking(self, fields: Sequence[tuple[int, ...]]) -> list[int]:
-        """For each field, the number of stack axes in front of an item's axes."""
+        """Returns the number of stack axes of each field."""
         return [max(len(s) - n - self.shared, 0) for s, n in zip(fields, self.ndims, strict=True)]
 
 
@@ -65,10 +65,11 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 
 
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:
-    """Removes fields called `shape` or `dtype` from a class that is being created, since every ImplicitArray
-    takes these anyway. Their defaults become `default_shape` and `default_dtype`.
+    """Removes fields called `shape` or `dtype` from the namespace of a new class.
 
-    **Returns:** the names of the positional arguments, including those two.
+    Every ImplicitArray accepts these anyway. Their defaults become `default_shape` and `default_dtype`.
+
+    **Returns:** the names of the positional arguments, including `shape` and `dtype`.
     """
     base = next((base for base in bases if dataclasses.is_dataclass(base)), None)
     before = [] if base is None else getattr(base, "_order", [])
@@ -87,7 +88,7 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 def bind_fields(
     order: Sequence[str], args: Sequence[Any], shape: Any, dtype: Any
 ) -> tuple[list[Any], Any, Any]:
-    """The positional arguments without shape and dtype, followed by shape and dtype."""
+    """Returns the positional arguments without shape and dtype, then shape, then dtype."""
     given = dict(zip(order, args, strict=False))
     rest = [x for name, x in given.items() if name not in ("shape", "dtype")]
     return [*rest, *args[len(order) :]], given.get("shape", shape), given.get("dtype", dtype)

@@ -1,4 +1,4 @@
-"""What classes that were written for eformer ask of their base."""
+"""What eformer's own classes expect from their base class."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,10 @@ import jax.tree_util as jtu
 
 
 class PostInit:
-    """A base of classes that have a `__post_init__`, which may call that of `super()`.
+    """A base class with an empty `__post_init__`, for subclasses that call `super().__post_init__()`.
 
-    (Equinox would warn about every class with an `__init__` if `ImplicitArray` itself had one.)
+    This is not in `ImplicitArray` itself, because Equinox would then warn about every class with an
+    `__init__`.
     """
 
     def __post_init__(self) -> None:
@@ -18,7 +19,7 @@ class PostInit:
 
 
 class AvalHook:
-    """The hook `aval`, which can be read like a property too: `x.aval.shape` is `x.aval().shape`."""
+    """The hook `aval`. It also works as a property: `x.aval.shape` is `x.aval().shape`."""
 
     def __init__(self, hook: Callable[[Any], jax.core.ShapedArray]) -> None:
         self.hook = hook
@@ -43,7 +44,7 @@ class _Aval:
 
 
 class Flattening:
-    """The methods by which classes are registered as pytrees, where a class is one already."""
+    """Methods that register a class as a pytree, for classes that already are pytrees."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         paths, structure = jtu.tree_flatten_with_path(self, is_leaf=lambda x: x is not self)

@@ -1,4 +1,4 @@
-"""`implicit`, `register`, and fallbacks for handlers."""
+"""`implicit`, `register`, and default handlers."""
 
 import functools
 import inspect
@@ -26,11 +26,10 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 class _Implicit:
-    """Computes with ImplicitArrays: a primitive that meets one is dispatched to its handler.
+    """Computes with ImplicitArrays, by dispatching primitives to their handlers.
 
-    `implicit(fn)`, also as a decorator, is [`quaxlike.quaxify`][]: `fn` may use all of JAX. Inside
-    `with implicit:`, the operators and methods of ImplicitArrays and the functions of `quaxlike.numpy`
-    dispatch.
+    `implicit(fn)` is [`quaxlike.quaxify`][], and also works as a decorator: `fn` may use all of JAX. Inside
+    `with implicit:`, use the operators and methods of ImplicitArrays, and the functions of `quaxlike.numpy`.
 
     !!! example
 
@@ -54,7 +53,7 @@ class _Implicit:
     def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
         return quaxify(fn)
 
-    # Operators of ImplicitArrays quaxify themselves, so a block has nothing to set up.
+    # Operators of ImplicitArrays are quaxified already, so there is nothing to do here.
 
     def __enter__(self) -> "_Implicit":
         return self
@@ -77,18 +76,21 @@ def register(
     precedence: int = 0,
     rules: core_rules.RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a handler of a primitive for operands of the annotated types.
+    """Registers a handler of a primitive for operands with the annotated types.
 
-    Like [`quaxlike.register`][], with these differences. A handler that names no type would be called for
-    all types: it is left out, with a [`quaxlike.RuleWarning`][]. In a union that names one (`T | Any`), `Any`
-    stands for arrays. One that can never match, since it takes a parameter of the primitive by position, is a
-    [`quaxlike.RuleWarning`][], and so is a second one for the same types, which replaces the first.
+    This is [`quaxlike.register`][], with the following differences.
 
-    The primitive is passed to a handler without an annotation that asks for it: if its first parameter is
-    called `primitive` or `prim`, and its annotation is `Any` or absent; or if a first parameter of another
-    name has no annotation, and each of the others gets an operand. A parameter that is annotated with a
-    sequence of types (`Sequence[T | jax.Array]`) gets all operands from its position on, in a list. While a
-    handler runs, it may set the `dtype` of an ImplicitArray that it is given, which is a copy.
+    - A handler without any type would match all types. It is ignored, with a [`quaxlike.RuleWarning`][].
+    - In a union with another type (`T | Any`), `Any` means arrays.
+    - There is a [`quaxlike.RuleWarning`][] for a handler that can never match, as it takes a parameter of the
+        primitive by position. There is also one if a handler replaces another one for the same types.
+    - The handler may receive the primitive as its first argument, even if it is not annotated like that. This
+        happens if the first parameter is called `primitive` or `prim`, and is annotated with `Any` or not at
+        all. It also happens if the first parameter has another name and no annotation, and there is one more
+        parameter than operands.
+    - A parameter annotated with a sequence (`Sequence[T | jax.Array]`) receives a list of all remaining
+        operands.
+    - A handler may set the `dtype` of ImplicitArrays among its operands, as it receives copies.
     """
 
     primitives = as_primitives(primitive)
@@ -108,7 +110,7 @@ def register(
             warnings.warn_explicit(message, core_rules.RuleWarning, code.co_filename, code.co_firstlineno)
             return handler
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
-        # The number of operands tells an operand from the primitive, unless the handler takes any number.
+        # Without annotations, only the number of operands tells whether the first parameter is the primitive.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         readings: list[Callable[..., Any]] = []
         if is_primitive or (first and first not in hints and not variadic):
@@ -124,8 +126,7 @@ def register(
 
 
 def _closed(hint: Any) -> Any:
-    """A union that names a type beside `Any`, with arrays for the latter; the same of the elements of a
-    sequence."""
+    """Replaces `Any` by arrays in a union with another type, also inside of a sequence."""
     if (element := _element(hint)) is not None:
         closed = _closed(element)
         return hint if closed is element else Sequence[closed]
@@ -136,8 +137,10 @@ def _closed(hint: Any) -> Any:
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """`handler` with these annotations, and `Any` for parameters without one. A parameter for a sequence of
-    operands takes them by position; what follows it comes by keyword."""
+    """Annotates a handler, with `Any` for missing annotations.
+
+    A parameter for a sequence of operands becomes `*args`, and the parameters after it keyword-only.
+    """
     signature = inspect.signature(handler)
     parameters = list(signature.parameters.values())
     at = next((i for i, p in enumerate(parameters) if _element(hints.get(p.name)) is not None), None)
@@ -167,8 +170,7 @@ def _names_a_type(hint: Any) -> bool:
 
 
 def _element(hint: Any) -> Any:
-    """The type of the elements if a hint describes a sequence of arrays that names a type, such as
-    `Sequence[T | jax.Array]`; else None."""
+    """Returns the element type of a hint such as `Sequence[T | jax.Array]`; None for any other hint."""
     origin = typing.get_origin(hint)
     elements = [x for x in typing.get_args(hint) if x is not ...]
     if not (isinstance(origin, type) and issubclass(origin, Sequence)) or not any(
@@ -186,7 +188,9 @@ def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any
 
 @checked
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
-    """Applies the primitive after materialising every ImplicitArray, and any other object with a method
-    `materialize`, among its operands."""
+    """Applies the primitive after materialising its operands.
+
+    These are ImplicitArrays, and any other objects with a method `materialize`.
+    """
     arrays = [x if is_value(x) or not hasattr(x, "materialize") else x.materialize() for x in vals]
     return bind(primitive, map_values(materialise, arrays), params or {})

@@ -20,22 +20,22 @@ from .array import ImplicitArray, bind
 
 @checked
 def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function a straight-through estimator: it computes `fn`, with the derivative of the identity.
+    """Makes a straight-through estimator, which computes `fn` with the derivative of the identity.
 
-    Use it to train through a quantiser, or another function whose derivative is zero or does not exist:
-    gradients pass unchanged to its first argument, and do not reach the others.
+    Use this to train through a quantiser, or another function with a zero or undefined derivative. Gradients
+    pass unchanged to the first argument, and do not reach the other arguments.
 
     **Arguments:**
 
-    - `fn`: a function of an array, or of a tree of arrays, and of any other arguments (including keyword and
-        static ones). It returns an array of the same shape, or a Value that stands for one, or such a tree.
+    - `fn`: a function. Its first argument is an array or a pytree of arrays, and it may have any other
+        arguments. It returns arrays or Values with the same shapes.
 
     **Returns:**
 
-    A function of the same arguments. If `fn` returns a Value, the result behaves like that Value and follows
-    its handlers, but derivatives are those of the first argument, which is a leaf of it, as an array of the
-    dtype of the Value. Its structure is the same within transformations and outside, so it can be the carry
-    of a loop. The Value itself is its attribute `value`.
+    A function with the same arguments. If `fn` returns a Value, then the result behaves like this Value and
+    follows its handlers, but has the derivative of the first argument. It is a pytree with the Value and the
+    first argument as children, both inside and outside of transformations, so that it can be the carry of a
+    loop. The attribute `value` is the Value itself.
 
     !!! example
 
@@ -52,7 +52,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def estimated(*args: Any, **kwargs: Any) -> Any:
-        if not args:  # by its name, or as `x`
+        if not args:  # passed by its name, or as `x`
             first = next(iter(inspect.signature(fn).parameters), "x")
             args = (kwargs.pop(first if first in kwargs else "x"),)
         x = args[0]
@@ -79,7 +79,7 @@ def _stop(x: Any) -> Any:
 
 
 def _through(y: Any, x: Any) -> Any:
-    """`y` with the derivative of `x`."""
+    """Returns `y`, with the derivative of `x`."""
     if jnp.shape(y) != jnp.shape(x):
         raise ValueError(
             f"ste needs a function that keeps the shape of its first argument, which receives the "
@@ -90,7 +90,7 @@ def _through(y: Any, x: Any) -> Any:
         x = jnp.asarray(materialise(x))
         return StraightThrough(y, x.astype(y.dtype) if _is_inexact(y) else x)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(x)):
-        return y  # nothing can be differentiated
+        return y  # so nothing is being differentiated
     return _graft(y, jnp.asarray(materialise(x)))
 
 
@@ -102,23 +102,25 @@ def _graft(y: Any, x: Any) -> Any:
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (y, x), (dy, dx) = primals, tangents
-    # Through `_graft` again, so that higher-order derivatives see the derivative of `x` too.
+    # Call `_graft` again, so that higher-order derivatives use the derivative of `x` too.
     return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 
 class StraightThrough(ImplicitArray, warn_on_materialize=False):
-    """A Value that is differentiated as if it were an array. It looks like the Value: `isinstance` and
-    attributes are those of `value`."""
+    """A Value with the derivative of an array.
+
+    It passes for the Value: `isinstance` checks and attributes refer to `value`.
+    """
 
     value: Any
-    array: Any  # only its derivative counts
+    array: Any  # only its derivative is used
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "value"), name)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self.value) if is_value(self.value) else StraightThrough  # a loop may make it dense
+        return type(self.value) if is_value(self.value) else StraightThrough  # a loop may materialise it
 
     def compute_shape(self) -> tuple[int, ...]:
         return jax.typeof(self.value).shape
@@ -129,7 +131,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def leading_axis(self) -> Any:
         return leading_axes([(self.value, True), (self.array, True)])
 
-    def __reduce__(self) -> Any:  # which would ask `__class__`
+    def __reduce__(self) -> Any:  # the default looks at `__class__`
         return StraightThrough, (self.value, self.array)
 
     def materialize(self) -> Any:
@@ -139,7 +141,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """Follows the handlers of `value`; derivatives are those of the primitive on arrays."""
+        """Computes with the handlers of `value`, and differentiates the primitive on arrays."""
         run = quaxify(lambda *xs: bind(primitive, xs, params or {}))
         arrays = [x.array if type(x) is StraightThrough else None for x in args]
         values = [x.value if type(x) is StraightThrough else x for x in args]
@@ -166,7 +168,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             ]
 
         outs = results_of(values)
-        # A Value has no derivative of its own kind; an array of its shape carries it instead.
+        # A Value cannot carry the tangent of an array, so an array of zeros carries it instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = with_missing_tangent(carriers, arrays, values)
         results = [

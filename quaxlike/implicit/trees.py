@@ -1,4 +1,4 @@
-"""`jax.tree` with ImplicitArrays and other Values as leaves, and functions for nested ones."""
+"""Versions of `jax.tree` functions that treat Values as leaves, and functions for nested Values."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ def is_array(x: Any) -> bool:
 
 
 def leaf_predicate(x: Any) -> bool:
-    """Whether `x` is an ImplicitArray or any other Value, which the functions here treat as a leaf."""
+    """Whether `x` is an ImplicitArray or any other Value."""
     return is_value(x)
 
 
@@ -31,11 +31,11 @@ def combine_leaf_predicate(base_fn: Callable[..., Any], is_leaf: Callable[[Any],
     **Arguments:**
 
     - `base_fn`: a function with an argument `is_leaf`.
-    - `is_leaf`: a predicate for nodes that are always leaves.
+    - `is_leaf`: a predicate. Nodes for which it is True are leaves.
 
     **Returns:**
 
-    `base_fn`, whose `is_leaf=` (or `new_is_leaf=`) names further leaves.
+    A version of `base_fn`. It has an argument `is_leaf=` (or `new_is_leaf=`) for further leaves.
     """
 
     @functools.wraps(base_fn)
@@ -61,13 +61,13 @@ tree_structure_with_implicit = combine_leaf_predicate(jtu.tree_structure, leaf_p
 
 
 def fields(x: Any) -> tuple[list[Any], Any]:
-    """The fields of one Value, with nested Values as leaves, and the structure around them."""
+    """Flattens one Value, with nested Values as leaves."""
     return jtu.tree_flatten(x, is_leaf=lambda y: y is not x and is_value(y))
 
 
 @checked
 def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
-    """Flattens the outermost layer of ImplicitArrays; those nested inside are leaves.
+    """Flattens the outermost layer of ImplicitArrays. Nested ImplicitArrays are leaves.
 
     **Returns:**
 
@@ -82,6 +82,6 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
 
 @checked
 def implicit_depth(tree: PyTree) -> int:
-    """The nesting depth of ImplicitArrays: 0 if there are none, 1 if none is inside another."""
+    """The nesting depth of ImplicitArrays: 0 if there are none, 1 if they are not nested."""
     inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]
     return 1 + max(implicit_depth(fields(x)[0]) for x in inside) if inside else 0

@@ -1,7 +1,7 @@
 """`jax.numpy`, already quaxified: `import quaxlike.numpy as qnp`.
 
-It has every name of the installed `jax.numpy`, and of its `linalg` and `fft`. Functions are quaxified when
-they are first used, and keep their signature and documentation; dtypes and constants are JAX's own.
+This has every name in the installed `jax.numpy`, including `linalg` and `fft`. Functions are quaxified on
+first access, and keep their signature and docstring. Dtypes and constants are JAX's own.
 
 !!! example
 

@@ -1,4 +1,8 @@
-"""The names of a module, wrapped on first access so that they take Values."""
+"""A mirror of a module, with functions that are quaxified on first access.
+
+Names are looked up in the installed JAX and never listed here. Hence no release of JAX makes this out of
+date, and `import quaxlike.numpy` stays fast.
+"""
 
 import functools
 import importlib
@@ -12,19 +16,19 @@ from ..core.operators import anywhere
 
 # Functions that return functions.
 _MAKE_FUNCTIONS = frozenset(["frompyfunc", "vectorize"])
-# Objects of jax.numpy that build arrays by indexing.
+# Objects in jax.numpy that build arrays by indexing.
 _BUILDERS = frozenset(["c_", "r_"])
-# By which a module says that it follows the array API standard.
+# Attributes that mark a module as an array API namespace.
 _STANDARD = frozenset(["__array_api_version__", "__array_namespace_info__"])
 
 
 def names_of(module: types.ModuleType) -> list[str]:
-    """The public names of a module."""
+    """Lists the public names of a module."""
     return [name for name in dir(module) if not name.startswith("_")]
 
 
 def quaxified(module: types.ModuleType, names: dict[str, Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that mirrors another one; it caches results in `names`."""
+    """Makes the `__getattr__` of a module that mirrors `module`. Results are cached in `names`."""
     ours = names["__name__"]
 
     def get(name: str) -> Any:
@@ -51,7 +55,7 @@ def _quaxified(name: str, x: Any, ours: str) -> Any:
 
 
 def _named(fn: Any, name: str, ours: str) -> Any:
-    """A function that pickle finds."""
+    """Names a function so that pickle can find it."""
     fn.__module__, fn.__qualname__ = ours, name
     return fn
 
@@ -61,7 +65,7 @@ def _made(x: Any) -> Any:
 
 
 class _UFunc:
-    """A ufunc with its methods: `reduce`, `accumulate`, `at`, ..."""
+    """A ufunc, with quaxified methods: `reduce`, `accumulate`, `at`, ..."""
 
     def __init__(self, ufunc: jnp.ufunc) -> None:
         self._ufunc = ufunc
@@ -72,7 +76,7 @@ class _UFunc:
         return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what copy and pickle look for, before there is a ufunc
+        if name.startswith("_"):  # copy and pickle look for these before `_ufunc` is set
             raise AttributeError(name)
         found = getattr(self._ufunc, name)
         return anywhere(found) if callable(found) else found
@@ -85,7 +89,7 @@ class _UFunc:
 
 
 class _Builder:
-    """`r_` and `c_`."""
+    """Quaxified `r_` and `c_`."""
 
     def __init__(self, builder: Any) -> None:
         self._getitem = anywhere(builder.__getitem__)

@@ -1,4 +1,4 @@
-"""Forward-in-time learning of recurrent networks: ETP primitives, D-RTRL and pp_prop."""
+"""Online learning of recurrent networks, forward in time: ETP primitives, D-RTRL and pp_prop."""
 
 from .d_rtrl import DRTRL
 from .learner import Learned, Learner, MixingWarning, UntracedParameterWarning

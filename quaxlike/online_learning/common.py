@@ -1,4 +1,8 @@
-"""Common subexpressions of a step, merged: what a learner finds does not depend on how it is written."""
+"""Common subexpression elimination for a step.
+
+Two equations are merged only if they compute the same values and the same derivatives, without effects. A
+learner then finds the same relations, no matter whether the user wrote an expression once or twice.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -24,16 +28,18 @@ _PASS_ON = frozenset(
 
 
 def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations and results of a jaxpr, with one equation in place of several that compute the same, and
-    none for those that return their operand. Equations with effects stay."""
+    """Merges equal equations of a jaxpr, and removes identities; returns its equations and results.
+
+    Equations with effects are kept.
+    """
     jaxpr = compat.open_jaxpr(closed)
     consts = getattr(closed, "consts", ())
-    # Derivatives are traced to be compared, so only if the values alone are not all different.
+    # Comparing derivatives needs tracing, so first check whether any two values are equal.
     numbers = _Numbers(derivatives=False).of_equations(jaxpr, consts)
     if len({n for n in numbers if n is not None}) < len(jaxpr.eqns):
         numbers = _Numbers(derivatives=True).of_equations(jaxpr, consts)
     first: dict[Any, JaxprEqn] = {}
-    known: dict[Any, Any] = {}  # the variable or literal in place of another variable
+    known: dict[Any, Any] = {}  # replacements of variables
     constvars: dict[Hashable, Any] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         known[var] = constvars.setdefault(_of_array(const), var)
@@ -55,7 +61,7 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """The variable whose value another one has, placed or named differently."""
+    """Follows equations that only place or name a value, back to the original variable."""
     for eqn in reversed(eqns):
         if eqn.primitive.name in _PASS_ON:
             var = next((a for a, out in zip(eqn.invars, eqn.outvars, strict=False) if out is var), var)
@@ -63,7 +69,7 @@ def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
 
 
 class _Numbers:
-    """Numbers for values: equal ones for what is computed in the same way from equal values."""
+    """Value numbering: equal numbers for values that are computed in the same way."""
 
     def __init__(self, derivatives: bool) -> None:
         self._derivatives = derivatives
@@ -73,7 +79,7 @@ class _Numbers:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_equations(self, jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
-        """A number for each equation; None for one that returns its operand."""
+        """Returns a number for each equation; None for an identity."""
         return self._run(jaxpr, consts)[0]
 
     def _run(
@@ -100,7 +106,7 @@ class _Numbers:
                 numbers.append(None)
                 continue
             name, params = as_call(eqn.primitive, eqn.params)
-            if name in INLINED and not compat.has_effects(eqn):  # in jaxprs that equations carry
+            if name in INLINED and not compat.has_effects(eqn):  # inside the jaxpr of a loop, for example
                 inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
                 consts = getattr(inner, "consts", ())
                 env |= zip(eqn.outvars, self._run(compat.open_jaxpr(inner), consts, operands)[1], strict=True)
@@ -113,7 +119,7 @@ class _Numbers:
         return numbers, tuple(map(read, jaxpr.outvars))
 
     def _of_equation(self, eqn: JaxprEqn) -> Hashable:
-        """A key of what an equation does, whatever its operands are."""
+        """Returns a key for the function that an equation computes of its operands."""
         if compat.has_effects(eqn):
             return _Same(eqn)
         name, params = as_call(eqn.primitive, eqn.params)
@@ -136,10 +142,10 @@ class _Numbers:
             return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 
         jaxpr = jax.make_jaxpr(push)(primals, [primals[i] for i in moving])
-        return self._of_value(jaxpr)  # learners differentiate once
+        return self._of_value(jaxpr)  # learners only differentiate once
 
     def _of_value(self, jaxpr: Any) -> Hashable:
-        """A key of what a jaxpr computes, whatever the derivatives of the functions that it calls are."""
+        """Returns a key for the values of a jaxpr, ignoring custom derivatives inside."""
         before, self._derivatives = self._derivatives, False
         try:
             return self._of(jaxpr)
@@ -147,7 +153,7 @@ class _Numbers:
             self._derivatives = before
 
     def _of(self, x: Any) -> Hashable:
-        """A key of a parameter."""
+        """Returns a key for a parameter."""
         if hasattr(compat.open_jaxpr(x), "eqns"):
             jaxpr = compat.open_jaxpr(x)
             results = self._run(jaxpr, getattr(x, "consts", ()))[1]
@@ -167,7 +173,7 @@ class _Numbers:
 
 
 class _Same:
-    """A key that is equal for the very same object."""
+    """A key that compares an object by identity."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -180,7 +186,7 @@ class _Same:
 
 
 def _of_array(x: Any) -> Hashable:
-    """A key of an array: its numbers, if they are known and here."""
+    """Returns a key for an array: its values if they are known and on this host, else its identity."""
     is_here = not isinstance(x, jax.Array) or (not isinstance(x, Tracer) and x.is_fully_addressable)
     dtype = jnp.result_type(x) if is_here else None
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -13,11 +13,11 @@ from .step import Step
 
 
 class DRTRL(Learner):
-    """D-RTRL: a trace for every weight and example, which decays as the state does.
+    """D-RTRL: keeps a trace for every weight and example.
 
-    With D = ∂hᵗ/∂hᵗ⁻¹ (elementwise, with the outputs of weights held fixed) and x the input of a weight, ε ←
-    D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. It is exact for states that depend on their past
-    elementwise, and neglects recurrence through weights. Memory is O(batch · in · out).
+    Let D = ∂hᵗ/∂hᵗ⁻¹, elementwise and with the outputs of weights held fixed, and let x be the input of a
+    weight. The trace is ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state
+    depends on its past elementwise, and neglects recurrence through weights. Memory is O(batch · in · out).
 
     !!! example
 
@@ -43,10 +43,10 @@ class DRTRL(Learner):
 
     **Arguments:**
 
-    - `step`: `step(model, state, *inputs) -> (state, output)`. The state is a tree of arrays.
-    - `trainable`: a filter for the trained part of the model, as for `equinox.partition`.
-    - `untraced`: what to do if a parameter acts on the state without a trace: `"warn"`, `"allow"` (with its
-        gradient within the step) or `"error"`.
+    - `step`: a function `step(model, state, *inputs) -> (state, output)`. The state is a pytree of arrays.
+    - `trainable`: a filter spec for the trained part of the model, as for `equinox.partition`.
+    - `untraced`: what to do if a parameter acts on the state without a trace, so that it only gets the
+        gradient within a step: `"warn"`, `"allow"` or `"error"`.
     - `mixing`: what to do if the step mixes positions of the state: `"error"`, `"warn"` or `"allow"`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
@@ -122,7 +122,7 @@ def _dtype_of(trace: dict[str, Any]) -> Any:
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """The number of axes in front of the weights' shape in a trace."""
+    """Returns the number of batch axes of a trace."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 
@@ -136,7 +136,7 @@ def _instant(op: Op, num_batch: int, like: Any) -> Callable[..., Any]:
     if not num_batch:
         return xy_to_dw
 
-    # Examples one at a time, each as a batch of one.
+    # Map over examples, each as a batch of size one.
     def fn(x: Any, g: Any, weights: Any) -> Any:
         return xy_to_dw(x[None], g[None], weights)
 

@@ -1,4 +1,8 @@
-"""The parts of a recurrent network's step that matter for learning forward in time."""
+"""Operations, groups of states and their relations in a step of a recurrent network.
+
+A trace is kept per `Relation`. Every effect of a trained weight on the state must belong to a relation, or be
+reported: otherwise its gradient would be missing silently.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +27,7 @@ _CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """An equation in which trainable weights are used."""
+    """An equation that uses trainable weights."""
 
     index: int
     """The index of the equation."""
@@ -49,11 +53,11 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """A rule of the primitive, with the parameters of the equation filled in."""
+        """Returns a rule of the primitive, with the parameters of the equation."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
-        """A rule of the primitive, which is named if it fails."""
+        """Returns a rule of the primitive. Errors inside name the rule."""
         rule = self.primitive.slot(slot).rule
 
         def call(*args: Any) -> Any:
@@ -65,7 +69,7 @@ class Op:
         return call
 
     def run(self, slot: str, *args: Any, like: Any) -> Any:
-        """The result of a rule, which must have the form of `like`: an array, or a dict of arrays."""
+        """Runs a rule. Its result must have the form of `like`: an array, or a dict of arrays."""
         result = self.rule(slot)(*args)
         if _form(result) != _form(like):
             raise self.wrong_result(slot, _form(like), result)
@@ -82,7 +86,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The name of the primitive, and the line that uses it."""
+        """The name of the primitive and the line of the equation."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
@@ -91,14 +95,14 @@ class Op:
         return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
 
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        """The input and the weights among the operands."""
+        """Picks the input and the weights from the operands."""
         i = self.primitive.x_invar_index
         x = None if i is None else operands[i]
         return x, {key: operands[j] for key, j in self.weights.items()}
 
 
 def _form(x: Any) -> str:
-    """What a rule returns, in words."""
+    """Describes the result of a rule, for error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -108,7 +112,7 @@ def _form(x: Any) -> str:
 
 
 def widest(*dtypes: Any) -> Any:
-    """The dtype that holds the numbers of all, also where NumPy knows of none: float16 and bfloat16."""
+    """Promotes dtypes. Unlike NumPy, this also promotes float16 with bfloat16."""
 
     def wider(a: Any, b: Any) -> Any:
         try:
@@ -121,37 +125,43 @@ def widest(*dtypes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """States of one shape that depend on each other elementwise."""
+    """States with the same shape that depend on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
     components: tuple[tuple[int, bool], ...]
-    """The real numbers that states consist of: for each its state, and whether it is the imaginary part."""
+    """The real components of the states: the state, and whether this is its imaginary part."""
     dtype: Any
-    """The dtype that holds each of these numbers. Traces decay as the states do, so they are at least as
-    precise: in bfloat16, a product by 0.999 is the number itself."""
+    """The dtype of the components and traces.
+
+    Traces decay like the states, so they need the same precision: in bfloat16, multiplying by 0.999 does
+    nothing.
+    """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relation:
-    """The y of `op` acts on the states of `group`, without another op in between."""
+    """The output y of `op` acts on the states of `group`, without another op in between."""
 
     op: int
     group: int
     lead: int
-    """The number of axes that the states have in front of y's."""
+    """The number of leading axes of the states that y does not have."""
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """The results of an equation, which was written where `written` was."""
+    """Binds an equation, with the source location of `written`."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
-    """Runs a jaxpr, and the calls in it equation by equation. Those in jaxprs that JAX keeps have no lines of
-    the user's, and get those of the call."""
+    """Evaluates a jaxpr, with all calls inlined.
+
+    Equations in jaxprs that JAX caches have no source location in the user's code, so they get the location
+    of their call.
+    """
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
     env |= dict(zip(opened.invars, args, strict=True))
@@ -175,7 +185,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
 
 
 def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """The equation with the functions that it carries in forward-differentiable form."""
+    """Makes the jaxprs inside of an equation forward-differentiable."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
 
@@ -199,8 +209,10 @@ def _has_custom_vjp(jaxpr: Any) -> bool:
 
 
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    """The function of a `jax.custom_vjp`, with its derivative in forward mode too: the transpose of its
-    backward function, which is linear."""
+    """Makes the function of a `jax.custom_vjp` forward-differentiable.
+
+    Its backward function is linear, so the forward derivative is the transpose.
+    """
 
     @jax.custom_jvp
     def call(*args: Any) -> list[Any]:
@@ -243,7 +255,7 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises for operations inside loops and derivatives, whose gradient would be missing."""
+    """Raises for operations inside of loops and derivatives, as their gradient would be missing."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Gradients of a recurrent network while it runs forward, one step at a time."""
+"""Base class of learners, which compute gradients of a recurrent network step by step."""
 
 import abc
 import warnings
@@ -17,18 +17,18 @@ Weights = dict[str, Any]
 
 
 class UntracedParameterWarning(UserWarning):
-    """A parameter acts on the state in a way that is not traced."""
+    """A parameter acts on the state without a trace."""
 
 
 class MixingWarning(UserWarning):
-    """The step mixes positions of the state that the learner takes to be independent."""
+    """The step mixes positions of the state, but the learner assumes that they are independent."""
 
 
 class Learned(NamedTuple):
     """The results of one step of a learner.
 
     - `loss`: the loss of this step.
-    - `grads`: its gradient, in the structure of the model, with None for parts that are not trained.
+    - `grads`: its gradient, as a pytree like the model, with None for leaves that are not trained.
     - `state`: the next state.
     - `traces`: the next traces.
     - `output`: the output of the step.
@@ -44,12 +44,12 @@ class Learned(NamedTuple):
 class Learner(abc.ABC):
     """Learns a recurrent network forward in time.
 
-    Backpropagation through time stores the whole past, and goes through it in reverse. A learner carries
-    *traces* instead, which say how the state depends on the weights. Every step returns a gradient of its own
-    loss; memory does not grow with the length of the sequence, and weights may change at every step.
+    Backpropagation through time stores the whole past, and goes through it in reverse. Instead, a learner
+    carries *traces*: derivatives of the state with respect to the weights. Every step returns the gradient of
+    its own loss. Memory does not grow with the length of the sequence, and weights may change at every step.
 
     Traces are kept for weights that the step uses through ETP primitives, such as
-    [`matmul`][quaxlike.online_learning.matmul]. Any other parameter only gets its gradient within the step.
+    [`matmul`][quaxlike.online_learning.matmul]. Other parameters only get their gradient within a step.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Learner(abc.ABC):
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
         """Makes the traces before the first step.
 
-        **Arguments:** as for the step; only their types matter.
+        **Arguments:** as for the step. Only shapes and dtypes matter.
 
         **Returns:** the traces, all zero.
 
-        **Raises:** `ValueError`, with the reason, for a step that cannot be learned in this way.
+        **Raises:** `ValueError` if the learner does not support this step. The message says why.
         """
         step = self._traced(model, state, inputs).step
         return self._first_traces(step)
@@ -88,14 +88,14 @@ class Learner(abc.ABC):
     ) -> Learned:
         """Runs one step, and computes the gradient of its loss. Call it under `jax.jit`.
 
-        The gradient of a sequence is the sum over its steps. The step is evaluated in several ways, which the
-        compiler merges, so side effects such as printing occur several times.
+        The gradient of a sequence is the sum over its steps. The step is evaluated in several ways. The
+        compiler merges these, but side effects such as printing happen several times.
 
         **Arguments:**
 
-        - `loss`: `loss(output, *targets)`, a scalar.
+        - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
-        - `traces`: from `init`, or from the last step.
+        - `traces`: from `init`, or from the previous step.
         - `targets`: further arguments of the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
@@ -138,8 +138,10 @@ class Learner(abc.ABC):
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
 
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
-        """The derivatives of the loss by the last states of each group that it depends on past the group's
-        next states: because the output is read from them, or the input of an op."""
+        """Returns derivatives of the loss with respect to last states, but not through the next states.
+
+        These are not zero if the output, or the input of an op, reads the last states directly.
+        """
         step, signals = traced.step, {}
         for group in step.groups:
 
@@ -201,11 +203,11 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """The cotangents of a relation's weights, for the cotangent `(*states, S)` of the states."""
+        """Returns the cotangents of a relation's weights, for the cotangent `(*states, S)` of the states."""
 
 
 class Linearised:
-    """A step, linearised: how the next state changes with the last one, and with each y."""
+    """A linearised step: derivatives of the next state with respect to the last state and each y."""
 
     def __init__(
         self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -227,13 +229,16 @@ class Linearised:
         self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
 
     def by_state(self, group: int) -> Array:
-        """∂h/∂h of a group, elementwise: `(*states, S, S)`, with the last state along the last axis."""
+        """Returns ∂h/∂h of a group, elementwise: `(*states, S, S)`, with the last state as last axis."""
         group_ = self.step.groups[group]
         return jnp.stack([self._columns(group_, state=j) for j in group_.components], axis=-1)
 
     def by_output(self, relation: Relation) -> Array:
-        """∂h/∂y of the states of a relation, elementwise: `(*states, S)`, of the dtype of y. For a complex y,
-        these are cotangents: derivatives by the real part, less i times those by the imaginary part."""
+        """Returns ∂h/∂y of a relation, elementwise: `(*states, S)`, with the dtype of y.
+
+        For a complex y, these are cotangents: the derivative with respect to the real part, minus i times the
+        derivative with respect to the imaginary part.
+        """
         group, y = self.step.groups[relation.group], self.step.ops[relation.op].y_var.aval
         columns = self._columns(group, op=(relation.op, False))
         if jnp.iscomplexobj(y):
@@ -243,38 +248,38 @@ class Linearised:
     def _columns(
         self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
     ) -> Array:
-        """How the components of a group change with one of a state, or of the y of an op."""
+        """Returns derivatives of a group with respect to a component of a state, or of the y of an op."""
         primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
         shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
         return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
 
 
 def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
-    """1, or i for an imaginary part, at each position of what is chosen; else 0."""
+    """Makes a tangent: 1 (or i for an imaginary part) if `number` is chosen, else 0."""
     if chosen is None or chosen[0] != number:
         return jnp.zeros_like(like)
     return jnp.full_like(like, 1j if chosen[1] else 1)
 
 
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
-    """Real and imaginary parts of the states of a group, along a new last axis."""
+    """Stacks real and imaginary parts of the states of a group, along a new last axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
     return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
 
 
 def _of_dtype(x: Array, dtype: Any) -> Array:
-    """The cotangent of a weight of this dtype, computed in a wider one."""
+    """Casts the cotangent of a weight to its dtype."""
     is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
     return (x.real if is_real else x).astype(dtype)
 
 
 def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:
-    """Cotangents as derivatives by real and imaginary parts."""
+    """Converts cotangents to derivatives with respect to real and imaginary parts."""
     return {i: jnp.conj(x) if jnp.iscomplexobj(x) else x for i, x in by_state.items()}
 
 
 def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:
-    """Maps `fn` over the `lead` axes that states have in front of y's, for the arguments that have them."""
+    """Maps `fn` over the leading axes of the states, for the arguments that have these axes."""
     for _ in range(lead):
         fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
     return fn

@@ -1,8 +1,9 @@
-"""Which maps act position by position: on a jaxpr that is linear in its arguments.
+"""Checks that a linear jaxpr acts position by position.
 
-Learners take the Jacobian of the next state, by the last one or by a y, to be diagonal. Here each variable is
-described, for each argument that it depends on, by the position in the argument that each of its elements
-depends on; an equation whose result has elements without a single such position mixes positions.
+Learners assume that the Jacobian of the next state, with respect to the last state or to a y, is diagonal. If
+it is not, then their gradients are wrong. So we follow positions through the jaxpr: for each variable and
+argument, each element depends on one position of the argument. An equation whose result depends on several
+positions mixes positions.
 """
 
 import math
@@ -18,8 +19,10 @@ from ..primitives import DefinedPrimitive
 
 
 class Digit(NamedTuple):
-    """An axis of a variable, or a factor of it, along which an index of the argument runs: `argument index //
-    stride % size` is the position, plus `start`."""
+    """An axis of a variable, or a factor of it, that follows an axis of the argument.
+
+    The position along it is `argument index // stride % size`, plus `start`.
+    """
 
     axis: int
     stride: int
@@ -28,13 +31,13 @@ class Digit(NamedTuple):
 
 
 Place = tuple[tuple[Digit, ...] | None, ...]
-"""For each axis of a variable, the digits that it consists of; None if the argument has no such axis."""
+"""The digits of each axis of a variable; None for an axis that the argument does not have."""
 Places = dict[int, Place]
-"""By the number of the argument."""
+"""Places by the index of the argument."""
 
 
 class Mixed(Exception):
-    """An equation that mixes the positions of an argument."""
+    """An equation mixes the positions of an argument."""
 
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
@@ -47,11 +50,11 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """Where each element depends on the element of the argument at its own position, behind `lead` axes."""
+    """The place of the argument itself, with `lead` axes in front."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 
-# Primitives whose results depend, element by element, on the operands, as far as these have tangents.
+# Primitives that are elementwise in the operands with tangents.
 _ELEMENTWISE = frozenset(
     """add add_any sub mul div neg select_n convert_element_type reduce_precision real imag complex conj copy
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
@@ -73,13 +76,13 @@ def _needed(jaxpr: Any) -> list[JaxprEqn]:
 
 
 class Positions:
-    """Follows the positions of the arguments through a jaxpr."""
+    """Propagates the positions of the arguments through a jaxpr."""
 
     def __init__(self) -> None:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """The places of the results, given those of the arguments. Raises `Mixed`."""
+        """Returns the places of the results, given the places of the arguments. Raises `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -93,7 +96,7 @@ class Positions:
         return [{} if isinstance(a, Literal) else env.get(a, {}) for a in opened.outvars]
 
     def mixed(self, eqn: JaxprEqn, argument: int, *places: Place) -> Mixed:
-        """The error for an equation, or for one before it that moved the argument to one of these places."""
+        """Makes the error for an equation, or for the earlier equation that moved the argument."""
         return Mixed(
             next((self._moves[argument, p] for p in places if (argument, p) in self._moves), eqn), argument
         )
@@ -145,7 +148,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """The places of a loop's carry, once they do not change any more."""
+        """Returns the places of a loop's carry, at their fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:
@@ -168,9 +171,9 @@ class Positions:
         return [*carry, *({k: (None, *p) for k, p in places.items()} for places in body(carry)[m - n :])]
 
 
-# -------------------------------------------------------------------------------------------------
-# Primitives that move positions. Each rule returns the places of the results, or
-# None in place of one that there is none for.
+# ------------------------------------------------------------------------------------------------- Primitives
+# that move positions. Each rule returns the places of the results. It returns None for a result that depends
+# on several positions.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -206,10 +209,10 @@ def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _reshape(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Cuts axes into factors, and joins factors to axes."""
+    """Splits axes into factors, and merges factors into axes."""
     if places[0] is None or eqn.params.get("dimensions") is not None:
         return None
-    factors: list[Any] = []  # digits; sizes of axes that the argument does not have
+    factors: list[Any] = []  # digits, or sizes of axes that the argument does not have
     for digits, size in zip(places[0], eqn.invars[0].aval.shape, strict=True):
         factors += [size] if digits is None else digits
     out: list[Any] = []
@@ -255,7 +258,7 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
-    """The digits of an axis from `low` to `high`, which may lie outside of it; `...` if there are none."""
+    """Slices the digits of an axis from `low` to `high`, possibly out of bounds; `...` if it cannot."""
     if digits is None or (low, high) == (0, size):
         return digits
     if len(digits) != 1:
@@ -332,14 +335,14 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Whole along all axes that the argument has."""
+    """The slice must span every axis that the argument has."""
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
     return None if places[0] is None or any(places[0][i] is not None for i in cut) else places[0]
 
 
 def _update(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Other elements in place of some."""
+    """Replaces some elements by elements that do not depend on the argument."""
     return places[0] if all(place is None for place in places[1:]) else None
 
 

@@ -1,4 +1,4 @@
-"""The built-in ETP primitives, and the functions that bind them."""
+"""The built-in ETP primitives and their functions."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises unless the shapes of the operands fit each other; the shape of None is `()`."""
+    """Raises unless the shapes of the operands match. The shape of None is `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]
@@ -32,7 +32,7 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
 
 
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
-    """Lets a function take Values outside of `quaxify`, too. Arrays are passed on as they are."""
+    """Lets a function accept Values outside of `quaxify` too."""
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
@@ -44,7 +44,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
-    """A batching rule: mapped over x alone, the primitive for single examples becomes that for batches."""
+    """Makes a batching rule: mapped only over x, the primitive becomes its batched version."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -59,7 +59,7 @@ def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
 def _product(
     name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
 ) -> tuple[ETPPrimitive, ETPPrimitive]:
-    """Two primitives for one product: for x of shape `(batch..., in)`, and for a single `(in,)`."""
+    """Makes two primitives for a product: for x of shape `(batch..., in)`, and of shape `(in,)`."""
     options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
     of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
     of_one = register_primitive(f"etp_{name}mv", fn, **options)
@@ -69,7 +69,7 @@ def _product(
 
 
 def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """A `yw_to_w` rule: weights act on the element of y at their last index, biases on their own."""
+    """A `yw_to_w` rule for weights whose last axis is the last axis of y."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
@@ -101,7 +101,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
     **Arguments:**
 
-    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `x`: `(..., in)`. All axes before the last one are batch axes.
     - `w`: `(in, out)`, an array or a Value.
     - `bias`: `(out,)`.
 
@@ -121,7 +121,7 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
 @register([etp_mm_p, etp_mv_p])
 def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
-    """Trains an adapter online, over a weight of any type."""
+    """Trains an adapter online, on any type of weight."""
     plain = w.magnitude is None and (w.key is None or w.dropout == 0)
     if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
         return NotImplemented
@@ -145,8 +145,8 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # Traces decay per element of y, an axis that `b` does not have. So the trace is that of the product, from
-    # which the cotangents of both factors follow.
+    # Traces decay per element of y, but `b` does not have this axis. So we keep the trace of the product, and
+    # compute the cotangents of both factors from it.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
     return {"product": jnp.zeros(shape, y_var.aval.dtype)}
@@ -179,7 +179,7 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
 
     **Arguments:**
 
-    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `x`: `(..., in)`. All axes before the last one are batch axes.
     - `b`: `(in, rank)`.
     - `a`: `(rank, out)`.
     - `scale`: a static factor.
@@ -204,7 +204,7 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """The positions of a sparse weight's entries. Patterns are hashable, and equal if their entries are.
+    """The positions of a sparse weight's entries. Patterns can be hashed and compared.
 
     **Arguments:**
 
@@ -274,9 +274,9 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
 
     **Arguments:**
 
-    - `x`: `(..., in)`; axes before the last are batch axes.
+    - `x`: `(..., in)`. All axes before the last one are batch axes.
     - `data`: the entries, `(entries,)`.
-    - `pattern`: their positions; entries at the same position add up.
+    - `pattern`: their positions. Entries at the same position are summed.
 
     **Returns:** `(..., out)`.
     """
@@ -291,7 +291,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     return primitive(x, data, pattern=pattern)
 
 
-# y = w, which the step then uses elementwise: gains, leaks and diagonal recurrence ----------------
+# y = w, for elementwise use in the step: gains, leaks and diagonal recurrence ----------------------
 
 etp_elemwise_p = register_primitive(
     "etp_elemwise",
@@ -311,14 +311,14 @@ etp_elemwise_p.register_etp_rules(
 @_takes_values
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
-    """Marks `w` as trained online, for weights that act on the state elementwise.
+    """Marks a weight that acts on the state elementwise, so that it is trained online.
 
-    Functions that are applied to the parameter before (a sigmoid, say) are differentiated as usual:
+    Functions of the parameter itself, such as a sigmoid, are differentiated as usual:
     `elementwise(jax.nn.sigmoid(log_decay)) * h`.
 
     **Arguments:**
 
-    - `w`: of the shape of the state, or of its last axes.
+    - `w`: an array with the shape of the state, or of its last axes.
 
     **Returns:** `w`.
     """
@@ -359,7 +359,7 @@ etp_emb_p.register_etp_rules(
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
     """`table[indices]`, with `table` trained online.
 
-    The traces of D-RTRL are as large as the table, for each example; those of pp_prop are not.
+    With D-RTRL, each example has a trace as large as the table. The traces of pp_prop are small.
 
     **Arguments:**
 
@@ -407,7 +407,7 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """The window of x for each spatial position of y: `(batch, *space, *window, in)`."""
+    """Extracts the window of x for each spatial position of y: `(batch, *space, *window, in)`."""
     *window, n_in, _ = kernel.shape
     size = n_in
     for n in window:
@@ -419,8 +419,8 @@ def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
 
 
 def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # All positions of y share the kernel, but each discounts its own trace: traces are kept per position, and
-    # summed when the gradient is computed.
+    # All positions of y share the kernel, but each decays on its own. So we keep traces per position, and sum
+    # them for the gradient.
     y = y_var.aval
     kernel = weight_vars["weight"].aval.shape
     zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
@@ -428,7 +428,7 @@ def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_state
 
 
 def _beside_window(g: Any, ndim: int) -> Any:
-    """`g`, of the shape of y, with axes of size 1 before its last one, up to `ndim` axes."""
+    """Inserts axes of size 1 before the last axis of `g`, up to `ndim` axes."""
     return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
 
 
@@ -468,16 +468,16 @@ def conv(
 ) -> jax.Array:
     """A convolution over one, two or three spatial axes, with `kernel` and `bias` trained online.
 
-    The traces of D-RTRL hold a kernel for every position of the result; those of pp_prop are as large as the
-    result.
+    With D-RTRL, every position of the result has a trace as large as the kernel. The traces of pp_prop are as
+    large as the result.
 
     **Arguments:**
 
     - `x`: `(batch, *space, in)`.
     - `kernel`: `(*window, in, out)`.
     - `bias`: `(out,)`.
-    - `strides`, `dilation`: one integer for each spatial axis. Default: 1.
-    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers for each spatial axis.
+    - `strides`, `dilation`: one integer per spatial axis. Default: 1.
+    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 
     **Returns:** `(batch, *space, out)`.
     """

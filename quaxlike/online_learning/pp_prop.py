@@ -1,4 +1,4 @@
-"""pp_prop: online learning with traces of inputs and outputs only."""
+"""pp_prop: online learning with separate traces of inputs and outputs."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from .step import Step
 
 
 class PPProp(Learner):
-    """pp_prop (ES-D-RTRL): a trace of a weight's input, and a trace of its effect on the state.
+    """pp_prop (ES-D-RTRL): keeps a trace of a weight's input, and a trace of its effect on the state.
 
-    The trace of D-RTRL is approximated by a product of two: ε_x ← α ε_x + x and
-    ε_f ← α D ε_f + (1 − α) ∂h/∂y. The gradient is the weights' at input ε_x, for the cotangent Σ ε_f ∘ ∂L/∂h
+    This approximates the trace of D-RTRL by a product of two traces: ε_x ← α ε_x + x and
+    ε_f ← α D ε_f + (1 − α) ∂h/∂y. The gradient is computed at the input ε_x, for the cotangent Σ ε_f ∘ ∂L/∂h
     / (1 − αᵗ⁺¹) of y. Memory is O(batch · (in + out)).
 
     !!! example
@@ -96,7 +96,7 @@ class PPProp(Learner):
     ) -> Weights:
         op = here.step.ops[relation.op]
         _, weights = here.operands[relation.op]
-        # The traces start from zero; this corrects the bias of their decaying means.
+        # Correct the bias of the moving average, as it starts from zero (as in Adam).
         f, x = traces["f"][number], traces["x"].get(relation.op)
         steps = jnp.maximum(traces["steps"], 1).astype(f.real.dtype)
         bias = (1 - self.decay**steps).astype(f.dtype)
@@ -104,13 +104,13 @@ class PPProp(Learner):
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
         if x is not None:
             like = jax.eval_shape(functools.partial(_pp_input, op), *here.operands[relation.op])
-            # The rule takes operands of the dtypes that they have in the step, but a sum of integers decays.
+            # The rule expects the dtypes of the step, except that the trace of integers is floating-point.
             x = x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
         return op.run("xy_to_dw", x, g, weights, like=weights)
 
 
 def _precise(dtype: Any) -> Any:
-    """At least float32, in which α is other than 1."""
+    """Promotes to at least float32: in bfloat16, α could be rounded to 1."""
     return widest(dtype, np.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float32)
 
 

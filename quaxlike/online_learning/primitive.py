@@ -1,4 +1,4 @@
-"""ETP primitives: markers of where trainable weights are used, with rules for learning forward in time."""
+"""ETP primitives: they mark the use of trainable weights, and have rules for online learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,12 +26,12 @@ RULES = {
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks the use of trainable weights, made by
-    [`register_primitive`][quaxlike.online_learning.register_primitive].
+    """A primitive that marks the use of trainable weights.
 
-    ETP stands for eligibility trace propagation. The primitive computes y from an input x and the
-    weights. A learner finds its equations in a step of a recurrent network, and calls its rules, which relate
-    weights, traces and gradients. Each rule is in a slot of its name.
+    Make one with [`register_primitive`][quaxlike.online_learning.register_primitive]. ETP stands for
+    eligibility trace propagation. The primitive computes y from an input x and the weights. A learner finds
+    its equations in a step of a recurrent network, and calls its rules, which relate weights, traces and
+    gradients. Each rule has a slot with the same name.
     """
 
     batched: bool = False
@@ -41,13 +41,13 @@ class ETPPrimitive(DefinedPrimitive):
     y_outvar_index: int = 0
 
     def register_yw_to_w(self, rule: _F) -> _F:
-        """Sets the rule for how a factor per element of y acts on a trace.
+        """Sets the rule that multiplies a trace by a factor per element of y.
 
         **Arguments:**
 
-        - `rule`: `rule(g, trace, **params) -> trace`; `g` has the shape of y, and `trace` is a dict by
-            trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
-            `{"weight": trace["weight"] * g[..., None, :]}`.
+        - `rule`: a function `rule(g, trace, **params) -> trace`. `g` has the shape of y, and `trace` is a
+          dict by trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
+          `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
         """
@@ -58,8 +58,8 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: `rule(x, g, weights, **params) -> dict`: for each trainable in the dict `weights`, its
-            cotangent, of the shape of the weight, given the cotangent `g` of y (summed over a batch).
+        - `rule`: a function `rule(x, g, weights, **params) -> dict`. It returns the cotangent of each
+          trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
 
         **Returns:** the rule.
         """
@@ -70,9 +70,9 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: `rule(x_var, y_var, weight_vars, num_states) -> dict`: zeros of shape
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states) -> dict`. It returns zeros of shape
             `(batch..., *weight, num_states)` for each trainable. `weight_vars` is a dict by trainable. Each
-            variable has an `aval`; `x_var` is None without input.
+            variable has an `aval`. `x_var` is None if there is no input.
 
         **Returns:** the rule.
         """
@@ -83,7 +83,8 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: `rule(x_var, y_var, weight_vars, num_states)`: zeros of shape `(*y, num_states)`.
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)`. It returns zeros of shape
+            `(*y, num_states)`.
 
         **Returns:** the rule.
         """
@@ -104,14 +105,13 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods of these names.
-        - `instant`: `instant(x, g, weights, **params)`: the term that one step adds to the traces of D-RTRL
-            for the factor `g`. Default: `xy_to_dw`, example by example. Needed if a trace does not have the
-            shape of its weight.
-        - `solve`: `solve(g, trace, weights, **params)`: the cotangents of the weights, given traces and the
-            cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
-        - `pp_input`: `pp_input(x, weights, **params)`: the quantity that pp_prop keeps a trace of, in which y
-            must be linear. Default: x.
+        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods for each of them. - `instant`: a
+          function `instant(x, g, weights, **params)`. It returns the term that one step adds to the traces of
+          D-RTRL, for the factor `g`. This is needed if a trace does not have the shape of its weight.
+          Default: `xy_to_dw`, example by example. - `solve`: a function `solve(g, trace, weights, **params)`.
+          It returns the cotangents of the weights, given traces and the cotangent `g` of y. Default:
+          `yw_to_w`, summed over the batch. - `pp_input`: a function `pp_input(x, weights, **params)`. pp_prop
+          keeps a trace of its result, so y must be linear in it. Default: x.
         """
         rules = {
             "yw_to_w": yw_to_w,
@@ -141,7 +141,7 @@ def register_primitive(
     batching: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> ETPPrimitive:
-    """Makes a function an ETP primitive, and derives all rules that JAX needs for it.
+    """Makes an ETP primitive from a function, and derives all the rules that JAX needs.
 
     !!! example
 
@@ -160,21 +160,21 @@ def register_primitive(
 
     **Arguments:**
 
-    - `name`: an identifier that no primitive of JAX has, nor one defined in this way.
-    - `impl_fn`: a function that computes y from arrays by position and static parameters by keyword.
+    - `name`: an identifier. No other primitive may have this name.
+    - `impl_fn`: a function that computes y. Arrays are positional, and static parameters are keywords.
     - `batched`: whether x and y have leading batch axes.
-    - `gradient_enabled`: whether the path from another y, or from the last state, to the state may pass
-        through y: True for elementwise operations. Paths through any other ETP primitive are cut.
+    - `gradient_enabled`: whether gradients from another y, or from the last state, may pass through y to the
+        state. Use True for elementwise operations. Gradients through any other ETP primitive are stopped.
     - `trainable_invars_fn`: maps the parameters to the positions of trainable operands by name. Default:
         `{"weight": 1}`.
-    - `x_invar_index`: the position of the input; None for a primitive without one.
+    - `x_invar_index`: the position of the input; None if there is no input.
     - `y_outvar_index`: the position of y among the results of the equation.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
 
     **Returns:** the primitive.
 
-    **Raises:** `ValueError` for a name that is taken.
+    **Raises:** `ValueError` if the name is already taken.
     """
     flags: dict[str, Any] = {"batched": batched, "gradient_enabled": gradient_enabled}
     for key, flag in flags.items():
@@ -213,18 +213,18 @@ def is_etp_primitive(primitive: Any) -> bool:
 
 
 def is_batched_primitive(primitive: Any) -> bool:
-    """Whether it is an ETP primitive whose x and y have leading batch axes."""
+    """Whether this is an ETP primitive with leading batch axes."""
     return is_etp_primitive(primitive) and primitive.batched
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Whether it is an ETP primitive that the path from a y or a state to the state may pass through."""
+    """Whether this is an ETP primitive that lets gradients pass through to the state."""
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
 @checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """The positions of the trainable operands, by name, of an equation with these parameters."""
+    """Returns the positions of the trainable operands by name, for these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
     found: Any = primitive.trainable_invars_fn({} if params is None else params)
@@ -238,13 +238,13 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
 
 @checked
 def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
-    """The position of the input among the operands; None if there is none."""
+    """Returns the position of the input among the operands; None if there is no input."""
     return primitive.x_invar_index
 
 
 @checked
 def get_y_outvar_index(primitive: ETPPrimitive) -> int:
-    """The position of y among the results."""
+    """Returns the position of y among the results."""
     return primitive.y_outvar_index
 
 
@@ -252,8 +252,10 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """Makes an `init_drtrl` rule: zeros with the batch axes of x, of which there are `batch` (a number, or a
-    function of x's aval), the shape of each weight, and the states."""
+    """Makes an `init_drtrl` rule: zeros with shape `(batch..., *weight, num_states)`.
+
+    `batch` is the number of batch axes of x, or a function of x's aval that returns this number.
+    """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
         num_batch = batch(x_var.aval) if callable(batch) else batch
@@ -267,13 +269,12 @@ def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[
 
 
 def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
-    """An `init_pp` rule: zeros of shape `(*y, num_states)`."""
+    """An `init_pp` rule: zeros with shape `(*y, num_states)`."""
     return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Makes an `xy_to_dw` rule: the transposed derivative of `fn(x, *weights, **params)`, for weights in the
-    order of `keys`."""
+    """Makes an `xy_to_dw` rule: the VJP of `fn(x, *weights, **params)`. `keys` are the names of weights."""
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
         present = [key for key in keys if key in weights]

@@ -1,4 +1,4 @@
-"""A step of a recurrent network, with the evaluations that learning forward in time needs."""
+"""A traced step of a recurrent network, and its evaluations for online learning."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,10 +24,10 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step:
-    """A traced step: from leaves of parameters, state and inputs to leaves of the next state and output.
+    """A traced step: maps leaves of parameters, state and inputs to leaves of the next state and output.
 
-    Calls are inlined into one flat list of equations, and equal equations merged, so that every intermediate
-    result of the step is one variable that later equations use.
+    Calls are inlined into one flat list of equations, and equal equations are merged. Hence every
+    intermediate result is a single variable, and we can cut the step at any op.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step, with `on_op` computing the results of ops. Returns the next state and the output."""
+        """Runs the step; `on_op` computes the results of ops. Returns the next state and the output."""
         read, env = self._environment(params, state, inputs)
         for i, eqn in enumerate(self.eqns):
             operands = list(map(read, eqn.invars))
@@ -69,17 +69,19 @@ class Step:
         shifts: Mapping[int, Any],
         last: Mapping[int, Any] = {},
     ) -> tuple[list[Any], list[Any]]:
-        """The next state and the output, whose derivatives are those parts that the traces lack.
+        """Returns the next state and the output. Their derivatives are the parts that traces do not contain.
 
         The derivative with respect to a shift of a next state is its effect on the output, directly and
-        through ops, without its effect on other states, which is in the traces. So is the derivative with
-        respect to a shift in `last`, of the last states of one group, but that recurrence through ops is
-        left out: the effect on next states that in turn act on the group. Derivatives with respect to
-        parameters contain everything but the effect of traced weights on the state through their own op.
+        through ops. It does not include the effect on other states, which is in the traces. The derivative
+        with respect to a shift in `last`, for the last states of one group, is similar. It does not include
+        recurrence through ops, that is, effects on next states that act on the group again. Derivatives with
+        respect to parameters include everything except the effect of traced weights on the state through
+        their own op.
         """
-        # Two parallel evaluations, equal in value. In `seen`, which gives the output and the inputs of ops,
-        # states are shifted and weights are live. In `inner`, which gives the next states, states are not
-        # shifted, and ops return their results in `seen`, with traced weights held fixed.
+        # We evaluate the step twice in parallel, with equal values but different derivatives. `seen` computes
+        # the output and the inputs of ops: states are shifted, and weights are differentiated. `inner`
+        # computes the next states: states are not shifted, and ops use their results from `seen`, with traced
+        # weights held fixed.
         shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
@@ -102,7 +104,7 @@ class Step:
         return results[: self.num_state], results[self.num_state :]
 
     def _coupled(self, states: Collection[int]) -> set[int]:
-        """The states that these act on, in this step or later, and that act on these."""
+        """Returns the states that these states act on and that act on them, now or later."""
         if not states:
             return set()
         acts_on = [self._acts_on(i) for i in range(self.num_state)]
@@ -115,7 +117,7 @@ class Step:
         }
 
     def _acts_on(self, i: int) -> set[int]:
-        """The next states that depend on a state, or on its next one."""
+        """Returns the next states that depend on a state, or on its next value."""
         own = (self.jaxpr.invars[self.num_params + i], self.next_vars[i])
         reached = {var for var in own if not isinstance(var, Literal)}
         for eqn in self.eqns:
@@ -124,7 +126,7 @@ class Step:
         return {j for j, var in enumerate(self.next_vars) if not isinstance(var, Literal) and var in reached}
 
     def way_past_traces(self, param: int) -> tuple[str, str]:
-        """How a parameter acts on the state such that its trace is missing, and what to write instead."""
+        """Explains why a parameter acts on the state without a trace, and what to write instead."""
         avals = [*self.param_avals, *self.state_avals, *self.input_avals]
         n, m = len(self.param_avals), len(self.param_avals) + self.num_state
 
@@ -152,7 +154,7 @@ class Step:
         )
 
     def _before(self, op: Op) -> list[Op]:
-        """The ops on whose results the operands of an op depend."""
+        """Returns the ops that the operands of an op depend on."""
         needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
         found = []
         for i in reversed(range(op.index)):
@@ -176,8 +178,10 @@ class Step:
     def isolated(
         self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
     ) -> list[Any]:
-        """The next state as a function of the last one and of a shift of each y, in which paths through ops
-        count only if these are gradient-enabled."""
+        """Returns the next state, as a function of the last state and of a shift of each y.
+
+        Gradients through ops are stopped, unless the op is gradient-enabled.
+        """
 
         def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
             results = bind(op.eqn, operands)
@@ -194,7 +198,7 @@ class Step:
     # ----------------------------------------------------------------------------------------------
 
     def _find_ops(self, num_held: int) -> list[Op]:
-        """The equations with trained weights; the first `num_held` inputs are the model's other arrays."""
+        """Finds the equations with trained weights. `num_held` inputs are the model's other arrays."""
         found = []
         n, m = self.num_params, self.num_params + self.num_state
         data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
@@ -278,7 +282,7 @@ class Step:
         return relations
 
     def mixing(self) -> str | None:
-        """How the step mixes positions that the learners keep apart; None if it does not."""
+        """Explains how the step mixes positions; None if it does not."""
         moving = sorted(i for group in self.groups for i in group.states)
         ops = sorted(self.traced)
 
@@ -315,7 +319,7 @@ class Step:
         return None
 
     def _reached_by(self, number: int) -> list[bool]:
-        """Which next states have a derivative with respect to a state, or to the y of an op, counted on."""
+        """Whether each next state has a derivative with respect to a state, or a shift of a y."""
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -328,7 +332,7 @@ class Step:
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
-    """Which results of `fn` have a derivative with respect to the argument of this number."""
+    """Whether each result of `fn` has a derivative with respect to one argument."""
 
     def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
         return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])
@@ -342,8 +346,7 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 class TracedStep:
     """A step function `step(model, state, *inputs) -> (state, output)`, traced for given arguments.
 
-    The arguments have these leaves: `params`, the trained arrays of the model; `state`; and `inputs`, the
-    model's other arrays followed by those of the inputs.
+    `params` are the trained arrays of the model, and `inputs` are its other arrays followed by the inputs.
     """
 
     def __init__(
