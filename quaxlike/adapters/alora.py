@@ -37,8 +37,8 @@ class ALoRAArray(AdaptedArray):
     - `w`: the base, an array or a Value.
     - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as for [`quaxlike.LoraArray`][].
     - `invocation`: the tokens that invoke the adapter. It acts from their last (contiguous) occurrence in the
-      text onward, inclusive. - `active`: for each token, whether the adapter acts on it. Default: None, i.e.
-      not known.
+        text onward, inclusive.
+    - `active`: for each token, whether the adapter acts on it. Default: None, i.e. not known.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

@@ -22,8 +22,8 @@ class BOFTArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `blocks`: for each matrix in the chain, `n` blocks of size `b`, where `n * b` is the number of inputs:
-      `(..., factors, n, b, b)`. The Cayley transform of their skew-symmetric parts is orthogonal. - `scale`:
-      factors for the outputs, `(..., *outputs)`.
+        `(..., factors, n, b, b)`. The Cayley transform of their skew-symmetric parts is orthogonal.
+    - `scale`: factors for the outputs, `(..., *outputs)`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     **Raises:**

@@ -21,9 +21,11 @@ class GraLoRAArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `a`: for each of `k` groups of inputs, the first factors for all blocks in this column: shape `(..., k,
-      inputs / k, rank)`. - `b`: for each of `k` groups of outputs, the second factors for all blocks in this
-      row: shape `(..., k, rank, outputs / k)`. - `general_a`, `general_b`: a low-rank change of the whole
-      weight, like `a` and `b` in [`quaxlike.LoraArray`][]. Default: None.
+        inputs / k, rank)`.
+    - `b`: for each of `k` groups of outputs, the second factors for all blocks in this row: shape `(..., k,
+        rank, outputs / k)`.
+    - `general_a`, `general_b`: a low-rank change of the whole weight, like `a` and `b` in
+        [`quaxlike.LoraArray`][]. Default: None.
     - `scaling`: the factor for this change. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 

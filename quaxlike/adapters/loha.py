@@ -31,7 +31,7 @@ class LoHaArray(MethodArray):
     - `a_1`, `a_2`: shape `(..., outputs, r)`.
     - `b_1`, `b_2`: shape `(..., r, inputs)`; several input axes are flattened.
     - `core_1`, `core_2`: for convolution kernels in Tucker form, `(r, r, *window)`. Then each low-rank matrix
-      is `core` multiplied by `a` and by `b`, which has shape `(r, channels)`. Default: None.
+        is `core` multiplied by `a` and by `b`, which has shape `(r, channels)`. Default: None.
     - `scaling`: the factor for this change. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 

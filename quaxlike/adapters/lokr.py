@@ -32,11 +32,11 @@ class LoKrArray(MethodArray):
     - `w`: the base, an array or a Value.
     - `first`: shape `(..., o_1, i_1)`, or `(..., o_1, r)` if there is a `first_b`.
     - `second`: shape `(..., o_2, i_2)`, or `(..., o_2, r)` if there is a `second_b`. There are `o_1 o_2`
-      outputs and `i_1 i_2` inputs; several axes of either are flattened. - `first_b`, `second_b`: their
-      second factors, `(..., r, i_1)` and `(..., r, i_2)`. Default: None. - `core`: for convolution kernels in
-      Tucker form, `(r, r, *window)`. Then the second matrix is `core` multiplied by `second` and by
-      `second_b`, which has shape `(r, channels)`. Default: None. - `alpha`, `rank`: `scaling = alpha / rank`,
-      whatever ranks the matrices have. Default: 1.
+        outputs and `i_1 i_2` inputs; several axes of either are flattened.
+    - `first_b`, `second_b`: their second factors, `(..., r, i_1)` and `(..., r, i_2)`. Default: None.
+    - `core`: for convolution kernels in Tucker form, `(r, r, *window)`. Then the second matrix is `core`
+        multiplied by `second` and by `second_b`, which has shape `(r, channels)`. Default: None.
+    - `alpha`, `rank`: `scaling = alpha / rank`, whatever ranks the matrices have. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

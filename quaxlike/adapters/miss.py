@@ -20,9 +20,10 @@ class MiSSArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `block`: shape `(..., rank, outputs)`: row `j % rank` maps input `j`. With fewer columns, these are
-      repeated over the outputs. Default: None. - `bat`: used instead: matrices that also multiply the weight,
-      `(..., outputs / rank, rank, rank)`. In square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] +
-      bat[p]`. Every product forms this sum. Default: None.
+        repeated over the outputs. Default: None.
+    - `bat`: used instead: matrices that also multiply the weight, `(..., outputs / rank, rank, rank)`. In
+        square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. Every product forms this sum.
+        Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

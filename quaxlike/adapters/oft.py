@@ -37,11 +37,12 @@ class OFTArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `skew`: for each block of `b` inputs, the matrix's `b * (b - 1) / 2` elements above the diagonal, row by
-      row: `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs. - `terms`: how many terms
-      of Neumann's series approximate the inverse in the Cayley transform, as PEFT counts them. Default: None,
-      for the exact inverse. - `eps`: scales the matrices to a norm of at most `eps / sqrt(blocks)`
-      (constrained OFT). Gradients ignore this. Default: None. - `of_outputs`: whether to multiply the outputs
-      instead, i.e. an embedding's columns. Default: False.
+        row: `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
+    - `terms`: how many terms of Neumann's series approximate the inverse in the Cayley transform, as PEFT
+        counts them. Default: None, for the exact inverse.
+    - `eps`: scales the matrices to a norm of at most `eps / sqrt(blocks)` (constrained OFT). Gradients ignore
+        this. Default: None.
+    - `of_outputs`: whether to multiply the outputs instead, i.e. an embedding's columns. Default: False.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

@@ -36,13 +36,13 @@ class RandLoRAArray(MethodArray):
 
     - `w`: the base, an array or a Value.
     - `a`: shape `(..., rank, 1, n)`. The layer uses as many columns as it has inputs or outputs, whichever
-      are fewer. - `b`: shape `(..., m, bases, rank)`. It uses as many rows as it has of the other, and the
-      first bases.
+        are fewer.
+    - `b`: shape `(..., m, bases, rank)`. It uses as many rows as it has of the other, and the first bases.
     - `scale`: shape `(..., rank, bases)`.
     - `gamma`: shape `(..., bases, the lesser number)`.
     - `scaling`: the factor for this change. Default: 1.
     - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
-      None, for any other matrices.
+        None, for any other matrices.
     - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 

@@ -26,7 +26,7 @@ class VeRAArray(MethodArray):
     - `scale_a`: shape `(..., rank)`.
     - `scale_b`: shape `(..., *outputs)`.
     - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
-      None, for any other matrices.
+        None, for any other matrices.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example

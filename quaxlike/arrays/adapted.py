@@ -39,28 +39,29 @@ class AdaptedArray(GradientsArray):
 
     - `w`: the base, an array or a Value.
     - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
-      but do not train it (say, you have put arrays with gradients into it); `"train"` if it is trained, too.
-      Default: `"none"`.
+        but do not train it (say, you have put arrays with gradients into it); `"train"` if it is trained,
+        too. Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
     - `part_axes`: names the last axes of each part, as in `{"a": "rank in", "b": "out rank"}`. Here `out` and
-      `in` are the weight's axes; any other word is an axis of the part only. Axes in front of these are batch
-      axes (several adapters on one weight, or stacked layers), which `materialise` has to accept. This is
-      needed by [`quaxlike.stack_adapters`][], shardings, and loops over stacked layers. Default: not known.
+        `in` are the weight's axes; any other word is an axis of the part only. Axes in front of these are
+        batch axes (several adapters on one weight, or stacked layers), which `materialise` has to accept.
+        This is needed by [`quaxlike.stack_adapters`][], shardings, and loops over stacked layers. Default:
+        not known.
     - `out_axes`, `in_axes`: the weight's output and input axes, counted from the end. Default: `(-2,)` and
-      `(-1,)`.
+        `(-1,)`.
     - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so,
-      transposes and reshapes change them, and the result is an adapter too. Default: False.
+        transposes and reshapes change them, and the result is an adapter too. Default: False.
     - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
-      each entry depends only on the same entry of each part. Default: neither.
+        each entry depends only on the same entry of each part. Default: neither.
     - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], since they begin at
-      zero. Default: none.
+        zero. Default: none.
     - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
     - `invocation`: the tokens from which the adapter acts onward, if it does not always act.
-      [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
+        [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
     - `taken`: not None if an initialisation moved a part of `w` into the adapter, so that a file without the
-      base cannot represent it. Default: None.
+        base cannot represent it. Default: None.
 
     !!! example
 

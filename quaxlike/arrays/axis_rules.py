@@ -9,9 +9,9 @@ inputs now are.
 Two things hold before and after each rule:
 
 - The base has its axes in the order of the whole. Any other part has its batch axes first, in that order, and
-  then the axes that `part_axes` lists. A transpose of the matrix therefore moves axes of the base alone.
+    then the axes that `part_axes` lists. A transpose of the matrix therefore moves axes of the base alone.
 - A part may lack batch axes only in front of those that it has, since `labels_of` counts them from the end.
-  Where an operation would break this, the part gets all of them first (`with_all_axes`).
+    Where an operation would break this, the part gets all of them first (`with_all_axes`).
 
 Batch axes may be cut for every type: each matrix of a stack has its own adapter. Outputs and inputs may be
 cut only if the type says so (`cuttable`), and moved or reshaped only if it can say where they are

@@ -66,7 +66,7 @@ def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
 
     - `mode`, `fill_value`: parameters of `gather`.
     - `dtype`: the dtype of its operand. The default fill value is NaN for inexact dtypes, the least number
-      for signed integers, the largest for unsigned ones, and True for booleans.
+        for signed integers, the largest for unsigned ones, and True for booleans.
     """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return None

@@ -42,7 +42,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
     - `w`, `x`: the operands, arrays or Values.
     - `dimension_numbers`: the parameter of `dot_general`, `((contracting axes of the first, of the second),
-      (batch axes of the first, of the second))`.
+        (batch axes of the first, of the second))`.
     - `on_left`: whether `w` is the first operand and `x` the second, or the other way round.
 
     **Returns:**

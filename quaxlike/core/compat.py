@@ -553,7 +553,7 @@ def batch_jaxpr(
 
     - `axis`: JAX's description of the axis, as batching rules receive it.
     - `out_mapped`: for each result, True to put the axis in front, or None to do so only if the result
-      depends on it.
+        depends on it.
 
     **Returns:**
 

@@ -58,7 +58,7 @@ class on_materialise(contextlib.ContextDecorator):
     **Arguments:**
 
     - `mode`: `"allow"`, `"warn"` (a [`quaxlike.MaterialisationWarning`][], once per call site) or `"error"`
-      (a [`quaxlike.MaterialisationError`][]).
+        (a [`quaxlike.MaterialisationError`][]).
 
     !!! example
 

@@ -146,10 +146,10 @@ def quaxify(
 
     - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
     - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
-      (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
-      pass through untouched, so that a nested `quaxify` can dispatch on them; apart from that they behave as
-      outside `quaxify`. A Value that `fn` closes over or builds is treated like one that `fn` holds. Default:
-      all Values.
+        (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
+        pass through untouched, so that a nested `quaxify` can dispatch on them; apart from that they behave
+        as outside `quaxify`. A Value that `fn` closes over or builds is treated like one that `fn` holds.
+        Default: all Values.
     - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A nested `quaxify` inherits it.
 
     **Returns:**

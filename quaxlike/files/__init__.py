@@ -1,4 +1,4 @@
-"""Any model with Values to a file of safetensors and back."""
+"""Saves models with Values as safetensors files, and loads them."""
 
 from .errors import CheckpointError
 from .safetensors import load, load_adapters, save, save_adapters

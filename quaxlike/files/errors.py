@@ -20,13 +20,13 @@ def shortened(text: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first few of these names, and the number of the others."""
+    """Lists the first few names, and the number of further ones."""
     first, others = (names := list(names))[:5], len(names) - 5
     return ", ".join(map(shortened, first)) + (f" and {others:,} more" if others > 0 else "")
 
 
 class ErrorAboutFiles(ValueError):
-    """An error whose message may quote a file. Its length is bounded, whatever the file holds."""
+    """An error with a message that may quote a file. Its length is bounded, whatever the file contains."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > 4_000:
@@ -35,12 +35,11 @@ class ErrorAboutFiles(ValueError):
 
 
 class CheckpointError(ErrorAboutFiles):
-    """A checkpoint is damaged, incomplete, or of a kind that cannot be read or written."""
+    """A checkpoint is damaged, incomplete, or not supported."""
 
 
 def hub_hint(path: Any) -> str:
-    """If a missing path may be a name on the Hugging Face hub, a sentence that says how to get it; else an
-    empty text."""
+    """Says how to download a missing path, if it looks like a name on the Hugging Face hub; else empty."""
     name = os.fspath(path)
     files = (".safetensors", ".gguf", ".json")
     if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
@@ -52,5 +51,5 @@ def hub_hint(path: Any) -> str:
 
 
 def file_error(path: Any, key: str | None, problem: str) -> CheckpointError:
-    """Returns an error that names the file and the entry in it."""
+    """Makes an error that names the file and the entry."""
     return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

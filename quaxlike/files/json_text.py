@@ -1,4 +1,8 @@
-"""JSON from untrusted files, whose size and contents are bounded."""
+"""Parsing of JSON from untrusted files, with bounds on size and nesting.
+
+Python's parser uses up to about 20 times the size of the text, and recurses into nested lists. Without the
+bounds, a small file could exhaust memory or the stack.
+"""
 
 import json
 from pathlib import Path
@@ -8,20 +12,20 @@ from .errors import file_error
 from .open_file import OpenFile, check_regular
 
 _MAX_BYTES = 64 << 20  # far more than any configuration or index
-_MAX_LEVELS = 64  # of lists and objects within each other
+_MAX_LEVELS = 64  # of nested lists and objects
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:
-    """A JSON object from untrusted bytes, which messages call `what` and place in the file `path`.
+    """Parses a JSON object from untrusted bytes. Error messages call it `what`, in the file `path`.
 
-    **Raises:** `CheckpointError` if it is not a JSON object, has a name twice, or would take much more memory
-    than the text.
+    **Raises:** `CheckpointError` if this is not a JSON object, contains a name twice, or would take much more
+    memory than the text.
     """
     return _of_kind(path, _parsed(path, text, what), what, dict)
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
-    """Reads a file, like `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
+    """Reads a file with `read_json`. Raises `FileNotFoundError` unless it is a regular file."""
     return _of_kind(path, _parsed_file(path, what), what, dict)
 
 
@@ -55,8 +59,8 @@ def _parsed_file(path: Path, what: str) -> Any:
 def _parsed(path: Path, text: bytes | str, what: str) -> Any:
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        text.encode()  # text from inside a file may have lone surrogates
-        # An empty list takes three characters of text, and 64 bytes of memory.
+        text.encode()  # raises for lone surrogates
+        # An empty list takes three characters of text, but 64 bytes of memory.
         containers = text.count("[") + text.count("{")
         if containers > 10_000 + len(text) // 8:
             raise ValueError(f"{containers:,} lists and objects are too many for {len(text):,} characters")

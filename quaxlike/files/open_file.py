@@ -1,4 +1,8 @@
-"""A file that stays open, so that all that is read from it belongs to one state of it."""
+"""A file that stays open, so that everything is read from the same version of it.
+
+Tensors are read on demand, long after the header. If the file was overwritten in between, the offsets in the
+header would point at other data, so every read first checks size and modification time.
+"""
 
 import os
 import threading
@@ -10,20 +14,22 @@ import numpy as np
 
 from .errors import CheckpointError, file_error
 
-_TICK = 20_000_000  # nanoseconds; file systems note times in steps of up to 10 ms
+_TICK = 20_000_000  # nanoseconds; file systems store times in steps of up to 10 ms
 _MAX = 1 << 30  # bytes in one system call
 _lock = threading.Lock()
 
 
 class OpenFile:
-    """A file opened for reading. If another takes its name, the opened one is read on; if it is written to
-    itself, reading it raises.
+    """A file opened for reading.
+
+    If another file replaces it, then we continue to read the original file. If the file itself is changed,
+    then reading raises an error.
 
     **Attributes:**
 
-    - `path`: its name when it was opened.
-    - `file`: the file, for reading its header.
-    - `size`: its bytes.
+    - `path`: its path when it was opened.
+    - `file`: the file object, for reading the header.
+    - `size`: its size in bytes.
 
     **Raises:** `FileNotFoundError` unless it is a regular file.
     """
@@ -33,14 +39,13 @@ class OpenFile:
         self.path = path
         self.file = open(path, "rb")  # noqa: SIM115 (closed with the last reference)
         weakref.finalize(self, self.file.close)
-        if 0 <= time.time_ns() - self._now()[1] < _TICK:  # a change within a tick would not be noticed
+        if 0 <= time.time_ns() - self._now()[1] < _TICK:  # a later change could have the same time
             time.sleep(_TICK / 1e9)
         self._state = self._now()
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Some bytes, of the entry `name`. Raises `CheckpointError` if the file was changed since it was
-        opened."""
+        """Reads bytes of the entry `name`. Raises `CheckpointError` if the file has changed."""
         parts, end = [], offset + nbytes
         while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
@@ -49,13 +54,13 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """An array of the file, mapped into memory. Raises like `read`, for changes before this call."""
+        """Maps an array of the file into memory. Raises like `read`, for changes before this call."""
         self._check(name)
-        with _lock:  # NumPy moves the position
+        with _lock:  # NumPy seeks in the file
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Whether the path still names the file that was opened."""
+        """Whether the path still refers to the opened file."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -85,14 +90,14 @@ def foreign(file: OpenFile, kind: str) -> CheckpointError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for a pipe, a device or a folder: reading them may never end."""
+    """Raises `FileNotFoundError` for a pipe, a device or a folder, as reading could block forever."""
     if not path.is_file():
         problem = "is not a regular file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {problem}.")
 
 
 def _read_at(descriptor: int, count: int, offset: int) -> bytes:
-    if hasattr(os, "pread"):  # which threads and forked processes may call at the same time
+    if hasattr(os, "pread"):  # safe with threads and forked processes
         return os.pread(descriptor, count, offset)
     with _lock:
         os.lseek(descriptor, offset, os.SEEK_SET)

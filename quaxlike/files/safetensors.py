@@ -1,4 +1,4 @@
-"""Whole models in a safetensors file, with arrays of all shipped types."""
+"""Safetensors files of whole models, with Values."""
 
 import dataclasses
 import functools
@@ -54,10 +54,10 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 
     - `path`: the file to write.
     - `model`: any pytree.
-    - `types`: your own classes that the model holds, dataclasses such as `quaxlike.ArrayValue`s, besides
-        those that ship with quaxlike.
+    - `types`: your own classes in the model, besides the ones in quaxlike. These are dataclasses, such as
+        `quaxlike.ArrayValue`s.
 
-    **Raises:** `CheckpointError` for a value that a file cannot hold; no file is written then.
+    **Raises:** `CheckpointError` for a value that cannot be stored. No file is written in this case.
 
     !!! example
 
@@ -105,23 +105,23 @@ def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type])
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Reads a file that `save` wrote, or any safetensors file with the names of the model.
+    """Reads a file from `save`, or any safetensors file with the names of the model.
 
-    The file determines the types of arrays, `like` their shapes and dtypes: a file of quantised weights loads
-    into the model before quantisation.
+    The file determines the types of arrays, and `like` determines their shapes and dtypes. For example, a
+    file with quantised weights loads into the model before quantisation.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, an index of several, or a folder with one.
-    - `like`: a model of the same structure; its arrays may be `jax.ShapeDtypeStruct`s
+    - `path`: a `.safetensors` file, an index of several files, or a folder with either.
+    - `like`: a model with the same structure. Its arrays may be `jax.ShapeDtypeStruct`s
         (`eqx.filter_eval_shape`).
     - `types`: as for `save`.
     - `strict`: whether to raise for arrays in the file that the model does not have. Default: True.
 
-    **Returns:** `like` with the arrays of the file.
+    **Returns:** `like` with the arrays from the file.
 
-    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, of an
-    unknown version, or does not fit the model, with file, name, expected and found.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged, has an
+    unknown version, or does not match the model. The message names the file and the array.
     """
     tensors = open_tensors(path)
     nodes = _read_manifest(tensors)
@@ -161,11 +161,11 @@ def load(
 
 @checked
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes the adapters of a model, of any types, without the weights that they are on.
+    """Writes only the adapters of a model, without their base weights.
 
-    The file holds all parts of each adapter, whatever is trained in full, and no other arrays. A base that is
-    trained itself (`gradients="train"`, [`quaxlike.train_scales`][]) is in it as well. For programs that know
-    LoRA alone, there is [`quaxlike.lm.peft.save_adapter`][].
+    The file contains all parts of each adapter, everything that is trained directly, and no other arrays. A
+    base is included if it is trained itself (`gradients="train"`, [`quaxlike.train_scales`][]). For programs
+    that support only LoRA, use [`quaxlike.lm.peft.save_adapter`][].
 
     **Arguments:**
 
@@ -173,8 +173,8 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
     - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
     - `types`: your own classes, as for `save`.
 
-    **Raises:** `ValueError` if the model has no adapters, or an initialisation took a part of a weight into
-    one: save the whole model then. `CheckpointError` for a value that a file cannot hold.
+    **Raises:** `ValueError` if the model has no adapters, or if an initialisation moved a part of a weight
+    into an adapter: save the whole model instead. `CheckpointError` for a value that cannot be stored.
 
     !!! example
 
@@ -203,18 +203,18 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
 
 @checked
 def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
-    """Reads a file that `save_adapters` wrote, and puts the adapters on the weights of a model.
+    """Reads a file from `save_adapters`, and puts the adapters on the weights of a model.
 
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model that was adapted; its weights may be stored in another way, such as in 4 bits.
+    - `model`: the model before adaptation. Its weights may be stored differently, such as in 4 bits.
     - `types`: your own classes, as for `save_adapters`.
 
     **Returns:** the model with the adapters.
 
-    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged, or does
-    not fit the model; `ValueError` if the model has adapters already.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged, or does not
+    match the model. `ValueError` if the model already has adapters.
     """
     tensors = open_tensors(path)
     nodes, known, used = _read_manifest(tensors), _known(types), set[str]()
@@ -254,7 +254,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
 
 
 class _Base:
-    """Stands for the weight that an adapter is on, where a file does not hold it."""
+    """Stands for the base of an adapter if the file does not contain it."""
 
 
 _BASE: Any = _Base()
@@ -267,8 +267,10 @@ def _without_base(x: AdaptedArray) -> AdaptedArray:
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """The Values in a file that `save` wrote, as functions that read them, by name; and the names of their
-    tensors."""
+    """Finds the Values in a file from `save`.
+
+    Returns a dict from names to functions that read a Value, and the names of their tensors.
+    """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
     def names_in(node: Any) -> None:
@@ -319,7 +321,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
 
 
 def _if_later(tensors: Tensors) -> str:
-    """What an error adds if a later version of quaxlike wrote the file, perhaps with types of its own."""
+    """An addition to errors if a later version of quaxlike wrote the file, perhaps with new types."""
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
 
@@ -340,11 +342,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Values as JSON: the description of arrays that consist of several tensors
+# Values as JSON: the manifest of arrays that consist of several tensors
 #
-# A node is a dict with one entry, whose name says what it is; a type has `fields` besides. `array` and `key`
-# name a tensor, `base` is the weight of the model that an adapter is on, `type` a class that ships with
-# quaxlike; `dtype`, `unit`, `tuple`, `float` and `value` are statics.
+# A node is a dict with one entry, and its key is the kind of node. A `type` is a class from quaxlike, and has
+# `fields` too. `array` and `key` name a tensor. `base` is the base weight of an adapter, which is in the
+# model. `dtype`, `unit`, `tuple`, `float` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -353,9 +355,9 @@ _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 
 @functools.cache
 def _shipped_types() -> _Types:
-    """The types of `quaxlike.arrays` and `quaxlike.adapters` and of their parts, by name.
+    """Returns the types in `quaxlike.arrays` and `quaxlike.adapters` by name, including types of parts.
 
-    All of their modules are imported: a file may hold a type that this process has not used.
+    This imports all their modules, since a file may contain a type that this process has not used yet.
     """
     names = [
         module.name
@@ -372,8 +374,10 @@ def _shipped_types() -> _Types:
 
 
 def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """The node for `x`, whose arrays are passed to `put`, under names that begin with `name`. Raises
-    `TypeError` for a value that a file cannot hold."""
+    """Returns the node for `x`. Its arrays are passed to `put`, with names that start with `name`.
+
+    Raises `TypeError` for a value that cannot be stored.
+    """
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         put(name, np.asarray(jax.random.key_data(x)))
         return {"key": name, "impl": str(jax.random.key_impl(x))}
@@ -403,8 +407,10 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
-    """The inverse of `_encode`; `get` returns a tensor by its name, or the base. Raises `ValueError` for a
-    node that `_encode` does not write, or an inconsistent value."""
+    """The inverse of `_encode`; `get` returns a tensor by its name, or the base.
+
+    Raises `ValueError` for a node that `_encode` never writes, or an inconsistent value.
+    """
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
     match node:
@@ -450,7 +456,7 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     unknown = set(fields) - {*known, *older}
     if differing := ", ".join(sorted((set(known) ^ set(given)) | unknown)):
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
-    # Like unflattening: `__init__` may take arguments other than the fields.
+    # As in unflattening, do not call `__init__`: it may have other parameters than the fields.
     value = object.__new__(cls)
     for name, x in given.items():
         object.__setattr__(value, name, x)

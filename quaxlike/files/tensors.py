@@ -1,4 +1,7 @@
-"""The safetensors container: one file, or several with an index. Tensors are read on demand.
+"""The safetensors format: one file, or several files with an index. Tensors are read on demand.
+
+Headers are untrusted. Every offset is checked against the file's size, and tensors must cover the data
+exactly, so that no entry can read beyond the file or alias another tensor.
 
 Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 """
@@ -31,7 +34,7 @@ __all__ = [
     "write_to",
 ]
 
-# In the reference implementation's order of tensors, smallest alignment first.
+# In the order of the reference implementation, with the smallest alignment first.
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype) for name, dtype in {
         "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -43,7 +46,7 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 
-_METADATA = "__metadata__"  # the one name in a header that is not a tensor
+_METADATA = "__metadata__"  # the only key in a header that is not a tensor
 _MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 
 
@@ -59,15 +62,15 @@ class TensorInfo(NamedTuple):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name. Only headers are kept in memory: each look-up reads one tensor.
+    """The tensors of a checkpoint by name. Only headers are kept in memory: each lookup reads one tensor.
 
     **Attributes:**
 
-    - `path`: the file or folder that was opened.
-    - `info`: dtype, shape and position of each tensor.
-    - `metadata`: the free-text entries of the header; for several files, of the first one.
-    - `unlisted`: for several files, the names of tensors in them that the index leaves out.
-    - `files`: the files, which stay open.
+    - `path`: the opened file or folder.
+    - `info`: the dtype, shape and position of each tensor.
+    - `metadata`: the text entries of the header; with several files, of the first file.
+    - `unlisted`: with several files, the names of tensors that are missing in the index.
+    - `files`: the files. They stay open.
     """
 
     def __init__(
@@ -85,11 +88,11 @@ class Tensors(Mapping[str, np.ndarray]):
         self.files = tuple(files)
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
-        """Returns an error that names the file and one of its tensors, or another entry."""
+        """Makes an error that names the file and a tensor, or another entry."""
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:
-        """Whether no file has been replaced since it was opened."""
+        """Whether the files have not been replaced since they were opened."""
         return all(file.is_current() for file in self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -100,7 +103,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Maps a tensor into memory, so that only the parts that are used are read."""
+        """Maps a tensor into memory, so that only the used parts are read."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
@@ -117,10 +120,12 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
-    """Reads and checks the headers of a checkpoint: a `.safetensors` file, a `.safetensors.index.json`, or a
-    folder that holds `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
+    """Opens a checkpoint, by reading and checking its headers.
 
-    **Raises:** `FileNotFoundError` if there is nothing at `path`, `CheckpointError` if it is damaged.
+    `path` is a `.safetensors` file, a `.safetensors.index.json`, or a folder that contains
+    `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
+
+    **Raises:** `FileNotFoundError` if `path` does not exist, `CheckpointError` if it is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -137,9 +142,9 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes one file atomically: it appears under its name once it is complete.
+    """Writes a file atomically: it only appears once it is complete.
 
-    The same tensors always give the same bytes, equal to those of the reference implementation.
+    The same tensors always give the same bytes, identical to the reference implementation.
     """
     path = Path(path)
     with replacing(path) as file:
@@ -149,7 +154,7 @@ def write_tensors(
 def write_to(
     file: BinaryIO, path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes the contents of a checkpoint to `file`; errors call it `path`."""
+    """Writes a checkpoint to `file`. Errors call it `path`."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
             raise file_error(path, name, f"the format has no dtype {array.dtype}")
@@ -180,7 +185,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """Returns `array` on the default device, or unchanged if JAX would truncate its 64 bits."""
+    """Moves `array` to the default device, unless JAX would truncate its 64 bits."""
     return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -256,7 +261,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
         raise file_error(path, _METADATA, "must map names to text")
     try:
         "".join([*header, *metadata, *metadata.values()]).encode()
-    except UnicodeEncodeError as error:  # half of a pair of surrogates
+    except UnicodeEncodeError as error:  # a lone surrogate
         raise file_error(path, None, f"the header is not JSON: {error}") from None
     data = size - 8 - length
     info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
@@ -292,7 +297,7 @@ def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) ->
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
-    """Raises if tensors overlap, or leave bytes that belong to none of them."""
+    """Raises if tensors overlap, or if bytes belong to no tensor."""
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -303,7 +308,7 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
 
 
 def are_sizes(x: Any) -> TypeGuard[list[int]]:
-    """Whether `x` is the shape of some array: NumPy has at most 64 axes and 2**63 elements."""
+    """Whether `x` is a possible shape: NumPy has at most 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
     return math.prod(n for n in x if n) < 2**63  # without axes of size 0, as NumPy counts

@@ -120,11 +120,11 @@ def kernel_primitive(
     **Arguments:**
 
     - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`. An operation is
-      `partitioned` if XLA divides its program between devices.
+        `partitioned` if XLA divides its program between devices.
     - `reference`: computes the operation on any platform. Missing rules are derived from it.
     - `result`: `result(*leaves, **params)`: the result's shape and dtype. If None, we trace the reference.
     - `partitioning`: `partitioning(*operands, **params)`: how to split the operation over devices, so that
-      each runs the kernel on its part; None if it cannot be split.
+        each runs the kernel on its part; None if it cannot be split.
     - `local`: `local(*operands, **params)`: the parameters for a device's parts of the operands.
     - `rules`: hand-written rules, for `define_primitive`.
     """
@@ -264,7 +264,7 @@ def first_choice(
     **Arguments:**
 
     - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)`. It returns its
-      choice, or the reason why it does not support the operation.
+        choice, or the reason why it does not support the operation.
     """
     asked = _asked(platform, forced)
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]

@@ -235,7 +235,7 @@ def quantize_int(
     - `x`: the array, any floating dtype; computed in float32.
     - `largest`: the integer for a block's largest magnitude: 127 for int8.
     - `block_size`: how many elements share a scale; a row's last block may be partial. None for one scale per
-      row.
+        row.
 
     **Returns:** the integers, and the scales `absmax / largest`: value = integer · scale.
     """

@@ -58,10 +58,10 @@ def code_matmul(
     - `scale`: `(N, groups)`: one per group of a row's codes. All groups have the same length.
     - `activations`: how to round `x`, and read the codes: a name in `ACTIVATIONS`.
     - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We use its
-      derivatives, so gradients pass through the rounding (straight-through).
+        derivatives, so gradients pass through the rounding (straight-through).
     - `limit`: the magnitude of `x` for the largest code. Default: each row's largest.
     - `rounds_gradients`: whether the gradient with respect to `x` is a product of codes, too: this rounds the
-      cotangent of `y` row by row. Reverse mode only.
+        cotangent of `y` row by row. Reverse mode only.
 
     **Raises:** `ValueError` if a group has too many integers for a sum in int32.
     """

@@ -40,7 +40,7 @@ def dense_matmul(
     **Arguments:**
 
     - `weight_first`: whether this was written as `w` times `x`, for interpreters that care about the order of
-      operands.
+        operands.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:

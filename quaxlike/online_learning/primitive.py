@@ -46,8 +46,8 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: a function `rule(g, trace, **params) -> trace`. `g` has the shape of y, and `trace` is a
-          dict by trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
-          `{"weight": trace["weight"] * g[..., None, :]}`.
+            dict by trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
+            `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
         """
@@ -59,7 +59,7 @@ class ETPPrimitive(DefinedPrimitive):
         **Arguments:**
 
         - `rule`: a function `rule(x, g, weights, **params) -> dict`. It returns the cotangent of each
-          trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
+            trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
 
         **Returns:** the rule.
         """
@@ -105,13 +105,14 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods for each of them. - `instant`: a
-          function `instant(x, g, weights, **params)`. It returns the term that one step adds to the traces of
-          D-RTRL, for the factor `g`. This is needed if a trace does not have the shape of its weight.
-          Default: `xy_to_dw`, example by example. - `solve`: a function `solve(g, trace, weights, **params)`.
-          It returns the cotangents of the weights, given traces and the cotangent `g` of y. Default:
-          `yw_to_w`, summed over the batch. - `pp_input`: a function `pp_input(x, weights, **params)`. pp_prop
-          keeps a trace of its result, so y must be linear in it. Default: x.
+        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods for each of them.
+        - `instant`: a function `instant(x, g, weights, **params)`. It returns the term that one step adds to
+            the traces of D-RTRL, for the factor `g`. This is needed if a trace does not have the shape of its
+            weight. Default: `xy_to_dw`, example by example.
+        - `solve`: a function `solve(g, trace, weights, **params)`. It returns the cotangents of the weights,
+            given traces and the cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
+        - `pp_input`: a function `pp_input(x, weights, **params)`. pp_prop keeps a trace of its result, so y
+            must be linear in it. Default: x.
         """
         rules = {
             "yw_to_w": yw_to_w,

@@ -1,4 +1,4 @@
-"""Optimisers: states of optax's transformations in few bits, and learning rates of adapters."""
+"""Tools for optax: quantised optimiser states, and learning rates for adapters."""
 
 from .lora_plus import lora_plus
 from .quantize_state import QuantizedState, quantize_state

@@ -1,4 +1,4 @@
-"""`lora_plus`: another learning rate for the parts of adapters that begin at zero."""
+"""`lora_plus`: a larger learning rate for the parts of adapters that start at zero."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from ..core.values import replace_fields
 
 @checked
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
-    """Multiplies the updates of the matrices `b` of LoRAs, which is a learning rate of their own. Of your own
-    adapters, it multiplies those of the parts that the class names in `faster`.
+    """Sets a separate learning rate for the matrices `b` of LoRAs, by multiplying their updates.
 
-    With one learning rate for both matrices, `b` learns too slowly in wide layers: it begins at zero, and its
-    best rate is larger than that of `a`. Put the transformation at the end of a chain.
+    With the same learning rate for both matrices, `b` learns too slowly in wide layers: it starts at zero,
+    and its best learning rate is larger. For your own adapters, the class lists the parts in `faster`. Put
+    this transformation at the end of a chain.
 
     **Arguments:**
 
-    - `ratio`: the learning rate of `b`, divided by that of everything else. Default: 16.
+    - `ratio`: the ratio of both learning rates. Default: 16.
 
     **Returns:**
 
-    The transformation. Its `init` raises a `ValueError` if the parameters have no such part that is trained.
+    A transformation. Its `init` raises a `ValueError` if none of the trained parameters is affected.
 
     !!! example
 
@@ -62,7 +62,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Whether `x` is an adapter, or the trained half of one."""
+    """Whether `x` is an adapter, or the trained half of a partitioned adapter."""
     return isinstance(x, AdaptedArray)
 
 

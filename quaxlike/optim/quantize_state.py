@@ -1,4 +1,4 @@
-"""`quantize_state`: the moments that an optimiser keeps, as block-quantised arrays between its updates."""
+"""`quantize_state`: quantise the moments of an optimiser between updates."""
 
 import dataclasses
 import itertools
@@ -20,15 +20,14 @@ from ..surgery.trees import listing, path_of
 
 Moment = Literal["linear", "root"]
 
-# The fields of the states of optax that hold moments, by their names; `State.field` where a name has another
-# meaning in one state.
+# The fields with moments in optax's states; `State.field` if a name means something else in one state.
 _MOMENTS: dict[str, Moment | None] = {
     **dict.fromkeys(("mu", "trace", "ema", "m", "m1", "m2", "exp_avg"), "linear"),
     **dict.fromkeys(("nu", "nu_max", "n", "v", "v_row", "v_col", "e_g", "e_x", "exp_avg_sq"), "root"),
     **dict.fromkeys(("sum_of_squares", "grad_sum_sq"), "root"),
     "ScaleByAdanState.v": "linear",
     "SophiaState.nu": "linear",
-    # Variances, as the difference of two moments, must not become negative.
+    # The variance is a difference of moments; rounding could make it negative.
     **{f"ScaleByRStdDev{x}State.{moment}": None for x in ("", "WithCount") for moment in ("mu", "nu")},
 }
 
@@ -38,9 +37,8 @@ class QuantizedState(NamedTuple):
 
     **Attributes:**
 
-    - `inner_state`: the state of the transformation, with a [`quaxlike.BlockArray`][] in place of each moment
-        that is quantised.
-    - `key`: the data of the PRNG key for stochastic rounding; None without.
+    - `inner_state`: the state of the transformation, with [`quaxlike.BlockArray`][]s as quantised moments.
+    - `key`: the key data for stochastic rounding, or None.
     """
 
     inner_state: PyTree
@@ -58,40 +56,39 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moments of an optimiser in few bits: each update makes them dense, and rounds the new ones.
+    """Quantises the moments of an optimiser. Each update materialises them, and rounds the new moments.
 
-    First moments are rounded to the numbers of `scheme`. Second moments, which are not negative, are squares
-    of the integers 1, 2, …, 256 (16 in 4 bits), times a scale for each block: their roots are rounded to the
-    nearest. There is no zero among them unless the whole block is zero. In a linear code, all moments below
-    1/254 of the largest of their block would become zero, and the updates, which are divided by their root,
-    as large as the learning rate divided by `eps`. Here a root is at least 1/256 of the largest in its block:
-    updates of elements with smaller ones are smaller than in float32. All scales are float32, as gradients
-    may be smaller than float16 can hold.
+    First moments are rounded by `scheme`. Second moments are never negative, and updates are divided by their
+    square root. A linear code would round all small moments of a block to zero, and the updates would be as
+    large as the learning rate divided by `eps`. So we quantise the roots of second moments instead, to one
+    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence a root is at least 1/256 of the
+    largest root in its block, and elements with a smaller root get a smaller update than in float32. All
+    scales are float32, as gradients may underflow in float16.
 
     **Arguments:**
 
-    - `transformation`: any transformation or chain of optax, with masks, partitions, injected
-        hyperparameters, or extra arguments.
-    - `scheme`: the codec of first moments, of those of [`quaxlike.BlockArray`][] that have one floating scale
-        for each block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`, `"int4_block"` …
+    - `transformation`: any transformation or chain from optax, including masks, partitions, injected
+        hyperparameters, and extra arguments.
+    - `scheme`: the codec of first moments. It is a codec of [`quaxlike.BlockArray`][] with one floating-point
+        scale per block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`, `"int4_block"` …
         Second moments have the same number of bits. Default: `"q8_0"`.
-    - `block_size`: how many elements share a scale. Default: that of the codec; 32 for `"q8_0"`.
+    - `block_size`: the number of elements that share a scale. Default: as in the codec; 32 for `"q8_0"`.
     - `min_size`: arrays with fewer elements stay dense. Default: 4096.
-    - `moments`: for fields of states that optax does not have, or to decide otherwise: `"linear"`, `"root"`
-        for what is not negative, or None for what has to stay dense, by the name of the field, or of the
-        class and the field (`"MyState.velocity"`). Default: none.
-    - `stochastic`: whether to round up or down at random, so that the mean of the result is exact: changes
-        below half a step then do not get lost. Default: False.
-    - `seed`: of the random numbers. Default: 0.
+    - `moments`: a mapping for further fields, or to override a field. The keys are names of fields, or of
+        classes and fields (`"MyState.velocity"`). The values are `"linear"`, `"root"` for numbers that are
+        never negative, or None to keep the field dense. Default: none.
+    - `stochastic`: whether to use stochastic rounding, which is unbiased. Changes below half a step then
+        still have an effect on average. Default: False.
+    - `seed`: the seed of stochastic rounding. Default: 0.
 
-    The fields of optax's states that hold moments are known by name: `mu`, `nu`, `trace`, `v_row` … All
-    others stay dense, such as copies of parameters (`z` of schedule-free optimisers) and accumulated
+    In optax's own states, we know the names of fields with moments: `mu`, `nu`, `trace`, `v_row` … All other
+    fields stay dense, such as copies of parameters (`z` in schedule-free optimisers) and accumulated
     gradients.
 
-    **Returns:** a transformation, whose state is a [`quaxlike.optim.QuantizedState`][].
+    **Returns:** a transformation. Its state is a [`quaxlike.optim.QuantizedState`][].
 
-    **Raises:** `ValueError` for a scheme that is not allowed; and from `init`, if the state has large arrays
-    but none of them is in a field that is known.
+    **Raises:** `ValueError` if the scheme is not supported. `init` also raises it if the state has large
+    arrays, but none of them is in a known field.
 
     !!! example
 
@@ -114,7 +111,7 @@ def quantize_state(
     inner = optax.with_extra_args_support(transformation)
 
     def rounded(state: PyTree, key: Any) -> PyTree:
-        """The state, with its large moments rounded."""
+        """Quantises the large moments of a state."""
         numbers = itertools.count()
 
         def leaf(kind: Moment | None, x: Any) -> Any:
@@ -129,7 +126,8 @@ def quantize_state(
         return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size >= max(min_size, 1)
 
     def init(params: Any) -> Any:
-        state = jax.lax.optimization_barrier(inner.init(params))  # else XLA folds large constants, slowly
+        # Otherwise XLA spends time on folding large constants.
+        state = jax.lax.optimization_barrier(inner.init(params))
         large: dict[str, Any] = {}
         new = rounded(state, None)
         if not any(map(_is_rounded, jtu.tree_leaves(new, is_leaf=_is_rounded))):
@@ -157,7 +155,7 @@ def quantize_state(
 
 
 def _codec(scheme: str) -> Codec:
-    """The codec of first moments, with float32 scales."""
+    """Returns the codec of first moments, with float32 scales."""
     allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
     if scheme not in allowed:
         hint = did_you_mean(scheme.lower(), allowed, cutoff=0.5)
@@ -169,17 +167,17 @@ def _codec(scheme: str) -> Codec:
 
 
 def _is_rounded(x: Any) -> bool:
-    # A quantised parameter of which only the scales are trained has no codes in the state.
+    # If only the scales of a quantised parameter are trained, then its moments are BlockArrays without codes.
     return isinstance(x, BlockArray) and eqx.is_array_like(x.codes)
 
 
 def dense(state: PyTree) -> PyTree:
-    """The state with dense arrays, as the transformation knows it."""
+    """Materialises the moments of a state, for the inner transformation."""
     return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
 
 
 def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """`change(kind, array)` of each array, where `kind` is that of the field which holds it."""
+    """Calls `change(kind, array)` for each array, with the kind of its field."""
     children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     if jtu.treedef_is_leaf(structure):
         return change(None, state)
@@ -196,14 +194,14 @@ def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None])
 
 
 def _rounded(x: Array, kind: Moment, codec: Codec, block: int | None, key: Any) -> BlockArray:
-    """The nearest array in blocks along the last axis that they fill, else along the longest one."""
-    size = block or 32  # without blocks, an axis on which a scale takes little room
+    """Quantises along the last axis that is divisible by the block size, else along the longest axis."""
+    size = block or 32  # without blocks, use an axis with few scales
     axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] and x.shape[i] % size == 0), None)
     axis = max(range(x.ndim), key=x.shape.__getitem__) if axis is None else axis
     order = [*(i for i in range(x.ndim) if i != axis), axis]
     rows = x.transpose(order)
     if kind == "root":
-        codec = Codec(codec.bits, bias=-1)  # whose numbers are the integers from 1
+        codec = Codec(codec.bits, bias=-1)  # represents the integers from 1
         rows = jnp.sqrt(jnp.maximum(rows.astype(jnp.float32), 0))
     codes, scales = encode(rows, codec, rows.shape[-1] if block is None else block, key=key)
     out: Any = BlockArray.from_codes(codes, scales, codec=codec, block_size=block, dtype=x.dtype)

@@ -105,9 +105,9 @@ class custom_dce(Generic[_P, _T]):
         **Arguments:**
 
         - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`, then
-          a tree of bools that says which results are used, then the other arguments. It returns the
-          function's result. In it, None may stand for an unused array or tree, and one array for all arrays
-          in a tree (or in the whole result). Any unused results are ignored.
+            a tree of bools that says which results are used, then the other arguments. It returns the
+            function's result. In it, None may stand for an unused array or tree, and one array for all arrays
+            in a tree (or in the whole result). Any unused results are ignored.
 
         **Returns:** the rule.
         """

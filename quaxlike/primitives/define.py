@@ -69,29 +69,29 @@ def define_primitive(
     **Arguments:**
 
     - `name`: the primitive's name. This must be an identifier that no JAX primitive has, nor any other
-      primitive defined in this way. If another library uses the same name, register rules by the primitive
-      itself, not by its name.
+        primitive defined in this way. If another library uses the same name, register rules by the primitive
+        itself, not by its name.
     - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Its
-      derivatives may recompute it, which repeats side effects such as printing.
+        derivatives may recompute it, which repeats side effects such as printing.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
     - `cpu`, `gpu`, `tpu`: implementations for one platform each, chosen when the primitive is lowered.
     - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. Both arguments are tuples with one
-      entry per operand; the primitive itself gives the primal result.
+        entry per operand; the primitive itself gives the primal result.
     - `vjp`: `vjp(cotangent, *operands, **params) -> (cotangent of each operand, ...)`. Forward-mode
         differentiation is still derived.
     - `vjp_with_results`: whether to call `vjp` with the primal result as well,
         `vjp(cotangent, result, *operands, **params)`.
     - `transpose`: for a primitive that is linear in some operands, `transpose(cotangent, *operands, **params)
-      -> (cotangent, ...)`. The operands (leaves) that need a cotangent are
-      `jax.interpreters.ad.UndefinedPrimal`s.
+        -> (cotangent, ...)`. The operands (leaves) that need a cotangent are
+        `jax.interpreters.ad.UndefinedPrimal`s.
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
         The axis of the result may be anywhere.
     - `partitioning`: how to split the primitive over devices, for implementations that the compiler cannot
-      look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
-      from the operands' types (leaves) and the parameters.
+        look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
+        from the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
     - `replace`: whether an existing primitive with this name may be redefined, as when you run a notebook
-      cell again. Rules that were registered for the old primitive do not apply to the new one.
+        cell again. Rules that were registered for the old primitive do not apply to the new one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 

@@ -38,13 +38,13 @@ class Partitioning:
     **Arguments:**
 
     - `rule`: names the dimensions of each operand (each leaf, in order) and each result. A dimension can be
-      split if its name is in a result.
+        split if its name is in a result.
     - `sums`: names that are not in any result but can be split as well: each device then computes a summand
-      of every result.
+        of every result.
     - `first`: names that take precedence, in this order, if the same devices could split several. Default:
-      first the names that results are split over, then those for operands.
+        first the names that results are split over, then those for operands.
     - `shared`: operands (leaves) that enter every result additively, such as a bias. If a summed dimension is
-      split, they are divided by the number of devices.
+        split, they are divided by the number of devices.
 
     **Raises:** `ValueError` for a rule that cannot be parsed.
     """

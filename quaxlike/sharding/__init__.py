@@ -1,4 +1,4 @@
-"""Models on meshes of devices, with arrays of any type."""
+"""Sharding of models with Values over a mesh of devices."""
 
 from typing import Any
 

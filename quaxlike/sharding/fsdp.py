@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every device has an equal part of each weight."""
+"""Fully sharded data parallelism: each device stores an equal shard of every weight."""
 
 import math
 from collections.abc import Sequence
@@ -15,23 +15,24 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 
 @checked
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
-    """Makes the rule that gives every device an equal part of each weight, to be gathered for use.
+    """Makes the rule of fully sharded data parallelism.
 
-    Parts of Values (codes, scales, the factors of adapters) are split independently, along any axis that the
-    devices can share evenly, so that packed codes are gathered, whatever their blocks. Vectors, such as norm
-    scales and biases, are replicated.
+    Each device stores an equal shard of every weight, and gathers weights for use (an all-gather). The arrays
+    of a Value (codes, scales, the factors of an adapter) are sharded independently, along any axis that is
+    divisible by the number of devices. Hence packed codes are gathered, and never dense weights. Arrays with
+    one axis, such as norm scales and biases, are replicated.
 
     **Arguments:**
 
-    - `mesh`: the devices; an abstract mesh will do.
-    - `axis`: the mesh axis, or axes, to spread over. Default: all, or with `over` all that it leaves free.
-    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]'s, whose parts are
-        split further. Default: none.
+    - `mesh`: the mesh of devices. It may be an abstract mesh.
+    - `axis`: the mesh axis, or axes, to shard over. Default: all axes that `over` does not use.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Its shards are split
+        further. Default: none.
 
     **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for], for any model and the states of its optimisers.
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for any model, and for the state of an optimiser.
 
-    **Raises:** `ValueError` for an axis that the mesh lacks.
+    **Raises:** `ValueError` if the mesh does not have an axis.
 
     !!! example
 
@@ -66,8 +67,11 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """The spec with an axis of the array also spread over the free mesh axes: preferably the one that is
-    spread already, so that gathering keeps its order, or else the longest."""
+    """Shards one more axis of an array, over the free mesh axes.
+
+    This is preferably an axis that is sharded already, so that an all-gather keeps its order; else the
+    longest.
+    """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}
     free = tuple(name for name in axes if name not in used and mesh.shape[name] > 1)

@@ -1,6 +1,8 @@
-"""Meshes: the names of their axes, the mesh that arrays are on, and meshes described by text.
+"""Names of mesh axes, the mesh of given arrays, and meshes described by a text.
 
-If the axes of a mesh are explicit, some shardings must be stated that JAX infers otherwise."""
+If the axes of a mesh are explicit, JAX does not infer the sharding of some operations, such as lookups.
+Models must state these shardings through the functions below, or tracing raises an error.
+"""
 
 import math
 import re
@@ -12,16 +14,17 @@ from jaxtyping import Array, Float, Int
 
 from ..core.quaxify import value_of
 
-#: Names of axes that layers are split along, of those that experts are distributed along, and of those that
-#: the tokens of a text are.
+#: Names of mesh axes for tensor parallelism, expert parallelism and context parallelism.
 MODEL_AXES = ("model", "tensor", "tp")
 EXPERT_AXES = ("expert", "ep")
 SEQUENCE_AXES = ("seq", "context", "cp")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """The mesh axis that experts are distributed along: one for experts, or else one for layers. None if no
-    such axis is free, or if its devices cannot share `count` experts evenly."""
+    """Finds the mesh axis for expert parallelism, or else for tensor parallelism.
+
+    Returns None if no such axis is free, or if `count` experts cannot be divided evenly.
+    """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
     name = next((n for n in (*EXPERT_AXES, *MODEL_AXES) if kinds.get(n, manual) != manual), None)
@@ -31,8 +34,10 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 
 
 def sequence_axis(tree: Any) -> str | None:
-    """The mesh axis that the tokens of these arrays, which are their first axes, are distributed along; None
-    if no such axis is free, or if its devices cannot share the tokens evenly."""
+    """Finds the mesh axis for context parallelism of these arrays, along their first axis (the tokens).
+
+    Returns None if no such axis is free, or if the tokens cannot be divided evenly.
+    """
     if (mesh := mesh_of(tree)) is None:
         return None
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -44,16 +49,15 @@ def sequence_axis(tree: Any) -> str | None:
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh that the arrays of a tree are on by their types, also inside `jax.jit`; None if they are on
-    one device."""
+    """Returns the mesh in the types of a tree's arrays, also inside `jax.jit`; None for a single device."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def mesh_from_text(text: str) -> jax.sharding.Mesh:
-    """The mesh of all devices that a text such as "data=2,model=4" describes, with automatic axes.
+    """Makes a mesh of all devices from a text such as "data=2,model=4", with automatic axes.
 
-    **Raises:** `ValueError` for a malformed text, or if the number of devices does not match.
+    **Raises:** `ValueError` if the text is malformed, or the number of devices does not match.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -76,7 +80,7 @@ def mesh_from_text(text: str) -> jax.sharding.Mesh:
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """The rows of an embedding for each token, sharded like the tokens; no row is split."""
+    """Looks up the rows of an embedding, sharded like the tokens. Rows are not sharded."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(lambda at: embedding(at))(at)
@@ -85,7 +89,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """`x`, not sharded along its last axis."""
+    """Reshards `x`, so that its last axis is not sharded."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -94,8 +98,10 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """The tree with the Values behind its leaves, whose arrays have sharding types; None if the first axis of
-    any array is not sharded over this axis of the mesh."""
+    """Returns the Values behind the leaves of a tree, if `axis` shards the first axis of every array.
+
+    Returns None otherwise.
+    """
     tree = jax.tree.map(value_of, tree)
     divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))
     return tree if divided else None

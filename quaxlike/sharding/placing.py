@@ -1,4 +1,8 @@
-"""Partition specs for the arrays of a model and the parts of Values; models placed on meshes by them."""
+"""Partition specs for models with Values, and placement of models on meshes.
+
+A spec is for the logical array, and the specs of a Value's parts are derived from it. A shard of a Value must
+be a Value of the same type, with whole blocks. Otherwise a device could not compute with its own shard.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,26 +31,26 @@ Rule = NamedRule | Mapping[str, jax.P]
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
     """Finds the partition spec of each array of a model, including the parts of Values.
 
-    Rules are about logical arrays: a spec for a weight of shape `(out, in)` applies whether that is a plain
-    array, 4-bit codes with their scales, or either with an adapter.
+    A rule applies to logical arrays. For example, a spec for a weight of shape `(out, in)` works for a plain
+    array, for 4-bit codes with scales, and for both of these with an adapter.
 
     **Arguments:**
 
-    - `model`: any pytree; its arrays may be shapes (`eqx.filter_eval_shape`).
-    - `rule`: either a dict from regular expressions to partition specs, in which the first that matches a
-        whole name wins (the name of a layer stands for its `weight`); or a callable that takes the name and
-        the array or Value, and returns a spec, or for a Value also the Value with a spec for each of its
-        arrays. [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]
-        make such callables. Arrays without a spec, or with None, are replicated.
+    - `model`: any pytree. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
+    - `rule`: a dict from regular expressions to partition specs. The first expression that matches a whole
+        name is used; the name of a layer means its `weight`. Alternatively, a callable that receives the name
+        and the array or Value. It returns a spec, or a Value with a spec in place of each array, as
+        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel] do. Arrays
+        without a spec, or with None, are replicated.
 
-    The blocks of doubly quantised scales cross the rows of a weight. If a spec splits rows, the specs are for
-    the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] converts it: the same numbers,
-    but 4.5 instead of 4.13 bits per weight in blocks of 64.
+    Blocks of doubly quantised scales span several rows of a weight. If a spec shards the rows, then it
+    applies to the weight with float32 scales, and [`shard`][quaxlike.sharding.shard] converts the weight. The
+    numbers stay the same, but they take 4.5 instead of 4.13 bits per weight (in blocks of 64).
 
-    **Returns:** the model with a `jax.P` for each array, including those inside Values, and None for leaves
-    that are not arrays. Pass it to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
+    **Returns:** the model with a `jax.P` for each array, also inside of Values, and None for leaves that are
+    not arrays. Pass it to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
 
-    **Raises:** `ValueError` for a pattern that matches nothing, with near misses, and for a spec that does
+    **Raises:** `ValueError` if a pattern matches nothing (the message lists near misses), or if a spec does
     not fit an array or a Value.
 
     !!! example
@@ -59,7 +63,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         specs = specs_for(mlp, {r"layers\\.\\d": jax.P("model", None)})
         ```
 
-    Partition rules by parameter name follow T5X and EasyLM.
+    Partition rules by the names of parameters follow T5X and EasyLM.
     """
     arrays = named_arrays(model)
     spec_by_name = by_name(rule, arrays, arrays)
@@ -73,9 +77,9 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """A rule as a callable. Raises if one of its regular expressions matches none of the names.
+    """Turns a rule into a callable. Raises if one of its regular expressions matches nothing.
 
-    **Arguments:** `arrays`, by these names, for hints in errors. Default: hints list names alone.
+    **Arguments:** `arrays`, by these names, improve the hints in errors. Default: hints only list names.
     """
     if not isinstance(rule, Mapping):
         return rule
@@ -88,9 +92,9 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
 
 
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
-    """The spec for an array; for a Value, the Value with a spec in place of each leaf.
+    """Returns the spec for an array; for a Value, a Value with a spec in place of each leaf.
 
-    `spec` is the logical array's, None, or already a Value of specs.
+    `spec` is for the logical array, or None, or already a Value of specs.
     """
     if is_value(spec):
         return spec
@@ -117,7 +121,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """A Value with float32 scales in place of doubly quantised ones, so that more axes can be spread."""
+    """Replaces doubly quantised scales by float32 scales, so that more axes can be sharded."""
 
     def is_quantized(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -128,7 +132,7 @@ def unnested(value: Any) -> Any:
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that one entry of a spec names."""
+    """Returns the mesh axes in one entry of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -137,25 +141,27 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 
 @checked
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Places a model on a mesh, each array by its partition spec.
+    """Shards a model over a mesh.
 
-    Doubly quantised weights are spread with float32 scales, since nested scales have blocks that cross rows:
-    see [`specs_for`][quaxlike.sharding.specs_for].
+    Doubly quantised scales become float32 if their rows are sharded, as their blocks span several rows: see
+    [`specs_for`][quaxlike.sharding.specs_for].
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `mesh`: the devices.
-    - `specs`: a rule, as for [`specs_for`][quaxlike.sharding.specs_for], from
-        [`fsdp`][quaxlike.sharding.fsdp] or [`tensor_parallel`][quaxlike.lm.tensor_parallel], or a dict
-        of regular expressions unless the model itself is a dict; or the result of `specs_for`; or a prefix
-        tree of the model, in which a spec applies to all arrays below it, and at a Value to the logical
-        array.
+    - `mesh`: the mesh of devices.
+    - `specs`: one of
 
-    **Returns:** the model with its arrays on the devices of the mesh; other leaves are unchanged.
+        - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. It can be a dict of regular expressions,
+            unless the model itself is a dict;
+        - the result of `specs_for`;
+        - a pytree prefix of the model. A spec applies to all arrays below it, and to the logical array of a
+            Value.
 
-    **Raises:** `ValueError` for an axis that the mesh does not have, and for an array that its devices cannot
-    share evenly; for a quantised one, if a block would be split.
+    **Returns:** the model with its arrays on the mesh. Other leaves are unchanged.
+
+    **Raises:** `ValueError` if the mesh does not have an axis, or if an array cannot be divided evenly. Also
+    if this would split a block of a quantised array.
 
     !!! example
 
@@ -171,7 +177,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    placed: dict[Any, tuple[Any, Any]] = {}  # by identity, so that what adapters share is placed once
+    placed: dict[Any, tuple[Any, Any]] = {}  # by identity, to place shared arrays only once
 
     def put(x: Any, sharding: Any) -> Any:
         key = id(x), sharding
@@ -184,19 +190,19 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Describes the result of `shard`: a `jax.ShapeDtypeStruct` with its sharding for each array.
+    """Describes the result of `shard`, with a `jax.ShapeDtypeStruct` with sharding for each array.
 
-    Checkpoint libraries such as Orbax read arrays straight into these shardings: on a mesh of another shape
-    than the one that wrote them, on one device, or with another number of processes.
+    Checkpoint libraries such as Orbax can restore arrays directly into these shardings. The mesh and the
+    number of processes may differ from the ones that saved the checkpoint.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; the arrays of `model` may be shapes
-        (`eqx.filter_eval_shape`). Its arrays are not accessed.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays of `model` may be
+        `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), as their values are not used.
 
-    **Returns:** the model, with shapes for arrays; other leaves are unchanged.
+    **Returns:** the model with a `jax.ShapeDtypeStruct` for each array. Other leaves are unchanged.
 
-    **Raises:** `ValueError` as `shard` does.
+    **Raises:** `ValueError`, as for `shard`.
 
     !!! example
 
@@ -229,20 +235,20 @@ def _is_array(x: Any) -> bool:
 
 @checked
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Tells the compiler, within `jax.jit`, how the arrays of a model are spread from here on.
+    """Constrains the sharding of a model's arrays inside `jax.jit`.
 
-    Use it on parameters that every device stores a part of ([`fsdp`][quaxlike.sharding.fsdp]), to gather them
-    for use: codes and scales are gathered, not the dense weights, and activations stay sharded like the
-    batch. If the axes of the mesh are explicit, arrays are resharded (`jax.sharding.reshard`).
+    Use this to gather the parameters of [`fsdp`][quaxlike.sharding.fsdp]: codes and scales are gathered,
+    instead of dense weights, and activations stay sharded along the batch. If the axes of the mesh are
+    explicit, then arrays are resharded (`jax.sharding.reshard`).
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]; in `specs`, None, or a rule that
-        returns None, replicates an array.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. In `specs`, None replicates an
+        array, as does a rule that returns None.
 
-    **Returns:** the model, constrained.
+    **Returns:** the constrained model.
 
-    **Raises:** `ValueError` as `shard` does.
+    **Raises:** `ValueError`, as for `shard`.
 
     !!! example
 
@@ -262,7 +268,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
         ```
     """
-    at_work: Any = jax.sharding.get_abstract_mesh()  # within `auto_axes` the same mesh, with other types
+    at_work: Any = jax.sharding.get_abstract_mesh()  # inside `auto_axes`, axes have other types
     if at_work.empty or at_work.shape != mesh.shape:
         at_work = mesh
     explicit = all(kind == jax.sharding.AxisType.Explicit for kind in at_work.axis_types)
@@ -271,7 +277,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
-    made = callable(specs) and jtu.all_leaves([specs])  # a module with specs for arrays is callable too
+    made = callable(specs) and jtu.all_leaves([specs])  # a module of specs is callable too
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
@@ -300,8 +306,10 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """An array, or a Value in the form in which it is spread over the mesh, and its specs; arrays may be
-    shapes. Raises `ValueError` if the devices cannot share it evenly."""
+    """Prepares an array or a Value for sharding, and finds its specs.
+
+    Arrays may be `jax.ShapeDtypeStruct`s. Raises `ValueError` if it cannot be divided evenly.
+    """
     specs = leaf_specs_of(name, leaf, spec)
     if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
         are_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves(leaf))
@@ -312,8 +320,10 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 
 
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
-    """Why an array cannot be spread over a mesh by these specs, as the end of a sentence that starts with its
-    name; None if it can."""
+    """Explains why an array cannot be sharded by these specs; None if it can.
+
+    The result continues a sentence that starts with the name of the array.
+    """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
     for (part, x), spec in zip(parts, specs, strict=True):
@@ -334,7 +344,7 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """A hint for a part of a Value: all parts that are spread over the same devices must be split evenly."""
+    """A hint for parts of a Value: all parts sharded over the same devices must be divided evenly."""
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

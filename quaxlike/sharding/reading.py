@@ -1,4 +1,8 @@
-"""Arrays read onto a mesh, of which each process reads and builds what its own devices store."""
+"""Reading arrays onto a mesh of several processes.
+
+Each process reads only the rows that its own devices store, if it can. Rows can be read separately only if
+they depend on the same rows of every part of a Value (`goes_by_rows`); anything else is read whole.
+"""
 
 import dataclasses
 import math
@@ -16,11 +20,11 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """An array, or a Value, that can be read in part.
+    """An array or a Value that can be read in parts.
 
-    `count` is its length along the first axis, or None if it can only be read as a whole. `read` is called
-    without arguments for the whole array, or with `start` and `stop`, multiples of `step` or the end, for
-    rows; it may return a view of a file. `then` is applied to what is read, and maps rows to rows.
+    `count` is the length of the first axis, or None if it can only be read whole. `read` is called without
+    arguments for the whole array, or with `start` and `stop` for some rows. These are multiples of `step`, or
+    the end. `read` may return a view of a file. `then` is applied to the rows, and must map rows to rows.
     """
 
     count: int | None
@@ -35,7 +39,7 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """The whole array, with shapes for arrays; None if not all of its parts are stored by rows."""
+        """Describes the whole array by `jax.ShapeDtypeStruct`s; None if a part is not stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))
@@ -53,8 +57,8 @@ class RowReader:
 def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
-    If all parts of a Value are stored by rows, and no block crosses rows, a process reads only the rows that
-    its own devices need; otherwise it reads the whole of this one array. It keeps what its devices store.
+    A process reads only the rows that its own devices need, if all parts of a Value are stored by rows and no
+    block spans several rows. Otherwise it reads the whole array, and keeps the shards of its devices.
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -72,7 +76,7 @@ def _is_shared(mesh: Any) -> bool:
 
 
 def goes_by_rows(value: Any) -> bool:
-    """Whether rows of an array, or of a Value, depend only on the same rows of each of its parts."""
+    """Whether rows of a Value depend only on the same rows of each part; True for arrays with rows."""
     if not value.shape:
         return False
     if not is_value(value):
@@ -92,7 +96,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """The rows that this process's devices need."""
+    """Returns the range of rows for the devices of this process."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -105,7 +109,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, i
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
-    """Places an array on the mesh, given the rows `part` from `start` on."""
+    """Places an array on the mesh, given its rows `part` from `start` on."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)

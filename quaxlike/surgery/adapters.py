@@ -122,8 +122,8 @@ def combine_adapters(
         `AdaptedArray.combined`. The options below are for LoRA.
     - `weights`: one number per model.
     - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
-      the sum by an adapter with rank `rank`. `"linear"` adds up the factors, each scaled by the square root
-      of its weight; it needs equal ranks and is not exact. Default: `"cat"`.
+        the sum by an adapter with rank `rank`. `"linear"` adds up the factors, each scaled by the square root
+        of its weight; it needs equal ranks and is not exact. Default: `"cat"`.
     - `rank`: the rank for `"svd"`. Default: the largest rank.
 
     **Returns:**
@@ -134,7 +134,9 @@ def combine_adapters(
 
     `ValueError` if the number of weights is wrong, the method is unknown, `"linear"` meets different ranks,
     or the adapters cannot be combined. Also if the models differ in anything but their adapters, as for
-    [`quaxlike.stack_adapters`][].  The methods follow PEFT's `add_weighted_adapter`.
+    [`quaxlike.stack_adapters`][].
+
+    The methods follow PEFT's `add_weighted_adapter`.
     """
     if len(weights) != len(models):
         raise ValueError(

@@ -57,10 +57,10 @@ def balance(
     - `activations`: as for [`quaxlike.quantize`][]: with `"int8"`, the error of rounding the inputs is
         minimised too. Default: the inputs are not rounded.
     - `folds`: a mapping from each layer to the layers that take its outputs. The first is a regular
-      expression for the whole name, and the others may refer to its groups. Outputs may pass only through
-      elementwise operations, and must go nowhere else. The first layer is linear, or a norm that multiplies
-      by a `weight` with one axis. Default: the result of the model's method `folds`
-      ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
+        expression for the whole name, and the others may refer to its groups. Outputs may pass only through
+        elementwise operations, and must go nowhere else. The first layer is linear, or a norm that multiplies
+        by a `weight` with one axis. Default: the result of the model's method `folds`
+        ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as for [`quaxlike.quantize`][].
 
     **Returns:**

@@ -68,23 +68,26 @@ def loraify(
     - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: train the norms of the rows separately from their directions. Default: False.
     - `dropout`: the dropout rate of the adapters' inputs. Dropout is off until
-      [`quaxlike.with_dropout_key`][] gives the adapters a key, which should be a new one at each step.
-      Training without a key warns. Default: 0.
+        [`quaxlike.with_dropout_key`][] gives the adapters a key, which should be a new one at each step.
+        Training without a key warns. Default: 0.
     - `rank_pattern`, `alpha_pattern`: different ranks and alphas for some layers. The keys are the last
         components of their names, or regular expressions for these. The first match is used.
     - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence
         of names or their last components.
-    - `modules_to_save`: modules to train directly, by the last components of their names. - `bias`: which
-      biases to train: `"all"`, `"lora_only"` (in adapted layers) or `"none"`. Default: `"none"`.
+    - `modules_to_save`: modules to train directly, by the last components of their names.
+    - `bias`: which biases to train: `"all"`, `"lora_only"` (in adapted layers) or `"none"`. Default:
+        `"none"`.
     - `lora_bias`: whether adapters have biases of their own. Default: False.
     - `invocation_tokens`: makes activated LoRAs. They act only from the last occurrence of these tokens in a
-      text on, which [`quaxlike.activate`][] finds. Default: adapters act on all tokens. -
-      `trainable_token_indices`: a few tokens to train in the embedding called `embed_tokens`, or a mapping
-      from names of embeddings to tokens. Default: none. - `fan_in_fan_out`: whether matrices with no other
-      information are `(in, out)`, as in GPT-2, instead of `(out, in)`. Default: False. - `layout`: the layout
-      of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][]. Default: none. -
-      `train_base`: whether to train the weights themselves too. Default: False. - `dtype`: the dtype of the
-      adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
+        text on, which [`quaxlike.activate`][] finds. Default: adapters act on all tokens.
+    - `trainable_token_indices`: a few tokens to train in the embedding called `embed_tokens`, or a mapping
+        from names of embeddings to tokens. Default: none.
+    - `fan_in_fan_out`: whether matrices with no other information are `(in, out)`, as in GPT-2, instead of
+        `(out, in)`. Default: False.
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
+    - `train_base`: whether to train the weights themselves too. Default: False.
+    - `dtype`: the dtype of the adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
 
     **Returns:**
 

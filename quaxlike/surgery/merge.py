@@ -25,8 +25,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     - `model`: the result of [`quaxlike.loraify`][], trained or not.
     - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, from
-      [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses the codes and scales which minimise
-      the error of the outputs. Default: the nearest codes.
+        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses the codes and scales which
+        minimise the error of the outputs. Default: the nearest codes.
 
     **Returns:**
 

@@ -74,21 +74,25 @@ def quantize(
         `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` shows what a recipe would do, and
         `quantize.from_file` reads a recipe.
     - `where`: which weights to quantise, as for [`quaxlike.select`][]. Biases and norms are skipped. A recipe
-      takes its place. Default: every linear layer. - `exclude`: layers to leave out. This is either a regular
-      expression for the whole name, or a sequence of names or their last components. - `layout`: the layout
-      of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][]. Default: none. -
-      `calibrate`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
-      [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the nearest
-      codes. - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`. This also rounds the
-      inputs of a layer to 8 bits, with one scale per token, so that GPUs can multiply the codes directly.
-      Gradients ignore the rounding, and adapters receive the exact inputs. Default: inputs are not rounded. -
-      `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
-      [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
-      Default: one dynamic scale per token. - `rounds_gradients`: with `activations`, whether gradients with
-      respect to the inputs use products of codes too. Cotangents are then rounded token by token. This
-      supports only reverse mode. Default: False. - `head`: whether to quantise the output layer (`lm_head`)
-      too, which `"all-linear"` leaves out. If it is tied to an embedding, then the embedding is quantised.
-      Default: False.
+        takes its place. Default: every linear layer.
+    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence of
+        names or their last components.
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
+    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
+        [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the
+        nearest codes.
+    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`. This also rounds the inputs
+        of a layer to 8 bits, with one scale per token, so that GPUs can multiply the codes directly.
+        Gradients ignore the rounding, and adapters receive the exact inputs. Default: inputs are not rounded.
+    - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
+        [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
+        Default: one dynamic scale per token.
+    - `rounds_gradients`: with `activations`, whether gradients with respect to the inputs use products of
+        codes too. Cotangents are then rounded token by token. This supports only reverse mode. Default:
+        False.
+    - `head`: whether to quantise the output layer (`lm_head`) too, which `"all-linear"` leaves out. If it is
+        tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
         `train_scales`. Without `axis`, blocks run along the inputs.
 

@@ -49,8 +49,8 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
     - `model`: any pytree.
     - `layout`: a mapping from names to layouts, or to None for an array that is not a weight of a layer. The
-      last components of a name suffice, as in [`quaxlike.select`][]. A single layout applies to all matrices
-      about which nothing else is known. [`quaxlike.Layout`][] explains the notation.
+        last components of a name suffice, as in [`quaxlike.select`][]. A single layout applies to all
+        matrices about which nothing else is known. [`quaxlike.Layout`][] explains the notation.
 
     **Returns:**
 

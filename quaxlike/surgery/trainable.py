@@ -24,9 +24,10 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. This warns if the model
-      has nothing to train. - `freeze`: names of fields of adapters that are not trained. For example,
-      `freeze=["a"]` trains only the second matrix of each LoRA (LoRA-FA). The backward pass then stores `x @
-      a.T` instead of a layer's inputs `x`. Default: none.
+        has nothing to train.
+    - `freeze`: names of fields of adapters that are not trained. For example, `freeze=["a"]` trains only the
+        second matrix of each LoRA (LoRA-FA). The backward pass then stores `x @ a.T` instead of a layer's
+        inputs `x`. Default: none.
 
     **Returns:**
 

@@ -44,8 +44,8 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
     - `value`: any small Value, with a few elements along each axis.
     - `programs`: functions that take one array, by name or in a sequence. Default: programs for about sixty
-      transforms in JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
-      programs for each primitive that has a rule for this type.
+        transforms in JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
+        programs for each primitive that has a rule for this type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
     empty for a correct type.

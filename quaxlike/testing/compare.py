@@ -40,7 +40,7 @@ def disagreement(
     - `dtypes`: whether dtypes must agree.
     - `weak_types`: whether weak types must agree.
     - `tolerance`: the allowed difference, relative to the largest finite element. Default: depends on the
-      dtypes.
+        dtypes.
     - `atol`: the allowed absolute difference.
     - `scale`: the size of the summands, for sums that nearly cancel.
     - `nans`: whether there must be a NaN wherever one is expected.

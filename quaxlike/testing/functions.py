@@ -52,19 +52,19 @@ def check_program(
     - `"non-linear"`: the product of two leaves. It has no rules, so primitives make it dense.
     - `"stacked"`: the sum of two arrays in one leaf, which has another shape than the array. It has no rules.
     - `"half precision"`: a box with a bfloat16 array. It is compared with an array of this dtype. If the
-      function gives different numbers for that array than for the original one, because it takes another
-      path, that is a failure too.
+        function gives different numbers for that array than for the original one, because it takes another
+        path, that is a failure too.
 
     **Arguments:**
 
     - `fn`: the function. It returns a tree of arrays, and the same one for the same arguments.
     - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
     - `which`: the names of the kinds to try; or a dict with functions that make a Value from an array (or
-      return None if there is none for it). Default: all of the above.
+        return None if there is none for it). Default: all of the above.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` over a stack of two, `"jvp"` and
-      `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
-      `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each dispatching on every second
-      Value. Default: all. One that raises an error even on arrays is left out.
+        `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
+        `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each dispatching on every second
+        Value. Default: all. One that raises an error even on arrays is left out.
     - `rtol`: the allowed difference, relative to the largest element. Default: depends on the dtypes.
     - `atol`: the allowed absolute difference.
 

@@ -60,15 +60,15 @@ class LoraArray(AdaptedArray):
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
     - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
     - `magnitude`: shape `(..., out)`; scales the rows of the sum to these norms (DoRA). Differentiation
-      treats the original norms as constants. Default: None.
+        treats the original norms as constants. Default: None.
     - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
     - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
-      but do not train it (arithmetic with traced arrays sets this); `"train"` if it is trained. Default:
-      `"none"`.
+        but do not train it (arithmetic with traced arrays sets this); `"train"` if it is trained. Default:
+        `"none"`.
     - `out_axes`, `in_axes`: this array's axes that belong to `b` and to `a`, counted from the end; each may
-      have several. A convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and `in_axes=(-3,
-      -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and `in_axes=(-2,)`.
-      Default: `(-2,)` and `(-1,)`.
+        have several. A convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and `in_axes=(-3,
+        -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and `in_axes=(-2,)`.
+        Default: `(-2,)` and `(-1,)`.
 
     **Raises:**
 

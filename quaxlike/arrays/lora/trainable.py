@@ -149,7 +149,7 @@ class TrainableRows(TransparentValue):
     - `rows`: the trained rows, `(len(indices), size)`.
     - `indices`: which rows of the matrix they replace, without repetition.
     - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
-      Default: False.
+        Default: False.
     """
 
     rows: Any

@@ -48,8 +48,8 @@ class NamedArray(AnnotatedArray):
 
     - `array`: any array or `ArrayValue`.
     - `names`: a name, or None, for each axis. They are counted from the last axis: if a transform
-      (`jax.vmap`, `jax.lax.scan`) adds an axis in front, it has no name; if it removes one, the name goes
-      with it.
+        (`jax.vmap`, `jax.lax.scan`) adds an axis in front, it has no name; if it removes one, the name goes
+        with it.
 
     **Raises:** [`quaxlike.arrays.named.AxisError`][], which lists both sides.
 

@@ -129,8 +129,8 @@ class BlockArray(AbstractQuantizedArray):
     - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; int8 for the codec `int8`.
     - `scale`: `BlockScales`, with the same leading axes.
     - `order`: for codes with sorted columns (GPTQ's act-order, which makes each block contiguous): the
-      logical column of each stored column, `(*lead, columns)`. The array's first inner axis then counts rows,
-      which share this order and stay together. None for columns in order.
+        logical column of each stored column, `(*lead, columns)`. The array's first inner axis then counts
+        rows, which share this order and stay together. None for columns in order.
     - `codec`: how codes, scales and zeros are stored.
     - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as for every quantised array.
     """

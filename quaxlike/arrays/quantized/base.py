@@ -66,18 +66,18 @@ class AbstractQuantizedArray(GradientsArray):
         [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
     - `block_size`: how many codes share a scale; None for all of the last axis.
     - `inner`: the trailing axes, which are flattened into the last axis of `codes`; None for a single axis
-      that is as long as the number of codes.
+        that is as long as the number of codes.
     - `axes`: how the logical array permutes the stored array's last `len(axes)` axes.
     - `logical_dtype`: the logical array's dtype.
     - `gradients`: `"none"` if differentiation treats the scales as constants; `"pass"` if gradients pass
-      through them but do not train them (multiplying by a traced factor sets this); `"train"` if they are
-      trained.
+        through them but do not train them (multiplying by a traced factor sets this); `"train"` if they are
+        trained.
     - `activations`: `"int8"` or `"fp8"`: a product rounds its other operand, row by row, and multiplies codes
-      with codes. None: the other operand is not rounded.
+        with codes. None: the other operand is not rounded.
     - `input_limit`: with `activations`, the magnitude for the largest code of the other operand; larger
-      numbers are clipped. None: the maximum of each row.
+        numbers are clipped. None: the maximum of each row.
     - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
-      products of codes.
+        products of codes.
     """
 
     on_materialise = "warn"
@@ -125,12 +125,12 @@ class AbstractQuantizedArray(GradientsArray):
         - `codec`: only for [`BlockArray`][quaxlike.BlockArray], the format: a name from the table of codecs
             (`quaxlike.arrays.quantized.CODECS`), or a codec. Default: `"int4_block"`.
         - `block_size`: how many elements along `axis` share a scale; the last block may be partial. NF4, FP4
-          and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows. Default:
-          the codec's, which is 64 for these three, and one scale per channel for int8.
+            and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows.
+            Default: the codec's, which is 64 for these three, and one scale per channel for int8.
         - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default False.
         - `axis`: the axis along which blocks run. For a weight, use the contracted axis. Default -1.
         - `stacked`: how many leading axes stack arrays that are quantised separately, for use with `vmap` or
-          `lax.scan`. Default 0.
+            `lax.scan`. Default 0.
         - `train_scales`: whether gradients flow into floating scales. Default False.
 
         **Returns:** `x`, rounded, with the same shape and dtype.

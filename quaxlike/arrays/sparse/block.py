@@ -39,11 +39,11 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     **Arguments:**
 
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
-      [`NF4Array`][quaxlike.NF4Array].
+        [`NF4Array`][quaxlike.NF4Array].
     - `col_idx`: int32 `(*batch, rows, slots)`: each block's column; `columns` for an empty slot, which counts
-      as zeros (whatever `blocks` holds there) and has zero gradient. - `transposed_idx`: int32 `(*batch,
-      columns, slots of a column)`: the blocks in each block column, by
-      [`transposed_index`][quaxlike.kernels.transposed_index].
+        as zeros (whatever `blocks` holds there) and has zero gradient.
+    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: the blocks in each block column, by
+        [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transposed`: whether this stands for the transposed matrix. Default False.
 
     !!! example
@@ -80,11 +80,12 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
         - `w`: `(*batch, N, K)`, any floating dtype.
         - `block_size`: the size of the blocks, which divides `N` and `K`. GPU kernels take 64 and 128, TPU
-          kernels multiples of 128. Default 128.
+            kernels multiples of 128. Default 128.
         - `density`: the fraction of blocks to keep, in (0, 1]. Default: all nonzero blocks, so that nothing
-          changes. - `balanced`: with a `density`, whether each block row keeps the same number, so that no
-          slot is empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many
-          slots as the fullest row has blocks. Default True.
+            changes.
+        - `balanced`: with a `density`, whether each block row keeps the same number, so that no slot is
+            empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many slots
+            as the fullest row has blocks. Default True.
 
         **Returns:** the pruned matrix.
 
@@ -127,7 +128,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
         - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
         - `col_idx`: `(*batch, rows, slots)`, concrete integers: each block's column, at most once per row;
-          `columns` for an empty slot.
+            `columns` for an empty slot.
         - `columns`: the number of block columns, `K / b`.
 
         **Returns:** an array with shape `(*batch, rows * b, columns * b)`.

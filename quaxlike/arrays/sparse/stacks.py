@@ -34,7 +34,7 @@ def dot_stack(
 
     - `w`: `(*batch, n0, n1)`.
     - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last axis of `x`, and
-      puts the matrix's other axis in its place.
+        puts the matrix's other axis in its place.
     - `dimension_numbers`: for `dot_general(w, x)`, or for `dot_general(x, w)` unless `on_left`.
 
     **Returns:** the product, or `NotImplemented` unless exactly one axis of the matrices is contracted.

@@ -40,12 +40,12 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     - `data`: `(*batch, elements)`, any dtype.
     - `indices`: for each sparse axis, the elements' indices: int32 `(*batch, elements)`. No position occurs
-      twice. Along every axis, padding has the axis size as its index: it counts as zero (whatever `data`
-      holds there) and has zero gradient.
+        twice. Along every axis, padding has the axis size as its index: it counts as zero (whatever `data`
+        holds there) and has zero gradient.
     - `sizes`: the sizes of the sparse axes.
     - `order`: `row_ptr`, `by_column` and `column_ptr` for a matrix with elements in
-      [`csr_index`][quaxlike.kernels.csr_index] order. None for any other order, and for arrays that are not
-      matrices; products are then slower.
+        [`csr_index`][quaxlike.kernels.csr_index] order. None for any other order, and for arrays that are not
+        matrices; products are then slower.
     - `major`: which of the two axes counts rows in `order`.
 
     **Raises:** `ValueError` if the shapes are inconsistent, for negative sizes, and for concrete indices out
@@ -91,9 +91,11 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
         **Arguments:**
 
-        - `x`: any array. - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so
-          that nothing changes. - `stacked`: how many leading axes stack arrays that are sparse separately,
-          for use with `vmap` or `lax.scan`. Default 0.
+        - `x`: any array.
+        - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so that nothing
+            changes.
+        - `stacked`: how many leading axes stack arrays that are sparse separately, for use with `vmap` or
+            `lax.scan`. Default 0.
 
         **Raises:** `ValueError` for a density out of bounds, or more stacked axes than axes.
         """
@@ -123,7 +125,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
         - `data`: `(*batch, elements)`; may be traced.
         - `indices`: concrete integers `(*batch, elements, axes)`: each element's position. An element out of
-          bounds counts as zero.
+            bounds counts as zero.
         - `shape`: the whole array's shape, `(*batch, *sizes)`.
 
         **Raises:** `ValueError` if the shapes are inconsistent, or for traced indices.

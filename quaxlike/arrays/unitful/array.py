@@ -123,8 +123,8 @@ class Unit:
     **Arguments:**
 
     - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a string like `"m/s^2"`, in
-      which `/` divides only by the next factor, or the `str` of a unit. The derived units Hz, N, Pa, J, W, C,
-      V, F, ohm, S, Wb, T, H and rad have symbols too.
+        which `/` divides only by the next factor, or the `str` of a unit. The derived units Hz, N, Pa, J, W,
+        C, V, F, ohm, S, Wb, T, H and rad have symbols too.
 
     **Raises:**
 

@@ -112,8 +112,8 @@ def carry_fixed_point(
     - `body_for`: makes the body for a carry in the given slots, and converts its results to the targets.
     - `beside`: the slots of the body's other operands.
     - `stacked`: how many axes the predicate has, i.e. several loops run at once, each until its own end.
-      Their carries are selected leaf by leaf, so a Value without these axes in all its leaves is
-      materialised.
+        Their carries are selected leaf by leaf, so a Value without these axes in all its leaves is
+        materialised.
 
     **Returns:**
 

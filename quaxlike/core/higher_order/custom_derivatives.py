@@ -3,13 +3,13 @@
 We bind the primitive again, as a custom derivative of a function on leaves. Three facts make this subtle.
 
 - JAX calls the primal function, the forward function and the jvp rule at different times, but needs the same
-  leaves from each. So whichever runs first decides the slots of the results (`_Results`), and the others must
-  conform. A mismatch would shift every leaf after it.
+    leaves from each. So whichever runs first decides the slots of the results (`_Results`), and the others
+    must conform. A mismatch would shift every leaf after it.
 - Once a function has been staged, it is too late to change the form of its results. So we trace the
-  derivative at that point, only to learn which results have tangents with their own form (`decide_by`).
+    derivative at that point, only to learn which results have tangents with their own form (`decide_by`).
 - JAX's `WrappedFun` keeps what a call returned on the side in its `stores`, which may be filled only once. We
-  call it several times, so we reset them; a function that wraps another shares its stores, or a level below
-  could not.
+    call it several times, so we reset them; a function that wraps another shares its stores, or a level below
+    could not.
 """
 
 import contextlib

@@ -81,7 +81,7 @@ def call_inline(
     - `name`: the primitive's name.
     - `jvp`: takes the operands and their tangents, and returns the results and their tangents.
     - `transpose`: takes the cotangents of the results and the operands, with an `UndefinedPrimal` for each
-      linear operand; returns the operands' cotangents. Default: transposes the implementation.
+        linear operand; returns the operands' cotangents. Default: transposes the implementation.
     """
     call = jax.custom_jvp(implementation)
 

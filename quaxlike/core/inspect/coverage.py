@@ -123,7 +123,7 @@ def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None
     **Arguments:**
 
     - `types`: the Value types to consider as operands, in every combination with each other and with plain
-      arrays. Default: every concrete type that a rule mentions.
+        arrays. Default: every concrete type that a rule mentions.
     - `rules`: a [`quaxlike.RuleSet`][] to check in addition to the global one.
 
     **Raises:**

@@ -356,7 +356,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
     **Arguments:**
 
     - `parts`: each array or Value inside it, in the order of its leaves, and whether its first axis is the
-      leading one; otherwise all rows share it.
+        leading one; otherwise all rows share it.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:

@@ -249,7 +249,7 @@ def register(
     **Arguments:**
 
     - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), a subclass of hijax's `HiPrim`,
-      or a sequence of these.
+        or a sequence of these.
     - `precedence`: decides between rules if neither is more specific. Default 0.
     - `rules`: the [`quaxlike.RuleSet`][] to register in. Default: the global one.
 

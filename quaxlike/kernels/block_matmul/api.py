@@ -51,10 +51,10 @@ def nf4_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `packed`: the codes of `W`, flattened row-major, two per byte, high nibble first: `(N·K + 1) // 2`
-      bytes. If blocks do not cross rows, also `(N, K / 2)`, so that devices can share rows or columns.
+        bytes. If blocks do not cross rows, also `(N, K / 2)`, so that devices can share rows or columns.
     - `absmax`: one float32 scale per block of `block_size` consecutive codes; blocks may cross rows. `(N, K /
-      block_size)` for rows of codes. [`NestedScales`][quaxlike.kernels.NestedScales] if the scales are
-      quantised, too.
+        block_size)` for rows of codes. [`NestedScales`][quaxlike.kernels.NestedScales] if the scales are
+        quantised, too.
     - `codebook`: the 16 values of the codes.
     - `shape`: `(N, K)`.
     - `block_size`: an even number.
@@ -89,8 +89,9 @@ def lora_matmul(
     """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
 
     The low-rank term is added to the product's float32 accumulator: it costs as much as a few more columns of
-    `W`, without another pass over the result. This is differentiable in everything but the codes.  With
-    several adapters, `adapter_index` selects one for each row of `x`. All rows are computed together,
+    `W`, without another pass over the result. This is differentiable in everything but the codes.
+
+    With several adapters, `adapter_index` selects one for each row of `x`. All rows are computed together,
     whatever the mixture.
 
     !!! example
@@ -122,7 +123,7 @@ def lora_matmul(
 
     - `x`: `(..., in)`.
     - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight with shape `(out, in)`, as in
-      [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
+        [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
     - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Converted to the dtype of `x`,
         like `b`.
     - `b`: `(out, rank)`, or `(adapters, out, rank)`.

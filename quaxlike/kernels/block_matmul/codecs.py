@@ -43,8 +43,8 @@ class Codec:
     - `table`: the values of the codes.
     - `block`: how many codes usually share a scale; None for a whole row.
     - `scales`: `"float"` in any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of this), as bytes;
-      `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in a byte's low half, the minimum in
-      its high half.
+        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in a byte's low half, the minimum
+        in its high half.
     - `group`: how many blocks share an outer scale, 0 for a whole row; None for one level of scales.
     - `over`: whether to divide the inner scale by the outer one.
     - `zeros`: None, `"points"` (zero points), or minima: `"plus"` or `"minus"`.

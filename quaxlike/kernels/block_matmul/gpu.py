@@ -257,9 +257,12 @@ def chunked(
     """Decodes `W` to the dtype of `x`, some rows at a time if it is large, and multiplies by the library.
 
     Each weight is rounded once, from its exact float32 value. If scales stay outside the product, we scale
-    `x` in parts whenever a copy of it would be large.  **Arguments:**  - `low_rank`: nothing, or `t` and `b`
-    as in `times_adapters`: more columns for `x` and `W`. - `kernel`: whether to use the kernel in
-    `decode_rows`.
+    `x` in parts whenever a copy of it would be large.
+
+    **Arguments:**
+
+    - `low_rank`: nothing, or `t` and `b` as in `times_adapters`: more columns for `x` and `W`.
+    - `kernel`: whether to use the kernel in `decode_rows`.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
     if (parts := scaled_outside(x, leaves, decode, product)) is not None:
@@ -349,7 +352,7 @@ def join_chunks(
 
     - `part`: `part(weight, start, stop)` computes columns.
     - `weight`: arrays that `part` decodes. They pass from chunk to chunk, so that chunks are decoded one
-      after the other, in the same memory.
+        after the other, in the same memory.
     - `axis`: the result's axis for columns, or for rows to compute instead.
     """
     columns = part(weight, 0, min(step, size))

@@ -4,17 +4,17 @@ A warp multiplies some tiles with 16 features of the result by up to 64 rows of 
 the contraction; `mma.sync` contracts 16 numbers at a time.
 
 - *Codes are read as they are stored.* A sum does not depend on the order of its terms. So for `x @ W.T`,
-  within a block of 64 columns, thread `quad` in a group of four takes columns 16·quad … 16·quad + 15 of both
-  `W` and `x`, wherever the instruction expects them. For `x @ W` it takes four adjacent rows of `W`, with
-  eight adjacent columns as features. Both operands must be permuted alike; a fragment of only one would
-  multiply the wrong numbers.
+    within a block of 64 columns, thread `quad` in a group of four takes columns 16·quad … 16·quad + 15 of
+    both `W` and `x`, wherever the instruction expects them. For `x @ W` it takes four adjacent rows of `W`,
+    with eight adjacent columns as features. Both operands must be permuted alike; a fragment of only one
+    would multiply the wrong numbers.
 - *A byte is decoded by one lookup*, in a table with 256 entries (`lookup`).
 - *Scales are applied to the accumulator* if 64 columns share one and there are no zero points. The product
-  with these codes is summed separately, and scaled when it is added: one multiplication for 64 weights, with
-  exact float32 scales. Only the codebook is rounded, which is more accurate than rounding every weight.
-  Otherwise values are scaled in float32, and rounded once.
+    with these codes is summed separately, and scaled when it is added: one multiplication for 64 weights,
+    with exact float32 scales. Only the codebook is rounded, which is more accurate than rounding every
+    weight. Otherwise values are scaled in float32, and rounded once.
 - *Loads overlap with multiplication.* A warp copies the tiles for its next steps to a ring in shared memory
-  (`staging`), and waits for no other warp.
+    (`staging`), and waits for no other warp.
 
 Warps that share features add their sums through shared memory. If there are too few features to keep a GPU
 busy, blocks of threads split the contraction, too. Each writes its float32 sum, and these are added
@@ -72,8 +72,8 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
     **Arguments:**
 
     - `refs`: in global memory: `x`; the codes; the scales (if nested: codes, absmax, offset and map); the
-      zero points (if any); the code values; with adapters `t`, `b`, and for each group of tokens the adapters
-      in use and how many; and `out`. In shared memory: `shared_words` words.
+        zero points (if any); the code values; with adapters `t`, `b`, and for each group of tokens the
+        adapters in use and how many; and `out`. In shared memory: `shared_words` words.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)

@@ -28,7 +28,7 @@ class NestedScales:
     - `absmax`: `(*lead, ceil(blocks / 256))`, float32.
     - `offset`: `(*lead,)`, float32.
     - `quant_map`: the map's 256 values, as a tuple or as a float32 array without leading axes; None for the
-      signed dynamic map.
+        signed dynamic map.
     """
 
     # Arrays, or stand-ins such as `jax.ShapeDtypeStruct` or a kernel's references.

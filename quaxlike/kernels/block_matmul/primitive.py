@@ -245,8 +245,8 @@ def block_matmul(
     - `block_size`: how many codes share a scale.
     - `transpose`: whether to contract over `N` instead of `K`.
     - `low_rank`: nothing; or (unless `transpose`) `t` from `to_ranks` and `b`, `(adapters, N, rank)`. Their
-      product `t @ b.T` is added before the result is rounded. - `out_dtype`: the result's dtype; `x.dtype` if
-      None.
+        product `t @ b.T` is added before the result is rounded.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
 

@@ -4,14 +4,14 @@ One decoder is for 4-bit codes with blocks that may cross rows, another for rows
 decoder is a static parameter of the product. It decodes the arrays of a weight `W`, its leaves, to float32:
 
 - `tiles(start, rows)` decodes `rows` rows from the even row `start`, as `stride` interleaved planes: columns
-  0, stride, …; columns 1, stride + 1, …; and so on. Interleaving them would cost as much as decoding.
+    0, stride, …; columns 1, stride + 1, …; and so on. Interleaving them would cost as much as decoding.
 - `matrix`: `W`, or some rows or columns. If it is called in parts, these are multiples of `aligned`.
 - `scaled_rows`: `W` as values that are exact in any floating dtype, and one scale per row; None if it is not.
 - `stored`: the product with the details that kernels need, None if no kernel supports them; and `operands`:
-  codes, scales, value table and zero points as it describes them. `decoded`: whether to make scales and zero
-  points float32, for kernels that take nothing else.
+    codes, scales, value table and zero points as it describes them. `decoded`: whether to make scales and
+    zero points float32, for kernels that take nothing else.
 - `dimensions`: for `Partitioning`, the names of the leaves' dimensions (n and k for `W`), and the names that
-  can be summed over parts; None if XLA divides the product. `local`: the product for a part.
+    can be summed over parts; None if XLA divides the product. `local`: the product for a part.
 
 `name` is the primitive for its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
 whether compilers for GPUs and TPUs fuse decoding into a product of few rows.

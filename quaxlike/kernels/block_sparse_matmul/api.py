@@ -54,10 +54,10 @@ def block_sparse_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` has rows `n·b …` and columns `col_idx[n, j]·b …` of
-      `W`.
+        `W`.
     - `col_idx`: each block's column, in `[0, K / b)`; `K / b` for a slot without a block.
     - `transposed_idx`: the numbers of the blocks in each block column, from
-      [`transposed_index`][quaxlike.kernels.transposed_index].
+        [`transposed_index`][quaxlike.kernels.transposed_index].
     - `transpose`: contracts over `N` instead of `K`.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
 

@@ -4,11 +4,11 @@ A block of threads computes a tile of the result: in each step it multiplies a t
 tensor cores (`mma.sync`).
 
 - *Tiles are copied as they are stored* (`cp.async`), from the places in the index to a ring of stages in
-  shared memory. The index is read one step before its copies start. A block or row that does not exist is not
-  read: zeros are written instead.
+    shared memory. The index is read one step before its copies start. A block or row that does not exist is
+    not read: zeros are written instead.
 - *`ldmatrix` loads the fragments*, transposed if the contracted axis runs along the rows. Pieces of 16 bytes
-  are permuted within lines of 128, so that neither copies nor `ldmatrix` have bank conflicts. Copy and load
-  must use the same permutation (`_permuted`).
+    are permuted within lines of 128, so that neither copies nor `ldmatrix` have bank conflicts. Copy and load
+    must use the same permutation (`_permuted`).
 - *The result passes through shared memory*, so that adjacent threads write adjacent pieces.
 
 Import this module only where a kernel is traced.
