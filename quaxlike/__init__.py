@@ -149,8 +149,8 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "custom_dce",
 ]
 
-# Types, and operations on whole models. They are imported when they are named: a program with a type of its
-# own loads the framework alone.
+# Types, and operations on whole models. They are imported on first use, so that a program with its own types
+# loads only the core.
 _NAMES = {
     "arrays.adapted": ("AdaptedArray",),
     "arrays.annotated": ("AnnotatedArray",),
@@ -199,7 +199,7 @@ _MODULES = (
         "optim",
     ),
     *("primitives", "sharding", "surgery", "testing", "utils"),
-    *("interop", "models"),  # where names were until 0.1
+    *("interop", "models"),  # the old locations, until 0.1
 )
 
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
@@ -211,7 +211,7 @@ OlderPaths(
 
 
 def _follow_plain_arrays(cls: type) -> None:
-    """Loads what follows plain arrays, for a type that asks for it."""
+    """Loads placeholders for plain arrays, when a new type needs them."""
     if _takes_no_like(cls):
         from .arrays.unitful import placeholders as placeholders
 

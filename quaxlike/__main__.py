@@ -1,4 +1,4 @@
-"""`quaxlike COMMAND …`, which `python -m quaxlike COMMAND …` runs as well."""
+"""The command `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
 
 import importlib
 import sys
@@ -8,12 +8,12 @@ from ._checked import did_you_mean
 
 
 class _Command(NamedTuple):
-    module: str  # its `main` takes arguments and the name of the program
+    module: str  # has `main(arguments, prog)`
     about: str
-    first: tuple[str, ...] = ()  # arguments that come before those of the user
+    first: tuple[str, ...] = ()  # arguments before the user's own
 
 
-#: Modules are imported when their command runs: importing JAX takes seconds.
+#: Modules are imported only when their command runs, as importing JAX takes seconds.
 COMMANDS = {
     "finetune": _Command("quaxlike.lm.finetune.__main__", "trains an adapter of a checkpoint"),
     "generate": _Command("quaxlike.lm.generate.__main__", "continues texts with a checkpoint"),
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; the exit status is its own, or 2 if there is no such command."""
+    """Runs a command. Returns its exit status, or 2 if there is no such command."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: quaxlike COMMAND …\n")

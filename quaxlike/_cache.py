@@ -1,4 +1,8 @@
-"""The user's cache: folders of code that later runs execute, which others must not write to."""
+"""The user's cache folder.
+
+It contains code that later runs execute. Hence nobody else may have write access: another user could
+otherwise run code as this user.
+"""
 
 import hashlib
 import os
@@ -16,20 +20,20 @@ def _folder() -> Path | None:
         return Path(given) / "quaxlike"
     try:
         home = Path.home()
-    except RuntimeError:  # a user that the machine does not know
+    except RuntimeError:  # the machine does not know this user
         return None
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "quaxlike"
 
 
 FOLDER = _folder()
-"""The folder, whether or not it is there, as the environment has it when quaxlike is imported."""
+"""The folder according to the environment at import time. It may not exist."""
 
 NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that only you may write to"
 
 
 def why_not_own(*paths: Path) -> str | None:
-    """Why others may write to one of these files and folders of code; None if only the user may."""
-    if not hasattr(os, "getuid"):  # Windows, whose users have caches of their own
+    """Explains why other users may write to one of these paths; None if only the user may."""
+    if not hasattr(os, "getuid"):  # Windows has a cache per user
         return None
     for path in paths:
         info = path.stat()
@@ -43,19 +47,19 @@ def why_not_own(*paths: Path) -> str | None:
 
 
 def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
-    """Lets JAX keep compiled programs for later runs of a command, and tells so in a line. Must be called
-    before JAX compiles.
+    """Enables JAX's compilation cache for a command, and reports this in a line.
 
-    What the user has set for JAX (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) is left as it
-    is unless `where` is given. Programs take the instructions of the processor that they were compiled on,
-    which JAX does not look at: processors that share a home have folders of their own.
+    Call it before JAX compiles anything. The user's settings for JAX (`JAX_COMPILATION_CACHE_DIR`,
+    `JAX_ENABLE_COMPILATION_CACHE`) take precedence unless `where` is given. Compiled programs use the
+    instruction set of the processor, but JAX's cache key does not contain it. So each kind of processor has a
+    separate folder, in case several machines share a home.
 
     **Arguments:**
 
-    - `where`: a folder, or `"off"`. Default: a folder in the user's cache. If that cannot be used, the line
-        tells why.
+    - `where`: a folder, or `"off"`. Default: a folder in the user's cache. If this cannot be used, then the
+        line says why.
 
-    **Raises:** `OSError` for a folder that is given and cannot be used.
+    **Raises:** `OSError` if `where` cannot be used.
     """
     if where == "off":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -82,12 +86,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small ones take seconds
+        # Many small programs add up to seconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tell(f"Compiled programs are kept for later runs in {folder}")
 
 
 def _processor() -> str:
-    """A name for the kind of processor and its instructions."""
+    """Returns a name for the kind of processor, including its instruction set."""
     told = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}

@@ -1,4 +1,8 @@
-"""Detection of wrong arguments by the annotations of public functions."""
+"""Better errors for wrong arguments of public functions, from their annotations.
+
+Arguments are only checked after a call has failed, so that successful calls and tracing stay fast. An error
+that we raise ourselves must be passed on unchanged: it knows more than the annotations.
+"""
 
 import difflib
 import dis
@@ -20,7 +24,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
-    PyTree = Any  # pyright knows nothing of jaxtyping's, and reports all that it occurs in when it is strict
+    PyTree = Any  # pyright does not know jaxtyping's PyTree
 else:
     from jaxtyping import PyTree as PyTree
 
@@ -36,14 +40,14 @@ def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]: ...
 @overload
 def checked(*, options: Sequence[str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
-    """Makes a function that fails deep inside report which argument does not match its annotation.
+    """Makes a failing function report which argument does not match its annotation.
 
-    Calls that succeed cost nothing, and errors that the library itself raises are left unchanged.
+    This costs nothing if a call succeeds. Errors that quaxlike raises itself are left unchanged.
 
     **Arguments:**
 
-    - `options`: names of arguments that are checked before the call, since a wrong one would count as
-        something else (`"no"` is true) or fail much later: see `check_option`.
+    - `options`: names of arguments that are checked before the call, because a wrong value would not fail, or
+        only much later. For example, `"no"` is truthy. See `check_option`.
     """
     if fn is None:
         return functools.partial(checked, options=options)
@@ -67,7 +71,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
 def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kwargs: Any) -> None:
     try:
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself says which argument is missing or not known
+    except TypeError:  # the call itself will raise for this
         return
     hints = typing.get_type_hints(fn)
     for option in options:
@@ -76,8 +80,11 @@ def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kw
 
 
 def check_option(function: str, option: str, value: Any, hint: Any) -> None:
-    """Raises unless the value of an option is of its annotated type. Whole numbers must be at least 1, other
-    numbers finite and above 0. Each value of a mapping to numbers counts as an option."""
+    """Raises unless the value of an option matches its annotation.
+
+    Integers must be at least 1, other numbers finite and positive. If the option is a mapping to numbers,
+    then each of its values is checked.
+    """
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     given: Any = value
     is_several = isinstance(value, Iterable) and not isinstance(value, str)
@@ -112,7 +119,7 @@ def check_option(function: str, option: str, value: Any, hint: Any) -> None:
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is a `raise` of this library."""
+    """Whether the innermost frame is a `raise` in quaxlike."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
@@ -122,7 +129,7 @@ def _is_ours(traceback: TracebackType | None) -> bool:
 
 
 def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """The message about the first argument that its annotation does not allow."""
+    """Makes the message about the first argument that does not match its annotation."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
         hints = typing.get_type_hints(fn)
@@ -145,8 +152,8 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
 
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
-    """Describes what an argument must be; None if it is that."""
-    from beartype.door import is_bearable  # takes as long as a tenth of this package
+    """Describes what an argument must be; None if it matches."""
+    from beartype.door import is_bearable  # slow to import
 
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
         return "an array of numbers"
@@ -161,7 +168,7 @@ def _fits(test: Callable[[Any], Any], value: Any) -> bool:
         return test(value) is not False
     except (AttributeError, TypeError, ValueError):
         return False
-    except Exception:  # an annotation with names that do not exist at run time
+    except Exception:  # the annotation has names that do not exist at run time
         return True
 
 
@@ -171,7 +178,7 @@ def _is_key(x: Any) -> bool:
     )
 
 
-# Parameters whose annotations allow more than the function does.
+# Parameters with annotations that are wider than what the function accepts.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
     **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),
@@ -208,12 +215,11 @@ def did_you_mean(
     cutoff: float = 0.6,
     show: Callable[[str], str] = repr,
 ) -> str:
-    """A question for the end of a message, behind a space: the known names that are nearest to one that is
-    not known. Empty if none is near."""
+    """Suggests similar names for an unknown name, to append to a message; empty if there are none."""
     near = dict.fromkeys(map(show, difflib.get_close_matches(name, list(known), n, cutoff)))
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def is_finite(x: Any) -> bool:
-    """Whether `x` is a number of Python, and neither infinite nor NaN."""
+    """Whether `x` is a finite Python number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max

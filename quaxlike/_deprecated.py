@@ -1,4 +1,4 @@
-"""Names and modules that have moved: they work for one more release, with a warning that names the new."""
+"""Names and modules that have moved. The old names still work for one release, with a warning."""
 
 import functools
 import importlib
@@ -12,10 +12,10 @@ from typing import Any
 _PACKAGE = __name__.partition(".")[0]
 _REMOVED_IN = "0.3"
 
-#: Old modules of the package and where each is now. What is below a module moved with it.
+#: Old modules and their new locations. Submodules have moved along.
 _MODULES = {
     "arrays.adapters": "adapters",
-    # Files that held several methods; pickles name them.
+    # These modules contained several methods. Pickles refer to them.
     **dict.fromkeys(
         (f"arrays.adapters.{x}" for x in ("low_rank", "products", "rotated", "scaled")), "adapters"
     ),
@@ -37,7 +37,7 @@ _MODULES = {
     "models.loading": "lm.loading",
     "models.to_gguf": "lm.to_gguf",
 }
-#: Old packages whose names are in several modules now. A name that is not listed is in the module under "".
+#: Old packages that have been split. A name that is not listed is in the module under "".
 _PACKAGES = {
     "interop": {
         "": "lm",
@@ -56,7 +56,7 @@ _PACKAGES = {
 
 
 def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a module under its old path; None if no such module has moved."""
+    """Finds the spec of a module under its old path; None if it has not moved."""
     package, _, name = fullname.partition(".")
     new = _moved(name)
     if new is None:
@@ -68,7 +68,7 @@ def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _moved(name: str) -> str | None:
-    """The new path of a module of the package; None if it has not moved."""
+    """Returns the new path of a module; None if it has not moved."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         old = ".".join(parts[:n])
@@ -79,7 +79,7 @@ def _moved(name: str) -> str | None:
 
 
 class _Moved(importlib.abc.InspectLoader):
-    """Loads the module that is elsewhere now: the same object under its old name."""
+    """Loads the moved module as the same object, under its old name."""
 
     def __init__(self, new: str) -> None:
         self.new = new
@@ -92,7 +92,7 @@ class _Moved(importlib.abc.InspectLoader):
         warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
-        """For `python -m` with the old path."""
+        """Supports `python -m` with the old path."""
         old, new = (name.removesuffix(".__main__") for name in (fullname, self.new))
         command = new.rpartition(".")[2]
         said = f"`python -m {old}` is `{_PACKAGE} {command}` now, or `python -m {new}`."
@@ -104,7 +104,7 @@ class _Moved(importlib.abc.InspectLoader):
 
 
 class _OldPackage(importlib.abc.Loader):
-    """Makes a package whose names are in several modules now."""
+    """Makes an old package. Its names are in several modules now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -125,7 +125,7 @@ def _name_of_package(package: str, name: str) -> Any:
 
 
 def moved_name(old: str, new: str) -> Any:
-    """The object that is at `new` now, with a warning. Both are paths below the package."""
+    """Returns the object at `new`, with a warning about `old`. Both are paths below the package."""
     module, _, name = new.rpartition(".")
     found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
     warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}")
@@ -133,8 +133,10 @@ def moved_name(old: str, new: str) -> Any:
 
 
 def warn(old: str, new: str) -> None:
-    """Warns at the line that asks for the old name: the innermost that is not of this package, of the import
-    system, or of what checks annotations."""
+    """Warns about an old name, at the user's line.
+
+    This is the innermost frame outside of quaxlike, the import system, and the annotation checker.
+    """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):
         frame = frame.f_back

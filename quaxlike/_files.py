@@ -1,4 +1,9 @@
-"""Files that appear under their name only once they are complete."""
+"""Atomic writing of files.
+
+A file only appears under its name once it is complete, so that a killed process never leaves a damaged
+checkpoint. We write to a locked temporary file in the same folder, and rename it. A temporary file without a
+lock is abandoned, and may be deleted.
+"""
 
 import contextlib
 import importlib
@@ -21,7 +26,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the name of the file to errors that say none: those of a full disk, for example."""
+    """Adds the name of the file to errors without one, such as for a full disk."""
     try:
         yield
     except OSError as error:
@@ -32,11 +37,10 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing; it replaces `path` when the block ends, and is deleted on an error.
+    """Opens a temporary file for writing, which replaces `path` at the end of the block.
 
-    It has the permissions of the file that it replaces, or else those of any new file. If `path` is a
-    symbolic link, the file that it points to is replaced. Half-written files that killed processes left in
-    the folder are removed.
+    After an error it is deleted instead. The file keeps the permissions of the file that it replaces. If
+    `path` is a symbolic link, then the target is replaced. Temporary files of killed processes are removed.
     """
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -55,10 +59,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:
-    """A new file beside `target`, locked for as long as it is open."""
+    """Creates a file next to `target`, which is locked while it is open."""
 
     def create(name: str, flags: int) -> int:
-        # The permissions are never wider than the final ones: others could open the file until then.
+        # Never use wider permissions than the final ones: others could open the file in between.
         return os.open(name, flags, 0o666 if mode is None else mode)
 
     while True:
@@ -71,8 +75,8 @@ def _temporary(target: Path, mode: int | None) -> BinaryIO:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes the temporary files that no running process is writing."""
-    if fcntl is None:  # without locks they cannot be recognised
+    """Removes temporary files without a lock."""
+    if fcntl is None:  # without locks, we cannot recognise them
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
@@ -82,9 +86,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Locks an open file or folder for this process until it is closed; returns False if another one has.
+    """Locks an open file or folder until it is closed. Returns False if another process has locked it.
 
-    If the system or the file system has no locks, it always returns True.
+    If the system or the file system does not support locks, then this always returns True.
     """
     if fcntl is None:
         return True
@@ -98,7 +102,7 @@ def lock(file: Any) -> bool:
 
 
 def lock_folder(path: Path) -> contextlib.ExitStack | None:
-    """Locks a folder until the result is closed; returns None if another process has locked it."""
+    """Locks a folder until the result is closed. Returns None if another process has locked it."""
     held = contextlib.ExitStack()
     if fcntl is not None:
         folder = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use, and modules that have moved."""
+"""Lazy imports of names, and imports of moved modules."""
 
 import importlib
 import importlib.abc
@@ -13,14 +13,14 @@ def lazily(
     namespace: dict[str, Any],
     names: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a package that imports modules, and names of them, on demand.
+    """Makes the `__getattr__` and `__dir__` of a package with lazy imports.
 
     **Arguments:**
 
-    - `package`: its `__name__`.
-    - `modules`: modules of the package.
-    - `namespace`: its `globals()`, which keep a name once it was asked for.
-    - `names`: by the module of the package that has them, the names that are taken from there.
+    - `package`: the `__name__` of the package.
+    - `modules`: submodules to import on first use.
+    - `namespace`: the `globals()` of the package, where names are cached.
+    - `names`: a mapping from submodules to names that are imported from them on first use.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}
@@ -41,7 +41,7 @@ def lazily(
 
 
 class OlderPaths(importlib.abc.MetaPathFinder):
-    """Lets `import` find modules under paths below which some have moved; `_deprecated` knows which."""
+    """Lets `import` find moved modules below these paths. `_deprecated` lists them."""
 
     def __init__(self, *paths: str) -> None:
         self._paths = paths
@@ -54,6 +54,6 @@ class OlderPaths(importlib.abc.MetaPathFinder):
         return find_spec(fullname)
 
     def install(self) -> None:
-        # Before Python's own, which would load a second copy of a module below a package that moved.
+        # Python's own finders would load a second copy of a module in a moved package, so go before them.
         if not any(isinstance(finder, OlderPaths) for finder in sys.meta_path):
             sys.meta_path.insert(0, self)

@@ -1,8 +1,8 @@
 """Regular expressions from untrusted files, matched in bounded time.
 
-`re` tries alternatives one after another, and takes exponential time for expressions such as `(.*)*!`. Here
-each part of an expression maps the set of positions where it may begin to the set of those where it may end
-(after K. Thompson, "Regular expression search algorithm", 1968), and `re` decides about single characters.
+`re` backtracks, and takes exponential time for expressions such as `(.*)*!`. Instead, we simulate all
+alternatives at once (K. Thompson, "Regular expression search algorithm", 1968). Each part of an expression
+maps a set of start positions to a set of end positions. `re` only decides about single characters.
 """
 
 import functools
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_STEPS = 50_000  # positions that the parts are tried at; names of layers take some hundreds
+_MOST_STEPS = 50_000  # pairs of part and position; names of layers need some hundreds
 _MOST_CHARACTERS = 10_000
 _TOKEN = re.compile(
     r"""(?P<open>\((?:\?(?:[:=!]|<[=!]|P<\w+>)|(?!\?)))
@@ -28,7 +28,7 @@ _Part = str | Callable[["_Text", _Positions], _Positions]
 
 
 class PatternError(ValueError):
-    """A regular expression that is malformed, too long, or cannot be matched in bounded time."""
+    """A regular expression is malformed, too long, or needs too many steps."""
 
 
 class _Text(str):
@@ -36,10 +36,10 @@ class _Text(str):
 
 
 def fullmatch(pattern: str, text: str) -> bool:
-    """Whether an expression matches the whole of a text, like `re.fullmatch`.
+    """Whether an expression matches a whole text, like `re.fullmatch`.
 
     **Raises:** `PatternError`, a `ValueError`, for an expression with backreferences, flags or atomic groups,
-    or one that takes too many steps.
+    or if it takes too many steps.
     """
     return _matches(pattern, text)[0]
 
@@ -47,14 +47,14 @@ def fullmatch(pattern: str, text: str) -> bool:
 def startmatch(pattern: str, text: str) -> bool:
     """Whether an expression matches the beginning of a text, like `re.match`.
 
-    **Raises:** as `fullmatch`.
+    **Raises:** as for `fullmatch`.
     """
     return _matches(pattern, text)[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
-    """Whether it matches the whole of a text, and the beginning."""
+    """Whether an expression matches the whole text, and whether it matches the beginning."""
     try:
         ends = _run(compiled(pattern), _Text(text), {0})
     except RecursionError:
@@ -64,7 +64,7 @@ def _matches(pattern: str, text: str) -> tuple[bool, bool]:
 
 @functools.lru_cache(maxsize=512)
 def compiled(pattern: str) -> _Part:
-    """The parts of an expression as one. Raises `PatternError` if it is not supported."""
+    """Compiles an expression. Raises `PatternError` if it is not supported."""
     if len(pattern) > _MOST_CHARACTERS:
         raise PatternError(
             f"expressions have at most {_MOST_CHARACTERS:,} characters; this one has {len(pattern):,}"
@@ -84,7 +84,7 @@ def compiled(pattern: str) -> _Part:
 
 
 def _either(tokens: list[tuple[str | None, str]]) -> _Part:
-    """Takes alternatives from the end of a reversed list of tokens, up to the bracket that closes them."""
+    """Parses alternatives up to the closing bracket, from the end of a reversed list of tokens."""
     branches: list[list[_Part]] = [[]]
     while tokens and tokens[-1][0] != "close":
         kind, token = tokens.pop()
@@ -115,7 +115,7 @@ def _either(tokens: list[tuple[str | None, str]]) -> _Part:
 
 
 def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
-    """Where a part ends that begins at one of these positions."""
+    """Returns the end positions of a part, for these start positions."""
     text.steps += len(starts)
     if text.steps > _MOST_STEPS:
         raise PatternError(f"takes more than {_MOST_STEPS:,} steps on {text[:80]!r}")
@@ -125,14 +125,14 @@ def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
 
 
 def _at(pattern: re.Pattern[str], one: bool) -> _Part:
-    """A single character of some kind; or a place between two."""
+    """Matches a single character; or a position between two characters."""
     if one:
         return lambda text, starts: {i + 1 for i in starts if pattern.fullmatch(text, i, i + 1)}
     return lambda text, starts: {i for i in starts if pattern.match(text, i)}
 
 
 def _assertion(part: _Part, token: str) -> _Part:
-    """What must, or must not, follow a place or precede it."""
+    """Makes a lookahead or lookbehind, positive or negative."""
 
     def holds(text: _Text, starts: _Positions) -> _Positions:
         if "<" in token:
@@ -153,7 +153,7 @@ def _repeated(part: _Part, token: str) -> _Part:
     def repeated(text: _Text, starts: _Positions) -> _Positions:
         for _ in range(least):
             before, starts = starts, _run(part, text, starts)
-            if starts == before:  # of no characters, however often
+            if starts == before:  # further repetitions add nothing
                 break
         reached, new = set(starts), starts
         for _ in range(most - least):
@@ -167,7 +167,7 @@ def _repeated(part: _Part, token: str) -> _Part:
 
 
 def is_pattern(x: Any) -> bool:
-    """Whether this is an expression that can be matched."""
+    """Whether `x` is a supported expression."""
     try:
         return isinstance(x, str) and compiled(x) is not None
     except PatternError:
@@ -175,10 +175,10 @@ def is_pattern(x: Any) -> bool:
 
 
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Whether a key of PEFT's rank_pattern or alpha_pattern matches the name of a layer."""
+    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches the name of a layer."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)
 
 
 def value_for(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches the name of a layer."""
+    """Returns the value of the first pattern that matches the name of a layer."""
     return next((value for pattern, value in patterns.items() if matches_layer(pattern, layer)), otherwise)

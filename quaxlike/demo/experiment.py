@@ -1,7 +1,7 @@
 """The experiment: training on upright digits, then adapting to rotated ones in full, by LoRA and by QLoRA.
 
-One loop trains every method: a filter selects what to train, types determine how it is stored. The digits are
-those that ship inside scikit-learn.
+The same loop trains every method: a filter spec selects what to train, and types determine how it is stored.
+The digits come with scikit-learn.
 """
 
 import functools
@@ -41,8 +41,10 @@ class Task(NamedTuple):
 
 
 def load_tasks(seed: int) -> tuple[Task, Task]:
-    """The task of upright digits, and that of the same digits a quarter turn to the left. The same 30 % of
-    the 1,797 images are held out from both."""
+    """Returns two tasks: upright digits, and the same digits rotated by 90 degrees to the left.
+
+    The same 30 % of the 1,797 images are held out from both.
+    """
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
     labels = labels.astype(np.int32)
@@ -57,7 +59,7 @@ def load_tasks(seed: int) -> tuple[Task, Task]:
 
 
 class Fit(NamedTuple):
-    """A trained model, the loss before every step, and the wall time in seconds."""
+    """A trained model, the loss before each step, and the wall time in seconds."""
 
     model: VisionTransformer
     losses: list[float]
@@ -67,7 +69,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """The mean cross-entropy, which `ql.quaxify` makes work on weights of any type."""
+    """The mean cross-entropy. `ql.quaxify` makes it work with any type of weights."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -93,9 +95,9 @@ def fit(
     on_step: Callable[[float], None],
     batch_size: int = 64,
 ) -> Fit:
-    """Trains the arrays that the filter selects, by AdamW with a warm-up and cosine schedule.
+    """Trains the selected arrays by AdamW, with warm-up and a cosine schedule.
 
-    Weights may be of any type. `on_step` is called with the loss of each step.
+    `on_step` is called with the loss of each step.
     """
     start = time.perf_counter()
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
@@ -125,7 +127,7 @@ def fit(
 
 
 class Adaptation(NamedTuple):
-    """A way to adapt a model: new types for some of its weights, and which arrays then train."""
+    """A way to adapt a model: new types for some of its weights, and the arrays to train."""
 
     name: str
     prepare: Callable[[VisionTransformer, PRNGKeyArray], VisionTransformer]
@@ -134,7 +136,7 @@ class Adaptation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of one training run; `before` and `after` are predictions for the held-out digits."""
+    """The result of a training run. `before` and `after` are predictions for the held-out digits."""
 
     name: str
     fit: Fit
@@ -146,17 +148,17 @@ class Result(NamedTuple):
 
     @property
     def accuracy_before(self) -> float:
-        """The share of held-out digits classified correctly before training."""
+        """The accuracy on held-out digits before training."""
         return float(np.mean(self.before == self.labels))
 
     @property
     def accuracy(self) -> float:
-        """The share of held-out digits classified correctly after training."""
+        """The accuracy on held-out digits after training."""
         return float(np.mean(self.after == self.labels))
 
     @property
     def training_bytes(self) -> dict[str, int]:
-        """What is kept while training, activations apart: AdamW has two moments for what is trained."""
+        """The memory during training, without activations. AdamW stores two moments."""
         return {
             "weights": ql.summary(self.fit.model).stored_bytes,
             "gradients": self.trainable_bytes,
@@ -186,7 +188,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. Raises if a weight would be materialised."""
+    """Adapts a model to a task. Raises if this would materialise a weight."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

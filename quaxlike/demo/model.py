@@ -1,4 +1,4 @@
-"""A small vision transformer in plain Equinox, which knows nothing of quaxlike."""
+"""A small vision transformer in plain Equinox. It does not import quaxlike."""
 
 import equinox as eqx
 import jax

@@ -43,7 +43,7 @@ def results_table(pretraining: Result, adapted: list[Result]) -> Table:
 
 
 def rules_table(adapted: list[Result], digits: Digits) -> Table:
-    """The table of rules that each model's loss used, and of operations that materialised a weight."""
+    """Tabulates the rules that each model used, and the operations that materialised a weight."""
     table = Table(
         title="Which rules multiply by the new weights, in one evaluation of the loss", title_justify="left"
     )
@@ -68,13 +68,13 @@ def rules_table(adapted: list[Result], digits: Digits) -> Table:
 
 Images = Float[np.ndarray, "n 8 8"]
 
-# Colours differ in lightness too, for greyscale prints and colour-blind readers.
+# The colours also differ in lightness, for greyscale prints and colour-blind readers.
 _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
 
 
 def _smooth(losses: list[float], decay: float = 0.9) -> Float[np.ndarray, " steps"]:
-    """The exponential moving average, started at the first loss."""
+    """Computes the exponential moving average, starting from the first loss."""
     smoothed = np.empty(len(losses))
     mean = losses[0]
     for i, value in enumerate(losses):
@@ -94,7 +94,7 @@ def _draw_losses(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
-    """Draws what each method keeps while training, in parts, beside its share of the first one's."""
+    """Draws the memory of each method, by parts, and relative to the first method."""
     places = np.arange(len(adapted))[::-1]
     memory = [result.training_bytes for result in adapted]
     start = np.zeros(len(adapted))
@@ -113,14 +113,14 @@ def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _shown(result: Result, number: int) -> list[int]:
-    """Up to half as many digits that are still taken for others, then the first ones of different classes."""
+    """Picks digits to show: up to half are still misclassified, then one digit per class."""
     wrong = np.flatnonzero(result.after != result.labels)[: number // 2].tolist()
     firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
     return [*wrong, *np.concatenate(firsts).astype(int).tolist()][:number]
 
 
 def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Images) -> None:
-    """Draws digits as they were and turned, with the predictions before and after."""
+    """Draws digits upright and rotated, with the predictions before and after training."""
     for i, column in zip(_shown(result, axes.shape[1]), axes.T, strict=False):
         label, was, now = result.labels[i], result.before[i], result.after[i]
         colour = _RIGHT if now == label else _WRONG
@@ -132,15 +132,18 @@ def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Imag
         column[1].set_xlabel(f"{was} → {now}", color=colour, fontsize=12)
     for ax in axes.flat:
         ax.set(xticks=[], yticks=[])
-        if not ax.images:  # fewer digits than places
+        if not ax.images:  # fewer digits than axes
             ax.set_axis_off()
     for ax, name in zip(axes[:, 0], ("upright", "turned"), strict=True):
         ax.set_ylabel(name)
 
 
 def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
-    """Writes the figure as a PNG. The methods are compared with the first, and the predictions of the last
-    shown: for `upright` images, which the models see `turned`."""
+    """Writes the figure as a PNG.
+
+    Methods are compared with the first one. The predictions are from the last method, for `upright` images
+    that the models see `turned`.
+    """
     figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]
     losses, memory = upper.subplots(1, 2)

@@ -12,7 +12,7 @@ from .report import results_table, rules_table, save_figure
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
-    """Trains, adapts three ways, prints the tables and writes `demo.png` to a directory."""
+    """Trains and adapts in three ways, prints the tables, and writes `demo.png` to a directory."""
     console = Console()
     upright, rotated = experiment.load_tasks(seed)
     model = VisionTransformer(key=jax.random.key(seed))
