@@ -1,8 +1,8 @@
-"""Ctrl-C, and SIGTERM, as a request that a program takes at points of its own choice.
+"""Ctrl-C and SIGTERM, handled at points that the program chooses.
 
-Python raises `KeyboardInterrupt` wherever the program happens to be. Inside a conversion by NumPy it becomes
-another error, inside a callback or destructor it is printed and forgotten. And while the program waits for a
-device or a compiler, nothing is raised at all.
+By default, Python raises `KeyboardInterrupt` anywhere. Inside a conversion by NumPy it turns into another
+error. Inside a callback or destructor it is only printed. While the program waits for a device or a compiler,
+it is not raised at all.
 """
 
 import contextlib
@@ -17,19 +17,18 @@ _requested = 0  # the number of a signal
 
 
 def interrupt_requested() -> int:
-    """The number of the signal that asked for an interrupt since `interrupts_deferred` began; 0 if none
-    did."""
+    """Returns the number of the pending signal; 0 if there is none."""
     return _requested
 
 
 def take_interrupt() -> None:
-    """Raises `KeyboardInterrupt`, with the number of its signal, if one was requested."""
+    """Raises `KeyboardInterrupt` if a signal is pending, with its number."""
     if _requested:
         raise KeyboardInterrupt(_requested)
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """The exit status of a process that an interrupt ended, as shells have it."""
+    """Returns the exit status after an interrupt, as in shells."""
     return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
@@ -40,17 +39,16 @@ def interrupts_deferred(
     patience: int = 1,
     signals: Sequence[signal.Signals] = (signal.SIGINT,),
 ) -> Iterator[None]:
-    """Within this block, interrupts are raised by `take_interrupt` alone.
+    """Within this block, only `take_interrupt` raises interrupts.
 
     **Arguments:**
 
-    - `last_words`: its text is printed if the process ends without taking its interrupt.
-    - `patience`: how many interrupts wait to be taken. The next one ends the process at once, with status
-        130, or 143 after SIGTERM. Files must always be complete under their names, as after a kill.
-        Default: 1.
-    - `signals`: what is an interrupt. Default: Ctrl-C.
+    - `last_words`: printed (as `str`) if the process ends before `take_interrupt` is called.
+    - `patience`: how many interrupts can be pending. The next one ends the process at once, with status 130,
+        or 143 after SIGTERM. Hence files must be written atomically, as for a kill. Default: 1.
+    - `signals`: the signals to handle. Default: Ctrl-C.
 
-    Other threads than the main one cannot have handlers of signals; there, the block changes nothing.
+    Only the main thread can handle signals. In other threads, this has no effect.
     """
     global _requested
     if threading.current_thread() is not threading.main_thread():
@@ -61,7 +59,7 @@ def interrupts_deferred(
         global _requested
         _requested = number
 
-    # The handler above runs when the main thread is back in Python; this is told at once.
+    # The handler above only runs when the main thread is back in Python. The thread below notices at once.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     watching = threading.Thread(target=_watch, args=(receiver, last_words, patience, {*signals}), daemon=True)

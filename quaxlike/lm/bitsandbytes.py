@@ -16,7 +16,7 @@ __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
 @jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint by name, in memory: a dict that remembers how the file stored them.
+    """The weights of a 4-bit checkpoint in memory, by name. It also remembers how the file stored them.
 
     **Attributes:** `storage` and `metadata`, as for `Checkpoint`.
     """
@@ -41,17 +41,17 @@ class Weights(dict[str, Any]):
 
 @checked
 def load(path: str | os.PathLike[str]) -> Weights:
-    """Reads a checkpoint, and leaves 4-bit weights packed.
+    """Reads a checkpoint. 4-bit weights stay packed.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, a `.safetensors.index.json` of several, or a folder that holds one.
+    - `path`: a `.safetensors` file, a `.safetensors.index.json`, or a folder with either.
 
     **Returns:** a dict from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. 64-bit arrays
     stay NumPy arrays unless `jax_enable_x64` is set.
 
-    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged or
-    incomplete, with file, entry, expected and found.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged or
+    incomplete. The message names the file and the entry.
 
     !!! example
 
@@ -70,33 +70,33 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint like `load`, but reads each weight when it is looked up.
+    """Opens a checkpoint, and reads each weight when it is accessed.
 
     **Arguments:**
 
     - `path`: as for `load`.
 
-    **Returns:** a mapping from the names in the file.
+    **Returns:** a mapping from the names in the file to arrays.
 
-    **Raises:** as for `load`; errors about a single weight when that is looked up.
+    **Raises:** as for `load`. Errors about a single weight are raised when it is accessed.
     """
     return Checkpoint(open_tensors(path))
 
 
 @checked
 def save(path: str | os.PathLike[str], mapping: Mapping[str, Any], *, quant_storage: Any = None) -> None:
-    """Writes a checkpoint that bitsandbytes and transformers load.
+    """Writes a checkpoint for bitsandbytes and transformers.
 
-    The result of `load` is written byte for byte as it was read. The file appears only once it is complete.
+    The result of `load` is written back byte for byte. The file only appears once it is complete.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
-    - `quant_storage`: the dtype that packed codes are viewed as. Default: the dtype in the file that
-        `mapping` was loaded from, else uint8.
+    - `quant_storage`: the dtype of packed codes in the file. Default: as in the file that `mapping` was
+        loaded from, else uint8.
 
-    **Raises:** `CheckpointError` for a value that the format cannot hold; no file is written then.
+    **Raises:** `CheckpointError` for a value that cannot be stored. No file is written in this case.
     """
     path = Path(path)
     tensors = tensors_of(path, mapping, quant_storage)

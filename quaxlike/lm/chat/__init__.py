@@ -1,4 +1,4 @@
-"""Conversations as text, by the chat template of a checkpoint. Needs the package jinja2."""
+"""Rendering of conversations by chat templates. This needs the package jinja2."""
 
 from .template import ChatTemplate, Rendered
 

@@ -1,7 +1,8 @@
-"""Where chat templates run: jinja2's sandbox, with bounds for the sizes of texts, lists and numbers.
+"""A sandbox for chat templates, based on jinja2's, with bounds on the sizes of texts, lists and numbers.
 
-A template is a program from somebody else. It can loop for very long, and nest lists that are long as text;
-both stay possible, since nothing in Python bounds them.
+A template is an untrusted program. Every operation whose result may be much larger than its operands is
+checked before it runs, or a short template could exhaust memory. A template can still run for a very long
+time.
 """
 
 import functools
@@ -16,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX = 1 << 23  # characters of a text, entries of a list
 _MAX_BITS = 1 << 16  # of a number
-# The operations whose results may be much larger than their operands.
+# Operations with results that may be much larger than their operands.
 _PADDING = (
     "center",
     "ljust",
@@ -33,7 +34,7 @@ _FORMATTING = ("format", "format_map")
 
 
 class _Parts(list[str]):
-    """The parts of a text that a template keeps, such as that of `{% set %}`."""
+    """The parts of a text that a template stores, for example by `{% set %}`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class _Parts(list[str]):
 
 class _Generator(CodeGenerator):
     def buffer(self, frame: Frame) -> None:
-        """Begins a text that the template keeps."""
+        """Starts a text that the template stores."""
         frame.buffer = self.temporary_identifier()
         self.writeline(f"{frame.buffer} = environment.parts()")
 
@@ -65,7 +66,7 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment of jinja2 whose operations raise `SecurityError` for results that are too large."""
+    """A jinja2 environment. Operations with too large results raise `SecurityError`."""
 
     code_generator_class = _Generator
     parts = _Parts
@@ -96,7 +97,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes an operation that `intercepted_binops` names."""
+        """Computes an operation in `intercepted_binops`."""
         if operator == "%":
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):
@@ -111,10 +112,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter so that its results are bounded. Some filters take the context first."""
+    """Bounds the results of a filter. Some filters have the context as first argument."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @functools.wraps(function)  # and what jinja2 notes on it
+    @functools.wraps(function)  # also copies jinja2's markers
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(name, args[skipped:], kwargs)
         return _checked(function(*args, **kwargs))
@@ -123,7 +124,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises if the result of this function or method, of a text or list, would be too large."""
+    """Raises if the result of a function or method on a text or list would be too large."""
     if name == "translate":
         raise SecurityError("translate is not supported")
     if not args:

@@ -2,7 +2,7 @@
 
 Templates are rendered as in transformers (`utils/chat_template_utils.py`): by jinja2 in a sandbox, with
 `raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around the text that the model should
-write. Unlike there, the sandbox bounds the sizes of texts.
+write. In addition, our sandbox bounds the sizes of texts.
 """
 
 import datetime
@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 1 << 23  # of a conversation
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
 
-# In place of the content of a message, to see where the template writes it.
+# Replaces the content of a message, to find where the template writes it.
 _PROBE = "\ue000probe\ue001"
 
 
@@ -33,7 +33,7 @@ class Rendered(NamedTuple):
 
     text: str
     written: list[tuple[int, int]]
-    """The start and end of each span of characters that the assistant writes."""
+    """The start and end of each span of characters from the assistant."""
 
 
 class ChatTemplate:
@@ -41,9 +41,9 @@ class ChatTemplate:
 
     **Arguments:**
 
-    - `directory`: the folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or a
-        GGUF file. It may hold other named templates (in `additional_chat_templates/`, or a list in
-        `tokenizer_config.json`): `tool_use` is for conversations with tools.
+    - `directory`: a folder with `chat_template.jinja`, or with `chat_template` in `tokenizer_config.json`; or
+        a GGUF file. It may contain further named templates (in `additional_chat_templates/`, or as a list in
+        `tokenizer_config.json`). The template `tool_use` is used for conversations with tools.
 
     **Raises:** `CheckpointError` if there is no template, or if it is damaged.
     """
@@ -60,7 +60,7 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
             self._names = {name: _names_in(environment, text) for name, text in sources.items()}
-        except Exception as error:  # jinja2 writes Python, which may be nested too deeply, or not be Python
+        except Exception as error:  # jinja2 generates Python, which may be invalid or nested too deeply
             problem = f"{type(error).__name__}: {shortened(str(error))}"
             raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
 
@@ -76,12 +76,12 @@ class ChatTemplate:
 
         **Arguments:**
 
-        - `messages`: with `"role"`, `"content"`, and other entries that the template uses.
+        - `messages`: dicts with `"role"`, `"content"`, and other entries for the template.
         - `tools`: the functions that the assistant may call, as JSON schemas.
         - `add_generation_prompt`: whether to end the text where the assistant starts to write.
-        - `variables`: for the template.
+        - `variables`: further variables for the template.
 
-        **Raises:** `ValueError` with the template's message, if it rejects the conversation.
+        **Raises:** `ValueError` if the template rejects the conversation, with its message.
         """
         template = self._templates[self._named(tools)]
         spans: list[tuple[int, int]] = []
@@ -109,13 +109,13 @@ class ChatTemplate:
         return Rendered("".join(blocks), spans)
 
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
-        """Renders a conversation, and finds the parts that the assistant writes and that are learned: those
-        without `"weight": 0`.
+        """Renders a conversation, and finds the spans to train on.
 
-        If the template does not mark these, each is what follows the prompt for it, to the end of its turn.
+        These are the assistant's turns without `"weight": 0`. If the template does not mark them, then a span
+        is everything after the prompt, up to the end of the turn.
 
-        **Raises:** `ValueError` as `render`; for another weight; for an entry that the template does not use,
-        unless `WITHOUT_EFFECT` names it.
+        **Raises:** `ValueError` as for `render`. Also for another weight, and for an entry that the template
+        does not use, unless it is in `WITHOUT_EFFECT`.
         """
         wanted = [_is_learned(i, message) for i, message in enumerate(messages)]
         messages = [{key: x for key, x in message.items() if key != "weight"} for message in messages]
@@ -140,11 +140,11 @@ class ChatTemplate:
         return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for entries that the template neither names nor writes."""
+        """Raises `ValueError` for entries that the template does not use."""
         names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
-            """Whether `name` has no effect, since these others make the same text."""
+            """Whether `name` has no effect: the text is the same without it."""
             if name in names:
                 return False
             try:
@@ -181,7 +181,7 @@ WITHOUT_EFFECT = {
 
 
 def _names_in(environment: Sandbox, source: str) -> set[str]:
-    """The variables, attributes and constant texts in a template, among which are all keys that it reads."""
+    """Collects variables, attributes and constant texts of a template: a superset of the keys it reads."""
     tree = environment.parse(source)
     return (
         {node.name for node in tree.find_all(nodes.Name)}
@@ -211,7 +211,7 @@ def _environment() -> Sandbox:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which reports where its text is in the rendering."""
+    """The tag `{% generation %}…{% endgeneration %}`. It reports the span of its text."""
 
     tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
@@ -236,19 +236,20 @@ def _raise(message: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Where the answers of the assistant are in the text of a conversation.
+# Finding the assistant's answers in the text of a conversation.
 #
-# Few templates mark them, and many render a turn differently when others follow. Qwen3's shows an empty block
-# of thoughts in the last answer alone, others drop the thoughts of all but the last, and Llama 3's ends each
-# text with the header of a next answer. So each answer is looked for in the one text that is trained on.
+# Few templates mark answers, and many render a turn differently if more turns follow. Qwen3 writes an empty
+# block of thoughts only in the last answer, other templates drop the thoughts of all answers but the last,
+# and Llama 3 ends each text with the header of a next answer. So we search for each answer in the whole text,
+# the one to train on.
 # -------------------------------------------------------------------------------------------------
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
     """The start and end of each answer in the text of a conversation.
 
-    An answer starts where the prompt for it ends, and ends with its turn. `render` is a function of messages
-    and of whether a prompt for an answer follows. Raises `ValueError` if an answer cannot be found.
+    An answer starts where its prompt ends, and ends with its turn. `render` takes messages, and whether to
+    append a prompt. Raises `ValueError` if an answer cannot be found.
     """
     whole, closing = render(messages, False), _closing(render, messages)
     spans, after = [], 0
@@ -272,7 +273,7 @@ class _NotFoundError(Exception):
 
 
 def _closing(render: Render, messages: Messages) -> str:
-    """The text that the template writes after the last message, whether or not a prompt is asked for."""
+    """Returns the text after the last message, if it does not depend on the prompt."""
     if render(messages, True) != render(messages, False):
         return ""
     try:
@@ -282,11 +283,11 @@ def _closing(render: Render, messages: Messages) -> str:
 
 
 def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -> int:
-    """Where the text agrees with the prompt for the answer, up to the end of the latter."""
+    """Finds the start of an answer, by matching the text with the prompt."""
     prompt = render(messages[:i], True) if i else ""
     if whole.startswith(prompt) and len(prompt) >= after:
         return len(prompt)
-    # The end of the message before is in both: what follows it is the header of the answer.
+    # Both contain the end of the previous message. The header of the answer follows.
     end, end_in_prompt = (
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
@@ -304,7 +305,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
         alone = alone[: -len(closing)]
     if whole.startswith(alone) and len(alone) > start:
         return len(alone)
-    # Where more follows, the text may lack the beginning of the answer, which are thoughts.
+    # If more turns follow, the text may lack the start of the answer (thoughts).
     answer = alone[_start(render, messages[: i + 1], i, alone, 0) :]
     for dropped in range(len(answer)):
         if whole.startswith(answer[dropped:], start):
@@ -315,7 +316,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """The position where the content of a message ends. The text after it does not depend on the content."""
+    """Finds where the content of a message ends. The text after it does not depend on the content."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

@@ -1,4 +1,4 @@
-"""`read` and `open_checkpoint`: checkpoints of every known format, which is detected."""
+"""`read` and `open_checkpoint`: read checkpoints, and detect their format."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from ..formats.format import OF_ALL, Format, dense_rows, rows_of_weight
 from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
-# Tensors about activations and caches, which weights alone do not need.
+# Tensors about activations and caches. Weights do not need them.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
     *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -39,17 +39,16 @@ _SKIPPED = (
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a checkpoint, by their names in the unquantised one; each look-up reads one weight.
+    """The weights of a checkpoint, by their unquantised names. Each lookup reads one weight.
 
     **Attributes:**
 
-    - `config`: the contents of `config.json`, if there is one; for a GGUF file, their equivalent in its
-        metadata.
-    - `metadata`: the free-text entries of a safetensors header, or the keys and values of a GGUF file;
-        NumPy's where Python has no number of the type.
+    - `config`: the contents of `config.json`, if it exists. For a GGUF file, this is made from its metadata.
+    - `metadata`: the text entries of a safetensors header, or the keys and values of a GGUF file. Numbers
+        without a Python type are NumPy scalars.
     - `format`: the detected format: "gptq", "gguf", … or "safetensors".
-    - `longest_axis`: of the stored tensors. Axes of weights are at most 32 times as long, since codes may be
-        packed.
+    - `longest_axis`: the size of the longest axis of the stored tensors. As codes may be packed, axes of
+        weights are at most 32 times as long.
     """
 
     def __init__(
@@ -69,14 +68,14 @@ class Checkpoint(Mapping[str, Any]):
         self.format = format
         self.config = config
         self.metadata = metadata
-        # (A tensor without elements has axes of any length in a small file.)
+        # Ignore tensors without elements: they can have axes of any size in a small file.
         self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
     def __getitem__(self, name: str) -> Any:
         return self._as_asked(self._weights[name]())
 
     def rows(self, name: str) -> RowReader:
-        """The weight of this name, which can be read by rows if its format allows it."""
+        """Returns a reader for one weight. It reads single rows if the format supports this."""
         if name not in self._rows:
             return RowReader(None, lambda: self[name])
         rows = self._rows[name]()
@@ -88,7 +87,7 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """Returns the same checkpoint, with this dtype for its block arrays."""
+        """Returns the same checkpoint, with another dtype for block arrays."""
         out = copy.copy(self)
         out._dtype = dtype
         return out
@@ -111,28 +110,31 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint of any known format: GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes,
-    HQQ, torchao, MLX, GGUF, or plain safetensors.
+    """Reads a checkpoint in any supported format.
+
+    These are GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, and
+    plain safetensors.
 
     **Arguments:**
 
-    - `path`: a folder with `config.json` and safetensors, or with a GGUF file; or a file.
-    - `dtype`: the dtype of block arrays. Default: float32, in which their values are exact. Files of
-        bitsandbytes state the dtype of their 4-bit weights.
-    - `mesh`: of devices, in one or many processes. Weights are read onto it one by one, and a process keeps
-        what its own devices store. Of plain tensors, and of formats stored by rows (bitsandbytes without
-        nested scales, int8, FP8, MXFP4, MLX), it reads only the rows it needs. Default: the default device.
-    - `sharding`: how to spread weights over the mesh, like `rule` in [`quaxlike.sharding.specs_for`][]: specs
-        by regular expressions, or a rule such as those from [`quaxlike.sharding.fsdp`][] and
-        [`quaxlike.lm.tensor_parallel`][]. Default: as by `tensor_parallel` along a mesh axis called
-        `"model"`, `"tensor"` or `"tp"`, and as by `fsdp` along others.
+    - `path`: a folder with `config.json` and safetensors files, or with a GGUF file; or a single file.
+    - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. Files from
+        bitsandbytes state the dtype of 4-bit weights.
+    - `mesh`: a mesh of devices, in one or many processes. Weights are read one by one, and each process keeps
+        the shards of its own devices. It only reads the rows that it needs, for plain tensors and formats
+        that store rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default: the default
+        device.
+    - `sharding`: a rule for sharding weights, as for [`quaxlike.sharding.specs_for`][]: a dict of regular
+        expressions, or a rule from [`quaxlike.sharding.fsdp`][] or [`quaxlike.lm.tensor_parallel`][].
+        Default: `tensor_parallel` over an axis called `"model"`, `"tensor"` or `"tp"`, and `fsdp` over the
+        others.
 
-    **Returns:** arrays and quantised arrays by the names of the unquantised checkpoint
-    ("….q_proj.weight"), of shape (out, in). Codes and scales are unchanged from the file.
+    **Returns:** a dict from the names of the unquantised checkpoint ("….q_proj.weight") to arrays and
+    quantised arrays, with shape (out, in). Codes and scales are the same as in the file.
 
-    **Raises:** `FileNotFoundError` if there is nothing at `path`; `CheckpointError` if it is damaged,
-    inconsistent, or of a format that cannot be read, with file, entry, expected and found; `ValueError` for a
-    `sharding` that does not fit a weight, or without a mesh.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged,
+    inconsistent, or in an unsupported format. The message names the file and the entry. `ValueError` if
+    `sharding` does not fit a weight, or there is no mesh.
 
     !!! example
 
@@ -158,13 +160,13 @@ def read(
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Opens a checkpoint like `read`, but reads each weight when it is looked up.
+    """Opens a checkpoint, and reads each weight when it is accessed.
 
     **Arguments:** as for `read`.
 
-    **Returns:** a mapping from names, with `config`, `metadata` and `format`.
+    **Returns:** a mapping from names to arrays, with attributes `config`, `metadata` and `format`.
 
-    **Raises:** as for `read`; errors about a single weight when that is looked up.
+    **Raises:** as for `read`. Errors about a single weight are raised when it is accessed.
     """
     path = Path(path)
     opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
@@ -184,7 +186,7 @@ def _of_tensors(
     format, settings = _format_of(tensors, settings)
     found = format.weights(tensors, settings) if format is not None else {}
     if format is not None:
-        layers = {name.rpartition(".")[0] for name in tensors}  # which MLX's settings name
+        layers = {name.rpartition(".")[0] for name in tensors}  # MLX has settings per layer
         entries = {name: x for name, x in settings.items() if name not in layers}
         warn_of_unknown(
             f"The quantisation config of {tensors.path}", entries,
@@ -218,7 +220,7 @@ def _of_tensors(
 
 
 def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
-    """The format, or None if the checkpoint is plain, and its settings, which may be in the header."""
+    """Finds the format and its settings, which may be in the header. A plain checkpoint has format None."""
     if not settings and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
@@ -233,7 +235,7 @@ def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | 
 
 
 def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
-    """Raises if a tensor that is no part of a quantised weight can be neither a plain one nor a buffer."""
+    """Raises if a tensor belongs to no quantised weight, but is neither a plain weight nor a buffer."""
     if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
         raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
     dtype = tensors.info[name].dtype
@@ -250,7 +252,7 @@ def _opened(path: Path) -> GgufFile | Tensors:
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Reads `config.json` beside a checkpoint, and the settings of its quantisation, with its method."""
+    """Reads `config.json` next to a checkpoint, and the settings of its quantisation."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, {}

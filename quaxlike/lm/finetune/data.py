@@ -1,4 +1,4 @@
-"""Batches of tokens from lines of JSON."""
+"""Tokenised batches from JSON lines."""
 
 import bisect
 import functools
@@ -14,12 +14,12 @@ from ..folders.companions import hint_for
 from ..tokenizer import read_templates
 from .settings import FinetuneError, open_data
 
-#: Tokens of the shortest rows.
+#: The minimum length of a row, in tokens.
 LEAST_LENGTH = 16
 
 
 class Tokens:
-    """The tokeniser of a checkpoint, whose texts have at most `max_length` tokens."""
+    """The tokeniser of a checkpoint. It cuts texts to `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -27,7 +27,7 @@ class Tokens:
             raise FileNotFoundError(
                 f"There is no {path}, which the tokeniser is read from.{hint_for(directory)}"
             )
-        from ..marks import Marks  # here, since the command line lists tasks without the extra `lm`
+        from ..marks import Marks  # here, as the command's help works without the extra `lm`
         from ..text import TextTokenizer
 
         self._tokenizer = TextTokenizer(directory)
@@ -42,11 +42,11 @@ class Tokens:
         self.marks = Marks.of(self._tokenizer, directory, config)
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of a text, without marks of its beginning and end."""
+        """Encodes a text, without special tokens."""
         return self._encoded(text).ids
 
     def _encoded(self, text: str) -> Any:
-        """Encodes a text. Raises for a token that the model has no row for, such as Gemma 3's for images."""
+        """Encodes a text. Raises for a token without an embedding, such as an image of Gemma 3."""
         encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
@@ -56,7 +56,7 @@ class Tokens:
         return encoding
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """The tokens of a text, without special ones, and which of them contain these characters."""
+        """Encodes a text without special tokens; also returns which tokens overlap with these spans."""
         encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
@@ -81,7 +81,7 @@ class Tokens:
         return "default" in read_templates(self._directory)[0]
 
     def cut(self, text: str) -> tuple[list[int], bool]:
-        """The tokens of a text, and whether some were cut; the tokens that mark its end are kept."""
+        """Encodes a text, and returns whether it was cut. Special tokens at its end are kept."""
         return self.marks.around(self.ids(text), self.max_length)
 
 
@@ -90,47 +90,48 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never changed)
-    """For generated text, which tokens are learned; empty for other texts."""
+    """For generation, which tokens to train on; else empty."""
     label: int = 0
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """If a row holds several texts, the number of each token's text, from 1."""
+    """The segment id of each token, from 1, if a row contains several texts."""
 
 
 class Batch(NamedTuple):
-    """Examples side by side, padded to one length."""
+    """A batch of examples, padded to the same length."""
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The number of the text that a token belongs to, from 1; 0 for padding."""
+    """The segment id of each token, from 1; 0 for padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
-    """Which tokens the model learns to write."""
+    """Which tokens to train on."""
     labels: Int[Array | np.ndarray, " examples"]
 
     @property
     def seen(self) -> Bool[Array | np.ndarray, "*examples texts tokens"]:
-        """The tokens that are not padding."""
+        """A mask of tokens that are not padding."""
         return self.segments > 0
 
 
 class Examples(NamedTuple):
-    """The examples in a file, with counts of those that were changed or left out."""
+    """The examples in a file, and how many were changed or left out."""
 
     examples: list[Example]
     cut: int
-    """The number of texts that were cut because they were too long."""
+    """The number of texts that were too long, and were cut."""
     empty: int
-    """The number of those that were left out because the cut left nothing to learn."""
+    """The number of examples that were left out, as nothing to learn remained after cutting."""
     without_answer: int
-    """The number of lines left out because they hold nothing to learn."""
+    """The number of lines that were left out, as they contain nothing to learn."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file with one JSON object per line, and skips empty lines. `encode` maps an object to an
-    example, or to None if nothing in it is learned.
+    """Reads a file with one JSON object per line. Empty lines are skipped.
 
-    **Raises:** `FileNotFoundError` if there is no such file; `FinetuneError` for a line that is not an
-    object, or not one for this model, with file and line.
+    `encode` maps an object to an example, or to None if there is nothing to learn.
+
+    **Raises:** `FileNotFoundError` if the file does not exist. `FinetuneError` for a line that is not an
+    object, or does not suit the model. The message names the file and the line.
     """
     examples: list[Example] = []
     empty = without_answer = 0
@@ -140,7 +141,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 continue
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError as error:  # whose text has a number of a line, too
+            except json.JSONDecodeError as error:  # its own message has another line number
                 raise FinetuneError(
                     f"{path}:{number}: not JSON: {error.msg}, at column {error.colno}"
                 ) from None
@@ -164,13 +165,13 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """The length to pad these examples to: a power of two, so that few programs are compiled."""
+    """Returns the length for padding: a power of two, so that few programs are compiled."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """A batch, padded to `length_for` its examples."""
+    """Makes a batch, padded to `length_for(examples)`."""
     shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
     ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
@@ -184,10 +185,10 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
     """Packs texts into rows of at most `length` tokens.
 
-    The longest texts are placed first, each where it leaves the least room (best-fit decreasing).
+    This uses best-fit decreasing: the longest text first, into the row with the least remaining room.
     """
     rows: list[list[Example]] = []
-    free: list[tuple[int, int]] = []  # room and number of each row, in order
+    free: list[tuple[int, int]] = []  # (room, index) of each row, sorted
     for example in sorted(examples, key=lambda example: -len(example.texts[0])):
         needed = len(example.texts[0])
         at = bisect.bisect_left(free, (needed, -1))
@@ -209,8 +210,10 @@ def _packed(texts: Sequence[Example]) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Splits examples into a training set and a held-out share, at least one if there are several, in the
-    order of the file."""
+    """Splits examples into a training set and a held-out set, in the order of the file.
+
+    At least one example is held out if there are several.
+    """
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
     parts: tuple[list[Example], list[Example]] = ([], [])
@@ -220,9 +223,9 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
-    """Which of `n` examples make up a batch: each epoch has its own order, without an incomplete last batch.
+    """Selects the examples of a batch. Each epoch has a new order, without an incomplete last batch.
 
-    It depends on nothing else, so that training can stop and resume anywhere.
+    The result depends only on the arguments, so that training can stop and resume anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

@@ -1,4 +1,8 @@
-"""The devices of a run: a single one, or a mesh of the devices of one or many processes."""
+"""The devices of a run: a single device, or a mesh in one or many processes.
+
+All processes run the same program, and collectives wait for every process. So every decision that changes
+control flow (stopping, resuming) must be the same in all processes, or they wait forever.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,17 +26,17 @@ _Tree = TypeVar("_Tree")
 
 
 def join(settings: RunSettings) -> None:
-    """Makes this process one of several; must be called before JAX is used.
+    """Connects this process with the others. Call this before using JAX.
 
-    If one of them gives no sign of life for 20 seconds, or ends a minute before the others, JAX names it and
-    ends them: they could not go on without its devices.
+    If a process does not respond for 20 seconds, or ends a minute before the others, then JAX reports it and
+    ends all processes, as they cannot continue without its devices.
 
     **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
     if settings.coordinator is None:
         return
     try:
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+        jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             settings.coordinator, settings.num_processes, settings.process_id,
@@ -47,12 +51,12 @@ def join(settings: RunSettings) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints and writes the results of all of them."""
+    """Whether this process prints and writes the results of all processes."""
     return jax.process_index() == 0
 
 
 class Follower:
-    """The run directory and the metrics of a process that writes nothing."""
+    """Stands for the run directory and the metrics in processes that write nothing."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state
@@ -70,7 +74,7 @@ class Follower:
 
 
 class Gathered(eqx.Module):
-    """A layer that is stored in parts on all devices, and gathered when it is called."""
+    """A fully sharded layer. Its arrays are gathered when it is called."""
 
     layer: Any
     mesh: jax.sharding.Mesh = eqx.field(static=True)
@@ -82,12 +86,11 @@ class Gathered(eqx.Module):
 
 
 class Devices:
-    """The devices of a run, and how its arrays are spread over them.
+    """The devices of a run, and the sharding of its arrays.
 
-    Along a mesh axis called model, tensor or tp, layers are split as by `tensor_parallel`; along all others,
-    batches are. Along one called expert or ep, experts are also distributed, as by `expert_parallel`. Along
-    one called seq, context or cp, the tokens of each text are. Raises `FinetuneError` for a mesh that does
-    not fit the devices.
+    A mesh axis called model, tensor or tp is for tensor parallelism, and all others are for data parallelism.
+    In addition, expert or ep is for expert parallelism, and seq, context or cp for context parallelism.
+    Raises `FinetuneError` if the mesh does not fit the devices.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -109,13 +112,12 @@ class Devices:
         self._tokens = next((name for name in SEQUENCE_AXES if name in self.mesh.shape), None)
 
     def check_batch(self, size: int, max_length: int) -> None:
-        """Raises `FinetuneError` for a batch of texts up to this length that the devices cannot share
-        evenly."""
+        """Raises `FinetuneError` if the devices cannot divide a batch evenly."""
         if self.mesh is None:
             return
         if self._tokens is not None:
             count = self.mesh.shape[self._tokens]
-            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, up to the longest
+            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, or the maximum
                 raise FinetuneError(
                     f"Texts of {max_length} tokens cannot be shared evenly along {self._tokens} of the mesh, "
                     f"which has {count} devices: it must have 2, 4, 8 or {LEAST_LENGTH}, and --max-length "
@@ -129,12 +131,12 @@ class Devices:
             )
 
     def rule(self, name: str, leaf: Any) -> Any:
-        """The spec for reading a weight, by its name."""
+        """Returns the spec for reading a weight."""
         assert self.mesh is not None
         return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
 
     def place(self, model: _Tree) -> _Tree:
-        """Places a model on the mesh; later calls place other arrays to match it."""
+        """Places a model on the mesh. Later calls of other methods follow its sharding."""
         if self.mesh is None:
             return model
         if rule_for := divides_layers(self.mesh):
@@ -142,12 +144,14 @@ class Devices:
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
-        """Places a tree with arrays under the model's names, such as the state of its optimiser."""
+        """Places a tree with the same names as the model, such as an optimiser state."""
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch: each process places the rows of its own devices. Arrays of examples, texts and
-        tokens may be divided along the tokens, too."""
+        """Places a batch. Each process places the rows of its own devices.
+
+        With context parallelism, arrays with an axis of tokens are also sharded along it.
+        """
         if self.mesh is None:
             return batch
         specs = {3: jax.P(self._axes, None, self._tokens)}
@@ -158,8 +162,10 @@ class Devices:
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Returns the model to compute with, inside a step. Weights that are stored in parts are gathered,
-        still packed; those of scanned layers are gathered layer by layer."""
+        """Gathers the weights of a model inside a step.
+
+        Codes are gathered while they are packed. Scanned layers are gathered layer by layer.
+        """
         if self.mesh is None or not self._fsdp:
             return model
         stacked = layers(model)
@@ -169,15 +175,15 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Returns the state inside a step, sharded as it is stored."""
+        """Restores the sharding of the state inside a step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:
-        """Returns outputs inside a step so that every process can read them."""
+        """Replicates outputs inside a step, so that every process can read them."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:
-        """Returns a tree with its arrays in host memory of every process. All must call it together."""
+        """Copies a tree to the host memory of every process. All processes must call this together."""
         if self.mesh is None:
             return tree
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
@@ -186,7 +192,7 @@ class Devices:
         )
 
     def broadcast_from_main(self, tree: _Tree) -> _Tree:
-        """Returns the main process's value in all processes, bit for bit. All must call it together."""
+        """Copies the main process's value to all processes, bit for bit. All must call this together."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)
@@ -202,8 +208,11 @@ class Devices:
         return jax.tree.unflatten(structure, out)
 
     def take_interrupt(self) -> None:
-        """Raises `KeyboardInterrupt` in all processes if it was requested in one. All must call it together:
-        a process that stopped alone would leave the others waiting, with nothing saved."""
+        """Raises `KeyboardInterrupt` in all processes if one of them was interrupted.
+
+        All must call this together. If a process stopped alone, the others would wait for it, with nothing
+        saved.
+        """
         number = interrupt_requested()
         if jax.process_count() > 1:
             number = int(np.max(multihost_utils.process_allgather(np.int32(number))))

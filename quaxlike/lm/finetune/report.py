@@ -1,4 +1,4 @@
-"""Reports during a run: a progress bar, and metrics for plotting programs."""
+"""Reports during a run: a progress bar, and metrics."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from .train import TrainingStep
 
 
 def console_on(file: Any = None) -> Console:
-    """A console that breaks long lines between words on a terminal, and nowhere else. Default: stdout."""
+    """Makes a console. It only wraps long lines on a terminal."""
     console = Console(file=file)
     console.soft_wrap = not console.is_terminal
     return console
@@ -35,17 +35,17 @@ def shown(run: Iterator[TrainingStep], console: Console, first: int, steps: int)
 
 
 class Metrics:
-    """Writes the metrics of a run as lines of JSON, and for TensorBoard. A resumed run appends to them."""
+    """Writes the metrics of a run as JSON lines, and for TensorBoard. A resumed run appends to them."""
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"
-        if self._lines.exists():  # a run that was killed may have left half a line
+        if self._lines.exists():  # a killed run may have left half a line
             with open(self._lines, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self._events = TensorBoard(directory) if tensorboard else None
 
     def note(self, step: int, **entry: Any) -> None:
-        """Adds a line. Nested figures become scalars with names like `held_out/loss`."""
+        """Appends a line. Nested values become scalars with names such as `held_out/loss`."""
         with naming(self._lines), open(self._lines, "a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
         if self._events is not None:
@@ -71,7 +71,7 @@ class TensorBoard:
         self._append(_field(2, step) + _field(5, b"".join(values)))
 
     def _append(self, event: bytes) -> None:
-        # The time is a double; all other fractional numbers in events are floats.
+        # The time is a double. All other fractional numbers in events are floats.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
         with naming(self._path), open(self._path, "ab") as file:
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """A field of a protocol buffer: an integer, a float, or bytes."""
+    """Encodes a field of a protocol buffer: an integer, a float, or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):

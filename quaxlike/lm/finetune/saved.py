@@ -1,4 +1,4 @@
-"""What a run has saved, for the words with which it stops."""
+"""What a run has saved, for its last message."""
 
 import dataclasses
 from pathlib import Path
@@ -8,11 +8,11 @@ CHECKPOINT = "checkpoint.safetensors"
 
 @dataclasses.dataclass
 class Saved:
-    """The newest checkpoint of a run. As a text, it says what became of a run that was stopped."""
+    """The newest checkpoint of a run. `str` says what happened to an interrupted run."""
 
     output: Path
     step: int | None = None
-    """The step that it was saved after, 0 if there is none; None until the run has looked for one."""
+    """The step of the checkpoint, 0 if there is none; None until the run has looked for it."""
     here: bool = True
     """Whether this process saves."""
 
@@ -24,6 +24,6 @@ class Saved:
             return (
                 f"Stopped. The same command resumes from the last checkpoint, after step {self.step}: {file}"
             )
-        if self.step is None and file.exists():  # which may be of other settings
+        if self.step is None and file.exists():  # possibly from other settings
             return f"Stopped before the run began; {file} is as it was."
         return "Stopped. Nothing was saved yet: the same command begins with the first step."

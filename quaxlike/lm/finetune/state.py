@@ -1,4 +1,4 @@
-"""Checkpoints of a run, from which the same command resumes it."""
+"""Checkpoints of a run. The same command resumes from them."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,13 @@ _WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
 
 
 class RunDirectory:
-    """The directory of a run: `run.json` (its settings), `checkpoint.safetensors` (the newest state) and
-    `log.jsonl` (one line per step), beside the adapter that the run finally writes. It is locked until
-    `close`.
+    """The directory of a run.
 
-    **Raises:** `FinetuneError` if it holds a run with other settings, a run that is active in another
-    process, or an adapter that no run wrote.
+    It contains `run.json` (the settings), `checkpoint.safetensors` (the newest state), `log.jsonl` (one line
+    per step), and finally the adapter. It is locked until `close`.
+
+    **Raises:** `FinetuneError` if it contains a run with other settings, a run that is active in another
+    process, or an adapter that was not written by a run.
     """
 
     def __init__(self, settings: Settings, saved: Saved | None = None) -> None:
@@ -57,14 +58,14 @@ class RunDirectory:
             self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
-        """Writes a checkpoint, which replaces the old one once it is complete."""
+        """Writes a checkpoint. It replaces the old one atomically."""
         safetensors.save(self.checkpoint, _named(step, state))
         self.saved.step = step
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
-        """Reads the step and the state of the checkpoint; 0 and `state` if there is none.
+        """Reads the step and the state from the checkpoint; 0 and `state` if there is none.
 
-        Removes later steps from the log, since they are run again.
+        This removes later steps from the log, as they will be run again.
         """
         step, named = 0, _named(0, state)
         if self.checkpoint.exists():
@@ -81,7 +82,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def amend(self, step: int, **entry: Any) -> None:
-        """Adds to the line of a step."""
+        """Adds entries to the line of a step."""
         self._write([x | entry if x["step"] == step else x for x in self.entries()])
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
@@ -89,7 +90,7 @@ class RunDirectory:
             file.writelines(_line(entry) for entry in entries)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The lines of the log, without a last one that is incomplete because the run was stopped."""
+        """Reads the log, without an incomplete last line of a killed run."""
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
@@ -129,7 +130,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
             f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
             "--output."
         )
-    # A run of an earlier version had the default of a setting that it does not name.
+    # Settings that an earlier version did not have yet had their default.
     defaults = {option.name: option.default for option in options()}
     found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [

@@ -1,4 +1,4 @@
-"""Training: one step as a compiled program, with its dtypes, rematerialisation and memory, and the loop."""
+"""The training loop, and its compiled step: dtypes, rematerialisation and memory."""
 
 import math
 import time
@@ -25,13 +25,13 @@ from .devices import Devices
 from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
-#: What `--remat` keeps of each layer for the gradient.
+#: What `--remat` saves of each layer for the backward pass.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": dots_with_no_batch_dims_saveable,
 }
 
-#: How the moments of the optimiser are stored, for each number of bits.
+#: The schemes of quantised optimiser moments, by number of bits.
 SCHEMES = {8: "q8_0", 4: "q4_0"}
 
 
@@ -41,13 +41,13 @@ class State(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The bytes that a step needs at its peak on each device, by use."""
+    """The peak memory of a step on each device, in bytes."""
 
     weights: int
     adapters: int
     optimiser: int
     activations: int | None
-    """Temporary arrays of a step; None if the backend does not report them."""
+    """Temporary arrays of a step; None if the backend does not report this."""
 
     def __str__(self) -> str:
         parts = [
@@ -57,7 +57,7 @@ class MemoryUse(NamedTuple):
 
 
 class TrainingProgram:
-    """The update of the state by one batch, compiled for each shape of batches."""
+    """The update of the state by one batch. It is compiled for each shape of batches."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TrainingProgram:
         return self.compiled(*arguments)(*arguments)
 
     def compiled(self, *arguments: Any) -> Any:
-        """The program for a batch of this shape; arrays may be given as `jax.ShapeDtypeStruct`."""
+        """Returns the program for this shape of batch. Arrays may be `jax.ShapeDtypeStruct`s."""
         shape = arguments[2].ids.shape
         if shape not in self._compiled:
             start = time.perf_counter()
@@ -109,7 +109,7 @@ class TrainingProgram:
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
-    """The model for computing in a dtype: frozen arrays are stored in it, trained ones are unchanged."""
+    """Casts the frozen arrays of a model to the compute dtype. Trained arrays are unchanged."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, trainable(model))
     places, frozen = eqx.partition(converted, trainable(converted))
@@ -118,7 +118,7 @@ def stored_for(model: PyTree, dtype: str | None) -> PyTree:
 
 
 def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
-    """The model that a step computes with: in the dtype of the settings, with layers rematerialised."""
+    """Prepares the model for a step: casts it to the compute dtype, and rematerialises layers."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
@@ -128,12 +128,12 @@ def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTr
 
 
 def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
-    """The model or the teacher that a step computes with, `prepared`, its weights gathered."""
+    """Gathers the weights of the model or the teacher, and prepares it for a step."""
     return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
 
 
 class Again(eqx.Module):
-    """A layer whose results are recomputed for the gradient, except for those that the policy saves."""
+    """A layer that is recomputed in the backward pass, except for what the policy saves."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -144,8 +144,10 @@ class Again(eqx.Module):
 
 
 def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
-    """The outputs for each example of a batch; `keys` are for dropout, None to switch it off. `teacher` is
-    for tasks that have one."""
+    """Computes the outputs for each example of a batch.
+
+    `keys` are for dropout; None switches it off. Some tasks use a `teacher`.
+    """
 
     def one(example: Batch, key: Any) -> Any:
         own = with_dropout_key(model, key)
@@ -158,7 +160,7 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
 
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
-    done: dict[int, Any] = {}  # by identity, so that what adapters share is converted once
+    done: dict[int, Any] = {}  # by identity, to convert shared arrays only once
 
     def convert(leaf: Any) -> Any:
         if isinstance(leaf, AdaptedArray):  # convert its parts
@@ -174,7 +176,7 @@ def _converted(model: PyTree, dtype: str | None) -> PyTree:
 
 def _bytes(tree: PyTree) -> int:
     part = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # what adapters share is there once
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # count shared arrays once
     return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -190,7 +192,7 @@ class TrainingStep(NamedTuple):
 def optimiser_for(
     settings: TrainSettings, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
-    """AdamW after clipping by norm, and its learning rate by step."""
+    """Makes AdamW with clipping by norm, and its learning rate schedule."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
     rest = max(1, steps - warmup)
     decay = {
@@ -198,7 +200,7 @@ def optimiser_for(
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # Warm-up starts above zero, so that no step is wasted.
+    # Warm-up starts above zero, so that the first step has an effect.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(
@@ -220,8 +222,10 @@ def steps_of(settings: TrainSettings, n: int) -> int:
 
 
 class Training:
-    """A run of `steps` steps on batches of these examples; `frozen` is the part of the model that is not
-    trained. `teacher` is the model that a task may compare with."""
+    """A run of `steps` steps on these examples.
+
+    `frozen` is the part of the model that is not trained. A task may compare with `teacher`.
+    """
 
     def __init__(
         self, task: AbstractTask, frozen: PyTree, examples: Sequence[Example], settings: TrainSettings, *,
@@ -244,7 +248,7 @@ class Training:
         self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> MemoryUse:
-        """The memory of a step with the longest texts, whose program is compiled."""
+        """Compiles the step for the longest texts, and returns its memory use."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
@@ -252,7 +256,7 @@ class Training:
     def run(self, state: State, first: int) -> Iterator[TrainingStep]:
         """Trains from step `first` on. A resumed run gives the same results.
 
-        Each state is donated to the next step, so do not use it afterwards.
+        Each state is donated to the next step, so it must not be used afterwards.
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
@@ -260,7 +264,7 @@ class Training:
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
-            # The mean is over all accumulated batches, whatever their numbers of tokens.
+            # The mean is over all tokens of the accumulated batches together.
             terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
@@ -274,7 +278,7 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """The metrics on examples, without dropout; none if there are no examples."""
+        """Computes the metrics on examples, without dropout; empty if there are no examples."""
         if not examples:
             return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size

@@ -1,1 +1,1 @@
-"""Folders of checkpoints: their configurations, the files beside the weights, and both written as one."""
+"""Folders of checkpoints: configurations, further files, and atomic writing of both."""

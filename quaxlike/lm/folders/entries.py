@@ -1,4 +1,4 @@
-"""The entries of configurations that nothing reads: known to be without effect, or told."""
+"""Unused entries of configurations. Unless they are known to have no effect, we warn about them."""
 
 import re
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...files.errors import listed, quoted
 
-#: Entries of a `config.json` that no logits depend on, by the reason.
+#: Entries of a `config.json` without effect on logits, by the reason.
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "where the model comes from, and what wrote it": (
         *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version", "auto_map"),
@@ -60,16 +60,16 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Whether an entry says that something is not used: what programs write for options they do not take."""
+    """Whether the value of an entry means that an option is unused."""
     return value is None or value is False or value in ({}, [])
 
 
 def _is_without_effect(name: str) -> bool:
-    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # longer ones may take forever
+    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the time of the expression
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warns of the entries that are not among those `known`, unless they are off or without effect."""
+    """Warns about entries that are not in `known`, unless they are off or have no effect."""
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()

@@ -1,9 +1,9 @@
-"""Two files that belong together: tensors, and the configuration that says how they are read.
+"""Two files that belong together: tensors and their configuration.
 
-No file system replaces two files at once. While a pair overwrites another, the new configuration waits beside
-the old one, under a name with the hash of its tensors. It takes effect once those are in place, and is then
-moved to its final name. A reader in between, or after a kill, takes the configuration that belongs to the
-tensors it finds.
+No file system can replace two files at once. While a pair overwrites another, the new configuration waits
+next to the old one, under a name with the hash of its tensors. It takes effect once those are in place, and
+is then moved to its final name. A reader in between, or after a kill, takes the configuration that belongs to
+the tensors it finds.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens tensors, which know whether they are still current, and reads the configuration that belongs to
-    them. If they are replaced meanwhile, it tries again.
+    """Opens tensors and reads their configuration; retries if the files are replaced in between.
 
-    **Raises:** what the two functions raise; `CheckpointError` if the files are replaced again and again.
+    **Raises:** whatever the two functions raise, and `CheckpointError` if the files are replaced again and
+    again.
     """
     for last in (False, False, True):
         try:
             opened: Any = open()
         except (CheckpointError, FileNotFoundError):
-            read()  # what is wrong with the configuration is said first
+            read()  # errors in the configuration come first
             raise
         try:
             config = read()
-        except FileNotFoundError:  # it was moved to its final name before it was read
+        except FileNotFoundError:  # it was renamed before we read it
             if last:
                 raise
             continue
@@ -59,10 +59,9 @@ class Pair(NamedTuple):
         *,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes both files, in place of those that are there. `last` is called just before the new tensors
-        take their place.
+        """Writes both files, replacing existing ones. `last` is called just before the tensors are replaced.
 
-        **Raises:** `CheckpointError` if the folder has tensors in several files, which readers prefer.
+        **Raises:** `CheckpointError` if the folder has an index of several files, as readers would prefer it.
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
@@ -77,11 +76,11 @@ class Pair(NamedTuple):
             last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
-        for left in self._all_waiting():  # also from writers that were killed
+        for left in self._all_waiting():  # also those of killed writers
             left.unlink(missing_ok=True)
 
     def config_path(self) -> Path:
-        """The path of the configuration that belongs to the tensors in the folder."""
+        """Returns the path of the configuration for the tensors in the folder."""
         if self._all_waiting() and (self.folder / self.tensors).is_file():
             waiting = self._waiting(self.folder / self.tensors)
             if waiting.is_file():
@@ -89,7 +88,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """The path where the configuration for these tensors waits until they are in place."""
+        """Returns the path where the configuration for these tensors waits."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

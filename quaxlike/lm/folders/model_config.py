@@ -1,4 +1,7 @@
-"""A checkpoint's `config.json`: the entries that a model reads, and the values that it refuses."""
+"""A checkpoint's `config.json`: the entries that a model reads, and values that it does not support.
+
+An entry with an unknown value must raise an error. Ignoring it would load a model that computes wrong logits.
+"""
 
 import contextlib
 import dataclasses
@@ -15,20 +18,21 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ErrorAboutFiles):
-    """A checkpoint needs something that the models of this library do not support."""
+    """A checkpoint needs a feature that our models do not support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The entries of `config.json` that shape a model; subclasses name them."""
+    """Base class for the entries of `config.json` that a model uses."""
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`, with their defaults where absent. `required` has the values that
-        other entries must have if they are present; a tuple lists several.
+        """Reads the fields from `config`; missing entries have their default.
 
-        **Raises:** `UnsupportedConfigError`, which names `label`, for an entry with another value, or a
-        missing entry without a default.
+        `required` maps further entries to their only supported value, or to a tuple of values.
+
+        **Raises:** `UnsupportedConfigError` for an unsupported value, or a missing entry without a default.
+        The message names `label`.
         """
         label = label or cls.__name__
         for name, allowed in required.items():
@@ -49,7 +53,7 @@ class Config:
         return cls(**values)
 
     def known_entries(self) -> set[str]:
-        """The entries of the file that are read, or must have certain values."""
+        """Returns the names of entries that are read or checked."""
         return {field.name for field in dataclasses.fields(self)}
 
 
@@ -58,19 +62,19 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """An entry that must be a whole number if it is present. Raises `UnsupportedConfigError`."""
+    """Reads an optional integer. Raises `UnsupportedConfigError` for any other value."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
     return default if value is None else value
 
 
-#: The kinds of attention, and whether they see only a window.
+#: The kinds of attention, and whether they are sliding-window attention.
 ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
 def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
-    """Which layers see only a window, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    """Whether each layer has sliding-window attention, from `layer_types`."""
     are_known = isinstance(types, list) and all(isinstance(x, str) and x in ATTENTION for x in types)
     if not are_known or len(types) != layers:
         raise refused("layer_types", types, label, f"{' or '.join(ATTENTION)} for each of {layers} layers")
@@ -78,7 +82,7 @@ def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
-    """Raises `UnsupportedConfigError` if any of these entries is present but not a number."""
+    """Raises `UnsupportedConfigError` if an entry exists but is not a number."""
     for name in names:
         value = entries.get(name)
         if value is not None and not (is_finite(value) and value >= 0):
@@ -87,7 +91,7 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """Turns errors of a computation with these entries into `UnsupportedConfigError`."""
+    """Turns errors in a computation with these entries into `UnsupportedConfigError`."""
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

@@ -3,7 +3,7 @@
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao
 from .format import Format
 
-#: A format for some of the arrays of a type stands before those for all of them.
+#: Formats are tried in order, so a more specific format for a type must come first.
 FORMATS: list[Format] = [
     module.FORMAT
     for module in (awq, bitsandbytes, mxfp4, compressed_tensors, float8, gptq, hqq, mlx, torchao)

@@ -72,7 +72,7 @@ def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
 
 FORMAT = Format(
     ("awq",), weights, codes=(".qweight", ".qzeros"), used=("bits", "group_size", "version"),
-    # The tensors have zero points in any case; the others are about kernels.
+    # Zero points are always stored. The other entries are about kernels.
     without_effect=(
         "zero_point", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
         "lm_head",

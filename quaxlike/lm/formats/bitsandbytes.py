@@ -34,7 +34,7 @@ COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Storage(NamedTuple):
-    """How a file stores the packed codes of a weight: viewed as `dtype`, in `shape`."""
+    """How a file stores the packed codes of a weight: their dtype and shape."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Storage(NamedTuple):
 
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """Finds the quantised weights: for each, the tensor with its statics, and its type."""
+    """Finds the quantised weights. For each, returns the tensor with its statics, and its type."""
     states: dict[str, tuple[str, str]] = {}
     for key in tensors:
         name, found, kind = key.partition(_STATE)
@@ -139,7 +139,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
-    """Reads a weight by rows, if rows are whole blocks and scales are not nested."""
+    """Makes a reader. It reads single rows if rows are whole blocks and scales are not nested."""
     state = _read_state(tensors, key, kind)
     read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
     count, *rest = state.shape
@@ -150,7 +150,7 @@ def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
 def read_weight(
     tensors: Tensors, name: str, key: str, kind: str, rows: tuple[int, int] | None = None
 ) -> AbstractCodebookArray:
-    """Reads a weight, or some of its rows where `rows_of` allows it."""
+    """Reads a weight, or some of its rows if `rows_of` allows it."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
     size, shape = math.prod(state.shape), state.shape
@@ -247,12 +247,12 @@ def storage_for(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a 4-bit checkpoint by name; each look-up reads one weight.
+    """The weights of a 4-bit checkpoint by name. Each lookup reads one weight.
 
     **Attributes:**
 
-    - `storage`: how the file stores the codes of each quantised weight; `save` stores them the same way.
-    - `metadata`: the free text entries of the header.
+    - `storage`: how the file stores the codes of each quantised weight. `save` stores them in the same way.
+    - `metadata`: the text entries of the header.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -276,7 +276,7 @@ class Checkpoint(Mapping[str, Any]):
         return as_jax(self._tensors[name])
 
     def rows(self, name: str) -> RowReader:
-        """The weight of this name, which can be read by rows if its blocks allow it."""
+        """Returns a reader for one weight. It reads single rows if the blocks allow it."""
         if name in self.states:
             return rows_of(self._tensors, name, *self.states[name])
         return dense_rows(self._tensors, name)
@@ -315,7 +315,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
 
 
 def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of these weights; empty if none has 4 bits."""
+    """Makes the `quantization_config` for these weights; empty if there are no 4-bit weights."""
     first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
     if first is None:
         return {}
@@ -330,14 +330,14 @@ def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """The quantised weights of a checkpoint, in 4 bits or in 8 bits, by name."""
+    """Finds the 4-bit and 8-bit weights of a checkpoint, by name."""
     held = Checkpoint(tensors)
     out: dict[str, StoredWeight] = {}
     for name, (key, _) in held.states.items():
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
         out[name] = StoredWeight((name, key, *companions), read, rows)
-    # There are weights in 8 bits only if the settings or other tensors say so.
+    # There are 8-bit weights only if the settings or other tensors say so.
     is_used = settings or layers(tensors, *_INT8_PARTS)
     found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
     return out | weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
@@ -363,7 +363,7 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
-    # The states of weights, and the tensors beside them, say all that is needed.
+    # The tensors of each weight contain everything that we need.
     without_effect=(
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",

@@ -48,9 +48,9 @@ _PARTS = (
 )
 _INT64 = np.dtype(np.int64)
 
-# The entries of a group; those about activations concern these alone.
+# The entries of a group. Entries about activations do not affect weights.
 _OF_GROUPS = ("format", "weights", "targets", "input_activations", "output_activations")
-# Those about its weights: how scales were found, and their dtypes, which tensors say as well.
+# The entries about its weights. The tensors also determine some of them, such as dtypes.
 _OF_SCHEMES = (
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
@@ -60,7 +60,7 @@ _Scheme = Mapping[str, Any]
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """The quantised and the sparse weights of a checkpoint, by name."""
+    """Finds the quantised and sparse weights of a checkpoint, by name."""
     out = _masked_weights(tensors, settings(config, "sparsity_config", tensors.path))
     groups = settings(config, "config_groups", tensors.path)
     if not all(isinstance(g, dict) and _are_targets(g.get("targets") or []) for g in groups.values()):
@@ -91,7 +91,7 @@ def _are_targets(targets: Any) -> bool:
 
 
 def _group_of(layer: StoredLayer, groups: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group whose targets name this layer; failing that, the first one that names a class of layers."""
+    """Finds the group that targets this layer, or else the first group that targets a class of layers."""
     by_class = None
     for group in groups.values():
         for target in group.get("targets") or []:
@@ -121,7 +121,7 @@ def _bits(layer: StoredLayer, scheme: _Scheme, kind: str, among: tuple[int, ...]
 
 
 def _block(layer: StoredLayer, scheme: _Scheme, k: int) -> int | None:
-    """The number of columns that share a scale; None for all of them."""
+    """Returns the number of columns that share a scale; None for all columns."""
     size = scheme.get("group_size")
     if scheme.get("strategy") in ("group", "tensor_group"):
         if type(size) is not int or size < 1 or k % size:
@@ -146,7 +146,7 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
     packed = layer.get("weight_packed", [INT32])
     if words == dense:
         codes = unpack(stream(packed), bits, k)
-    else:  # older releases: as many whole codes as a word holds
+    else:  # older releases: only whole codes in each word
         shifts = (np.arange(per_word) * bits).astype(np.uint32)
         parts = packed.view(np.uint32)[..., None] >> shifts & np.uint32(2**bits - 1)
         codes = parts.astype(np.uint8).reshape(n, -1)[:, :k]
@@ -167,9 +167,9 @@ def _packed_integers(layer: StoredLayer, scheme: _Scheme) -> Any:
 
 
 def _order(layer: StoredLayer, scheme: _Scheme, k: int, block: int | None) -> np.ndarray | None:
-    """The order that sorts the columns by group; None if they are sorted."""
+    """Returns the permutation that sorts the columns by group; None if they are sorted."""
     if "weight_g_idx" not in layer:
-        kind = scheme.get("actorder")  # by "weight" and "static", columns are in order
+        kind = scheme.get("actorder")  # with "weight" and "static", columns are in order
         if (kind is True or str(kind).lower() in ("group", "dynamic")) and block not in (None, k):
             raise layer.error("weight_g_idx", f"is missing, though the scheme says actorder={kind!r}")
         return None
@@ -211,7 +211,7 @@ def _scales(
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """Repeats the scale of a tensor, or the scales of tiles, for each row."""
+    """Broadcasts the scale of a tensor, or the scales of tiles, to each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x

@@ -1,4 +1,4 @@
-"""Tasks: each is one file, with its data, loss, metrics and options, and one entry of the table."""
+"""Tasks. Each task is one file, with its data, loss, metrics and options, and an entry in the table."""
 
 from jaxtyping import PyTree
 
@@ -28,7 +28,7 @@ TASKS: tuple[type[AbstractTask], ...] = (NextToken, Preferences, Distillation, P
 
 
 def task_for(model: PyTree, train: TrainSettings, data: DataSettings) -> AbstractTask:
-    """The task of the settings, or else the one that a model from [`quaxlike.lm.load`][] is made for."""
+    """Returns the task from the settings, or else the task that suits the model."""
     wanted = None if data.task is None else type(data.task)
     tasks = [task for task in TASKS if task.own is wanted]
     for task in tasks:

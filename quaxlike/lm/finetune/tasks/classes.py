@@ -16,7 +16,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class Classes(AbstractTask):
-    """Classification: `{"text": ..., "label": ...}`, labels numbered from 0."""
+    """Classification of `{"text": ..., "label": ...}`. Labels are counted from 0."""
 
     n_classes: int
 

@@ -1,4 +1,4 @@
-"""`--task distill`: distillation of a teacher."""
+"""`--task distill`: distillation from a teacher."""
 
 # ruff: noqa: RUF009 (calls that make fields)
 
@@ -44,8 +44,7 @@ class DistillationSettings(TaskSettings):
 
 
 class Distillation(AbstractTextTask):
-    """Causal language modelling of the same data, in which a teacher's probabilities of all tokens are
-    learned beside the tokens themselves.
+    """Causal language modelling that also learns a teacher's probabilities.
 
     Hinton et al., Distilling the Knowledge in a Neural Network (2015).
     """
@@ -94,8 +93,11 @@ class Distillation(AbstractTextTask):
         return model, teacher
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
-        """The cross-entropy and the divergence KL(teacher ‖ model), times the squared temperature, so that
-        gradients are of one size at all temperatures."""
+        """Computes the cross-entropy and KL(teacher ‖ model).
+
+        The latter is multiplied by the squared temperature, so that the size of gradients does not depend on
+        it.
+        """
         (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
         hidden = tuple(
             each.hidden(ids, segments > 0, segments if self.data.packed else None) for each in model
@@ -116,14 +118,14 @@ class Distillation(AbstractTextTask):
         return self.data.weight(batch)
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The loss, the perplexity of the data, and the divergence from the teacher."""
+        """Computes the loss, the perplexity on the data, and the divergence from the teacher."""
         of_data, apart = (np.sum(outputs, axis=0) / self.weight(batch)).tolist()
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {"loss": loss, "perplexity": float(np.exp(of_data)), "divergence": apart}
 
 
 def _vocabulary(folder: Path) -> Any:
-    """The tokens and their numbers, in the file of the tokeniser."""
+    """Reads the vocabulary from the tokeniser's file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")

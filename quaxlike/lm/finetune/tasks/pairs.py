@@ -1,4 +1,4 @@
-"""Embeddings of texts that belong together."""
+"""Contrastive learning of text embeddings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +18,15 @@ from .task import AbstractTask, cross_entropy
 
 
 class Pairs(AbstractTask):
-    """Sentence embeddings: `{"anchor": ..., "positive": ...}`, or two texts under other names. The first
-    should be closer to its partner than to the partners of all others in the batch.
+    """Sentence embeddings from pairs `{"anchor": ..., "positive": ...}`; other names are allowed too.
+
+    Each anchor should be closer to its own positive than to all other positives in the batch.
 
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
     pooling: Pooling = Pooling()
-    """How a vector is made of a text's tokens; compared by their angles, normalised or not."""
+    """The pooling over a text's tokens. Vectors are compared by cosine similarity."""
 
     help: ClassVar[str] = """\
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
@@ -69,7 +70,7 @@ class Pairs(AbstractTask):
         return jnp.sum(cross_entropy(logits, jnp.arange(len(logits))))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The share of anchors that rank their positive first among all, and the mean of 1 / rank."""
+        """Computes the accuracy of ranking the positive first, and the mean reciprocal rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
         ranks = np.sum(similarity >= np.diagonal(similarity)[:, None], axis=1)
         return {"accuracy": float(np.mean(ranks == 1)), "mrr": float(np.mean(1 / ranks))}
