@@ -1,4 +1,8 @@
-"""Tensor parallelism of a decoder: which axes of its weights are spread over which axes of a mesh."""
+"""Tensor parallelism and expert parallelism of decoders.
+
+The first and last projections of a block must be sharded over the same features. Then a device's outputs of
+the first are its inputs of the last, and a block needs a single all-reduce.
+"""
 
 import dataclasses
 import re
@@ -21,9 +25,9 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
 from .families import names_of
 
-# How layers are split, by the last components of their names in checkpoints of transformers, Equinox and
-# Flax; decoders in the table of architectures may have other names for these. Of "out", each device computes
-# some of the features; these are the inputs of "in".
+# How layers are sharded, by the last components of their names in transformers, Equinox and Flax. Decoders in
+# the table of architectures may have other names. "out" layers are sharded along their outputs, and "in"
+# layers along their inputs.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -37,36 +41,36 @@ _KINDS = {
     ),
     "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
 }
-# Stacks of matrices and of biases, one for each expert; layers may be stacked too.
+# Stacks of matrices and biases, with one entry per expert. Layers may be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
 
 @checked
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
-    """Makes Megatron's rule, which splits the layers of a model across devices.
+    """Makes the rule of tensor parallelism (Megatron-LM).
 
-    In each attention and feed-forward block, a device has the rows of the first projections (queries, keys
-    and values; gate and up) that compute its features, and the columns of the last projection that take them
-    in, so that each block needs one sum over devices. Embeddings and the output head are split by vocabulary.
-    Experts are distributed whole, as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a
-    separate axis if the mesh has one. Other linear layers are split by outputs. Where sizes do not allow
-    that, embeddings and other layers stay whole. Biases follow the outputs; norms are replicated.
+    In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
+    are sharded along their outputs, and the last projection along its inputs, so that one all-reduce combines
+    the results. Embeddings and the output head are sharded along the vocabulary. Experts are not split, but
+    distributed as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a separate axis if the mesh has
+    one. Other linear layers are sharded along their outputs. If sizes do not allow this, then embeddings and
+    other layers are replicated. Biases are sharded like the outputs. Norms are replicated.
 
-    A layer's kind follows from its class (in Equinox) and its name (in transformers).
+    The class of a layer (in Equinox) and its name (in transformers) determine how it is sharded.
 
     **Arguments:**
 
-    - `model`: the model, quantised and adapted or not; its arrays may be shapes.
-    - `mesh`: the devices; an abstract mesh will do.
-    - `axis`: the mesh axis to spread over. Default: "model", "tensor" or "tp", if the mesh has one of them,
-        or else the last one.
+    - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
+    - `mesh`: the mesh of devices. It may be an abstract mesh.
+    - `axis`: the mesh axis to shard over. Default: "model", "tensor" or "tp" if the mesh has one of them, or
+        else the last axis.
 
-    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for]: for this model, for parts of it that `eqx.partition` made, and
-    for anything with arrays of the same names and shapes, such as the state of an optimiser.
+    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and [`specs_for`][quaxlike.sharding.specs_for].
+    It works for this model, for its parts from `eqx.partition`, and for any tree with the same names and
+    shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` for an axis that the mesh lacks; and, for a projection of known kind, if the
-    devices cannot share its blocks evenly, with a number of devices that can.
+    **Raises:** `ValueError` if the mesh does not have the axis, or if the blocks of a projection cannot be
+    divided evenly. The message suggests a number of devices.
 
     !!! example
 
@@ -94,24 +98,23 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
-    """Makes the rule that distributes the experts of a model across devices, each expert as a whole.
+    """Makes the rule of expert parallelism: experts are distributed over devices.
 
-    Each device runs its own experts on all tokens of its group, and one sum over the devices of the group
-    follows. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] finds a device's experts from the
-    mesh that the arrays are on. Use [`fsdp`][quaxlike.sharding.fsdp] to spread the rest too:
-    `fsdp(mesh, over=expert_parallel(model, mesh))`.
+    Each device runs its own experts on all tokens of its group, and one all-reduce over the group combines
+    the results. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] finds the mesh in the types
+    of its arrays. To shard the other weights too, use `fsdp(mesh, over=expert_parallel(model, mesh))` with
+    [`fsdp`][quaxlike.sharding.fsdp].
 
     **Arguments:**
 
-    - `model`: the model, quantised and adapted or not; its arrays may be shapes. Experts are the arrays below
-        `experts`: stacks of matrices.
-    - `mesh`: the devices; an abstract mesh will do. The axis to distribute experts along is "expert" or "ep",
-        or else "model", "tensor" or "tp".
+    - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s. Experts
+        are the arrays below `experts`, stacks of matrices.
+    - `mesh`: the mesh of devices. It may be an abstract mesh. It must have an axis "expert" or "ep", or else
+        "model", "tensor" or "tp".
 
     **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].
 
-    **Raises:** `ValueError` for a mesh without such an axis, and if the devices cannot share the experts
-    evenly.
+    **Raises:** `ValueError` if the mesh has no such axis, or if the experts cannot be divided evenly.
 
     !!! example
 
@@ -139,7 +142,7 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
         model = shard(model, mesh, expert_parallel(model, mesh))
         ```
 
-    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, without its exchange of tokens.
+    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, without the all-to-all of tokens.
     """
     if not {*EXPERT_AXES, *MODEL_AXES} & {*mesh.shape}:
         raise ValueError(
@@ -150,19 +153,18 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
-    """The function that makes the rule for a mesh, by the names of its axes; None if no axis splits
-    layers."""
+    """Chooses the rule for a mesh by the names of its axes; None if no axis is for layers or experts."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
-    """The default rule: `tensor_parallel` along an axis called "model", "tensor" or "tp", `expert_parallel`
-    along one called "expert" or "ep", and with `fully`, `fsdp` along the others.
+    """Makes the default rule.
 
-    The classes of `model` identify layers. Without it, and for weights stored in a form other than the
-    model's, only the names of weights do.
+    This is `tensor_parallel` over an axis called "model", "tensor" or "tp", `expert_parallel` over an axis
+    called "expert" or "ep", and with `fully`, `fsdp` over the others. Layers are recognised by their classes
+    in `model`. Without it, and for weights in another format, only by the names of weights.
     """
     by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
@@ -178,7 +180,7 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedR
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
-    """The rule that distributes experts and, along an axis, splits layers of all kinds."""
+    """Makes the rule that distributes experts and, if there is an axis, shards all other layers."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -204,7 +206,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs of a model's arrays, for any tree in which their names are suffixes of names."""
+    """The specs of a model's arrays, for any tree with names that end with their names."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -219,8 +221,10 @@ class _ByName:
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """An array or a Value, and recursively the parts of Values: in the halves that `eqx.partition` makes,
-    some parts are missing, and the others appear by themselves."""
+    """Yields an array or a Value, and recursively the parts of Values.
+
+    After `eqx.partition`, some parts are missing, and the others appear by themselves.
+    """
     yield name, x
     if is_value(x):
         for below, part in jtu.tree_leaves_with_path(x, is_leaf=lambda y: y is not x and is_value(y)):
@@ -244,8 +248,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Whether a layer is split by outputs ("out"), inputs ("in") or vocabulary, or not at all; and whether it
-    must be."""
+    """Returns how a layer is sharded ("out", "in", vocabulary, or None), and whether this is required."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -262,7 +265,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """The spec of an array in a layer of this kind, whose weight has this layout."""
+    """Returns the spec of an array, for a layer with this kind and layout."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)

@@ -1,4 +1,4 @@
-"""Texts as tokens, with the tokeniser of a checkpoint. Needs the package `tokenizers`."""
+"""The tokeniser of a checkpoint. This needs the package `tokenizers`."""
 
 import contextlib
 import functools
@@ -16,10 +16,9 @@ from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:
-    """The tokeniser of a checkpoint, without the padding and truncation that its file may ask for.
+    """The tokeniser of a checkpoint, without padding and truncation.
 
-    **Raises:** as `read_tokenizer`, which says where it is; `CheckpointError` for a file that is no
-    tokeniser.
+    **Raises:** as for `read_tokenizer`. Also `CheckpointError` if the file is not a tokeniser.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -37,12 +36,12 @@ class TextTokenizer:
             self._tokenizer.no_truncation()
 
     def number(self, token: str) -> int | None:
-        """The number of a token; None if there is none with this text."""
+        """Returns the id of a token; None if there is no token with this text."""
         return self._tokenizer.token_to_id(token)
 
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokeniser puts before and after a text."""
+        """The special tokens that the tokeniser adds before and after a text."""
         if self._tokenizer.post_processor is None:
             return [], []
         for text in itertools.chain("a0.", self._tokenizer.get_vocab()):
@@ -53,14 +52,16 @@ class TextTokenizer:
         return [], []
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """The tokens of a text, with the special ones that mark its ends unless `special` is False. Raises
-        `ValueError` for a text that is not Unicode; `CheckpointError` for a damaged tokeniser."""
+        """Encodes a text, with special tokens around it if `special` is True.
+
+        Raises `ValueError` for a text that is not Unicode, and `CheckpointError` for a damaged tokeniser.
+        """
         text.encode()  # raises for a lone surrogate
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens. Raises `CheckpointError` for a damaged tokeniser."""
+        """Decodes tokens. Raises `CheckpointError` for a damaged tokeniser."""
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.decode(tokens)
 
@@ -69,7 +70,7 @@ class TextTokenizer:
         try:
             yield
         except BaseException as error:
-            # The package raises plain Exception, and panics, which are not Exceptions.
+            # The package raises plain Exception, and panics. Panics are not Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise file_error(self._file, None, f"{problem}: {error}") from None
@@ -79,11 +80,11 @@ _MAX_GROWTH = 100_000
 
 
 def _growth(described: str) -> float:
-    """The factor by which normalisers that replace texts may lengthen a character."""
+    """Bounds how much longer the normaliser can make a text."""
     try:
         described = json.loads(described)
     except (ValueError, RecursionError):
-        return 1.0  # the package says what is wrong
+        return 1.0  # the package will raise a better error
     waiting = [described.get("normalizer")] if isinstance(described, dict) else []
     growth = 1.0
     while waiting:

@@ -1,4 +1,4 @@
-"""The tokeniser of a checkpoint, its chat templates and its special tokens, as texts."""
+"""Reading the tokeniser of a checkpoint, its chat templates and its special tokens, as texts."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
-# By their names in GGUF.
+# Names of special tokens in GGUF.
 _TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
     "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
@@ -28,12 +28,12 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
     **Arguments:**
 
-    - `path`: a folder with `tokenizer.json`; or a GGUF file, whose vocabulary is converted to this form.
+    - `path`: a folder with `tokenizer.json`; or a GGUF file. Its vocabulary is converted to this format.
 
     **Returns:** the text of `tokenizer.json`.
 
-    **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
-    vocabulary that cannot be read.
+    **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file is not text, or if
+    a GGUF vocabulary is not supported.
     """
     path = Path(path)
     file = path / "tokenizer.json"
@@ -46,10 +46,12 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The chat templates by name ("default", "tool_use", …), and the special tokens ("bos_token", …): of a
-    folder with `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; or of a GGUF file.
+    """Reads the chat templates ("default", "tool_use", …) and the special tokens ("bos_token", …) by name.
 
-    **Raises:** `CheckpointError` for templates or tokens that are no texts.
+    `directory` is a folder with `chat_template.jinja`, or with `chat_template` in `tokenizer_config.json`; or
+    a GGUF file.
+
+    **Raises:** `CheckpointError` for templates or tokens that are not text.
     """
     path, settings = directory / _SETTINGS, _settings_of(directory)
     found = settings.get("chat_template") or []
@@ -69,7 +71,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """The special tokens by name ("bos_token", …), as texts. Raises as `read_templates`."""
+    """Reads the special tokens by name ("bos_token", …). Raises as `read_templates`."""
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 
@@ -86,8 +88,10 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings_of(directory: Path) -> dict[str, Any]:
-    """The settings of the tokeniser: `tokenizer_config.json`, with special tokens from
-    `special_tokens_map.json` where it names none; or those in a GGUF file."""
+    """Reads the settings of the tokeniser, from `tokenizer_config.json` or a GGUF file.
+
+    Missing special tokens come from `special_tokens_map.json`.
+    """
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
         return _of_gguf(as_python(open_gguf(directory).metadata))
@@ -100,7 +104,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a GGUF file holds of the tokeniser, under the names of `tokenizer_config.json`."""
+    """Converts the tokeniser settings in a GGUF file to the names in `tokenizer_config.json`."""
     key = "tokenizer.chat_template"
     templates = {
         name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")

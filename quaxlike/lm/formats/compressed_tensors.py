@@ -335,7 +335,7 @@ def _written(path: Path, mapping: Mapping[str, Any]) -> tuple[dict[str, np.ndarr
 
 
 def _parts(path: Path, name: str, w: Any) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-    """The format of a weight, its scheme, and its tensors by their suffixes."""
+    """Returns the format of a weight, its scheme, and its tensors by suffix."""
     if len(w.shape) != 2 or getattr(w, "axes", ()):
         raise file_error(path, name, "is not a matrix quantised along its last axis; materialise it")
     if isinstance(w, Int8Array):
@@ -385,7 +385,7 @@ def _is_packable(codec: Codec) -> bool:
 
 
 def _words(packed: np.ndarray, words: int) -> np.ndarray:
-    """Bytes as 32-bit words, the last one padded with zeros."""
+    """Views bytes as 32-bit words, padded with zeros."""
     missing = 4 * words - packed.shape[-1]
     return np.ascontiguousarray(np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])).view(np.int32)
 
@@ -404,7 +404,7 @@ def _scheme(kind: str, bits: int, group: int | None, symmetric: bool) -> dict[st
 FORMAT = Format(
     ("compressed-tensors",), weights, codes=(".weight_packed", ".weight_zero_point"),
     write=_written, types=(BlockArray, Int8Array), used=("config_groups", "format", "sparsity_config"),
-    # About caches, and how far the weights have been compressed.
+    # These are about caches, and about the progress of compression.
     without_effect=(
         "kv_cache_scheme", "global_compression_ratio", "moe_sparsity_config", "quantization_status",
         "run_compressed", "use_optimized_inference",

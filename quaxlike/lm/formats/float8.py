@@ -54,8 +54,11 @@ def _read(layer: StoredLayer, tile: list[int] | None) -> Any:
 def read_float8(
     layer: StoredLayer, suffix: str, tile: list[int] | None, *, column_block: int | None = None
 ) -> Any:
-    """A weight in float8_e4m3fn, and its scales: a single one, one per row, one per `tile` of rows and
-    columns, or one per row and `column_block` columns."""
+    """Reads a float8_e4m3fn weight and its scales.
+
+    There is one scale, one per row, one per `tile` of rows and columns, or one per row and `column_block`
+    columns.
+    """
     n, k = layer.shape("weight", 2)
     shapes: dict[tuple[int, ...], list[int] | None]
     shapes = {(): None, (1,): None, (1, 1): None, (n, 1): None, (n,): None}
@@ -83,12 +86,12 @@ def read_float8(
 
 
 def _read_nvfp4(layer: StoredLayer, _: Any) -> Any:
-    """A weight of ModelOpt, which multiplies the scales of blocks by that of the tensor."""
+    """Reads a weight from ModelOpt. It has scales of blocks, and a scale of the tensor."""
     return read_nvfp4(layer, "weight", layer.get("weight_scale_2", FLOATS, (), (1,)), over=False)
 
 
 def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool) -> Any:
-    """A weight of 4-bit floats in blocks of 16, with float8_e4m3fn scales times (or over) `outer`."""
+    """Reads 4-bit floats in blocks of 16, with float8_e4m3fn scales multiplied (or divided) by `outer`."""
     n, half = layer.shape(packed, 2)
     k = 2 * half
     if k % 16:
@@ -105,7 +108,7 @@ def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """The settings of ModelOpt, which are in a file of their own."""
+    """Reads the settings of ModelOpt. They are in a separate file."""
     file = folder / "hf_quant_config.json"
     if config.get("quantization_config") is not None or not file.is_file():
         return None
@@ -116,7 +119,7 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | No
 FORMAT = Format(
     ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True, settings=_settings,
     used=("weight_block_size",),
-    # About activations and caches, which stay as they are; and what the dtypes of tensors say as well.
+    # These are about activations and caches, or follow from the dtypes of tensors.
     without_effect=(
         "activation_scheme", "activation_scale_ub", "kv_cache_quant_algo", "kv_cache_scheme", "fmt",
         "scale_fmt", "quant_algo", "group_size", "producer", "config_groups",

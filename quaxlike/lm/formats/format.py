@@ -1,4 +1,8 @@
-"""A format of quantised weights as a record, and the checks of tensors and settings that readers share."""
+"""The record of a format of quantised weights, and helpers to read checked tensors and settings.
+
+Readers must check every shape, dtype and setting before they use it. A format that is read with wrong
+assumptions gives a model that runs, but computes nonsense.
+"""
 
 import dataclasses
 import math
@@ -24,15 +28,15 @@ Settings = Mapping[str, Any]
 
 
 class StoredWeight(NamedTuple):
-    """A weight of the unquantised checkpoint: the tensors that store it, and functions that read it."""
+    """A weight of the unquantised checkpoint, with its tensors and functions to read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
     rows: Callable[[], RowReader] | None = None
-    """Reads it by rows, in a way of its own."""
+    """A special reader for single rows, if there is one."""
 
 
-#: Settings of all formats: which format it is, and which layers it leaves out, as their tensors say as well.
+#: Settings that all formats share. The tensors already tell which layers are quantised.
 OF_ALL = (
     *(
         "quant_method",
@@ -48,26 +52,26 @@ OF_ALL = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """A format, and how its checkpoints are recognised, read and written.
+    """A format: how to recognise, read and write its checkpoints.
 
     **Attributes:**
 
-    - `methods`: the values of `quant_method` in a `config.json` that name it; it is written with the first.
-    - `weights`: the weights of a checkpoint, by their names in the unquantised one, from its tensors and its
-        settings. A weight that lacks a part is among them, and an error when it is read.
-    - `codes`: endings of tensors that are of no use on their own: a checkpoint with one that belongs to no
-        weight is damaged.
-    - `used`: the settings that `weights` reads.
-    - `without_effect`: others that files have, which say nothing about the weights that these do not say.
-    - `by_rows`: whether the first axis of its tensors has the rows of the weight, tiles of rows, or neither,
-        and `weights` reads a window of rows as if it were a file.
-    - `detect`: whether a checkpoint without settings has weights of the format.
-    - `settings`: the settings of a checkpoint that states them elsewhere than in `quantization_config`; None
-        if it does not. Called with `config.json` and the folder.
-    - `write`: the tensors of weights by name, and their `quantization_config`. None if it is only read.
-    - `types`: the Values of a model that are saved in this format; the first of the list that has a Value's
-        type is chosen.
-    - `codec`: if there is one, the only codec of `BlockArray`s that are saved in this format.
+    - `methods`: the values of `quant_method` in `config.json` for this format. We write the first one.
+    - `weights`: a function from tensors and settings to the weights of a checkpoint, by their unquantised
+        names. Incomplete weights are listed too; reading one raises.
+    - `codes`: suffixes of tensors that must belong to a weight. Otherwise the checkpoint is damaged.
+    - `used`: the settings that `weights` uses.
+    - `without_effect`: further settings in files. They contain nothing else that we need.
+    - `by_rows`: whether `weights` can read a window of rows as if it were a file. The first axis of each
+        tensor then consists of rows, or tiles of rows, or is shared by all rows.
+    - `detect`: a function that recognises the format without settings.
+    - `settings`: a function from `config.json` and the folder to the settings, if they are not in
+        `quantization_config`; it returns None if there are none.
+    - `write`: a function that returns the tensors of weights by name, and their `quantization_config`. None
+        if we can only read this format.
+    - `types`: the types of Values that are saved in this format. The first format with a Value's type is
+        used.
+    - `codec`: the only codec of `BlockArray`s that this format can store; empty for any.
     """
 
     methods: tuple[str, ...]
@@ -87,12 +91,12 @@ class Format:
         return self.methods[0]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a Value of a model is saved in this format."""
+        """Whether a Value can be saved in this format."""
         return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
 
 
 class StoredLayer:
-    """The tensors of one layer of a checkpoint, by suffix: `at(suffix)` is the name of one."""
+    """The tensors of one layer of a checkpoint. `at(suffix)` is the name of a tensor."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -109,7 +113,7 @@ class StoredLayer:
         return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """The shape of a tensor. Raises if it is missing, is empty, or does not have `ndim` axes."""
+        """Returns the shape of a tensor. Raises if it is missing, empty, or does not have `ndim` axes."""
         if suffix not in self:
             raise self.error(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape
@@ -122,7 +126,7 @@ class StoredLayer:
         return self.tensors.info[self.at(suffix)].dtype
 
     def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
-        """A tensor. Raises unless it has one of these dtypes and one of these shapes (default: any)."""
+        """Reads a tensor. Raises unless it has one of these dtypes and shapes (default: any shape)."""
         shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
@@ -131,7 +135,7 @@ class StoredLayer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Floating-point scales. Raises unless they are finite."""
+        """Reads floating-point scales. Raises unless they are finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.error(suffix, "has scales that are not finite")
@@ -141,8 +145,10 @@ class StoredLayer:
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
 ) -> list[StoredLayer]:
-    """Finds the layers that have a tensor with one of these suffixes, or a `weight` of one of these dtypes.
-    Incomplete layers are included: reading them raises an error that names the missing part."""
+    """Finds the layers with a tensor of these suffixes, or with a `weight` of these dtypes.
+
+    Incomplete layers are listed too; reading them raises an error that names the missing part.
+    """
     dtypes, found = tuple(dtypes), dict[str, None]()
     for name in tensors:
         layer, _, suffix = name.rpartition(separator)
@@ -152,7 +158,7 @@ def layers(
 
 
 def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
-    """The entry for the weight of `layer`. It is stored in the tensors with these suffixes that exist."""
+    """Makes the entry for the weight of `layer`, from the existing tensors with these suffixes."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 
@@ -160,14 +166,13 @@ def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any])
 def weights_of(
     found: Iterable[StoredLayer], suffixes: Sequence[str], read: Callable[[StoredLayer], Any]
 ) -> dict[str, StoredWeight]:
-    """The entries for the weights of these layers, as by `weight`."""
+    """Makes the entries for the weights of several layers."""
     entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
     return {name: entry for own in entries for name, entry in own.items()}
 
 
 def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """Wraps `read`, so that a `ValueError` of the array type becomes a `CheckpointError` that names the
-    layer."""
+    """Turns a `ValueError` in `read` into a `CheckpointError` that names the layer."""
 
     def checked() -> Any:
         try:
@@ -181,7 +186,7 @@ def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def stream(words: np.ndarray) -> np.ndarray:
-    """Views words of any integer dtype as a little-endian stream of bytes, along the last axis."""
+    """Views integers as a little-endian stream of bytes, along the last axis."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
@@ -195,9 +200,11 @@ def integers(
     count: int | None = None,
     order: np.ndarray | None = None,
 ) -> BlockArray:
-    """Makes an array of values `scale * (code - zero)` from unsigned codes of `bits` bits. The codec is
-    symmetric if `zero` is None, or is the middle of the range everywhere. Signed codes of 8 bits are made
-    unsigned by `codes.view(np.uint8) ^ 128`."""
+    """Makes an array with values `scale * (code - zero)` from unsigned codes of `bits` bits.
+
+    The codec is symmetric if `zero` is None, or if it is always the middle of the range. To make signed 8-bit
+    codes unsigned, use `codes.view(np.uint8) ^ 128`.
+    """
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
     codec = Codec(bits, bias=middle) if symmetric else Codec(bits, zeros="points")
@@ -220,7 +227,7 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """Makes an array whose codes are floats of 8 or 4 bits. Pass `count` if the codes are packed already."""
+    """Makes an array from 8-bit or 4-bit floats. Pass `count` if the codes are already packed."""
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
@@ -228,16 +235,16 @@ def small_floats(
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
     """Repeats the scales of tiles for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
-    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may reach far beyond the rows
+    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may be much larger than the array
 
 
 def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
-    """A single scale, or one per row, as `(rows, 1)`."""
+    """Broadcasts a single scale, or one scale per row, to `(rows, 1)`."""
     return np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
 
 
 def num_words(count: int, bits: int) -> int:
-    """The number of 32-bit words that hold this many codes."""
+    """Returns the number of 32-bit words for this many codes."""
     return -(-count * bits // 32)
 
 
@@ -250,7 +257,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
 
 
 def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    """An object from a configuration; an empty one if it is absent."""
+    """Reads an object from a configuration; empty if it is missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
@@ -258,14 +265,14 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
-    """The number of codes that share a scale; None for a whole row."""
+    """Reads the number of codes that share a scale; None for a whole row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
         raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
 
 
-# Weights by rows, so that a process reads only those that its devices store -----------------------
+# Reading by rows, so that a process only reads the rows of its own devices -------------------------
 
 
 def dense_rows(tensors: Any, name: str) -> RowReader:
@@ -284,7 +291,7 @@ def rows_of_weight(
     reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, StoredWeight]],
     settings: Mapping[str, Any],
 ) -> RowReader:
-    """The rows of a weight in a format whose reader reads windows as if they were files."""
+    """Makes a row reader for a format that can read windows as if they were files."""
     names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
@@ -303,7 +310,7 @@ def rows_of_weight(
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
-    """The number of rows that share an entry of a tensor, 0 for all of them; None if it cannot be told."""
+    """Returns how many rows share an entry of a tensor; 0 for all rows, None if it is not known."""
     if math.prod(info.shape) == 1 < count:
         return 0
     entries = info.shape[0] if info.shape else 1
@@ -311,7 +318,7 @@ def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
 
 
 def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
-    """The part of a tensor with the entries for rows `start` to `stop`."""
+    """Slices a tensor to the entries for rows `start` to `stop`."""
     if each == 0:
         return info
     first, last = start // each, -(-stop // each)

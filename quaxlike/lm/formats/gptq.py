@@ -49,7 +49,7 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
 
 
 def _own_config(config: Mapping[str, Any], layer: StoredLayer) -> Mapping[str, Any]:
-    """The settings of one layer: `dynamic` overrides them by regular expressions."""
+    """Returns the settings of one layer. `dynamic` overrides them by regular expressions."""
     dynamic = settings(config, "dynamic", layer.tensors.path)
     for pattern in dynamic:
         own = settings(dynamic, pattern, layer.tensors.path)
@@ -99,14 +99,16 @@ def _read(layer: StoredLayer, config: Mapping[str, Any], plus_one: bool) -> Any:
         order = np.argsort(index, kind="stable")
         codes, index = codes[:, order], index[order]
     scale, zero = np.ascontiguousarray(scale.T), np.ascontiguousarray(zero.T)
-    if not np.array_equal(index, usual):  # not the config's group size: one scale per column
+    if not np.array_equal(index, usual):  # not the configured groups: use one scale per column
         scale, zero, block = scale[:, index], zero[:, index], 1
     return integers(codes, scale, zero, bits=bits, block=block, order=order)
 
 
 def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
-    """The zero points. Version 1 stores them minus one. Its writers subtracted that from whole words, so it
-    is added to whole words, carries included."""
+    """Reads the zero points. Version 1 of the format stores them minus one.
+
+    Its writers subtracted one from every code in whole words, with carries. So we add it to whole words too.
+    """
     per_word = 32 if bits == 3 else 32 // bits
     held = packed.shape[1] * 32 // bits
     fields = unpack(stream(packed), bits, held)
@@ -121,7 +123,7 @@ def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Those of AutoGPTQ, in a file of their own."""
+    """Reads the settings of AutoGPTQ. They are in a separate file."""
     file = folder / "quantize_config.json"
     if config.get("quantization_config") is not None or not file.is_file():
         return None
@@ -131,7 +133,7 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | No
 FORMAT = Format(
     ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"), settings=_settings,
     used=("bits", "group_size", "desc_act", "checkpoint_format", "format", "is_marlin_format", "dynamic"),
-    # How the codes were found and by what, how they are computed with, and what the tensors say as well.
+    # These are about the method and program of quantisation and about kernels, or follow from the tensors.
     without_effect=(
         "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware",
         "sym", "lm_head", "pack_dtype", "meta", "method", "model_file_base_name", "model_name_or_path",

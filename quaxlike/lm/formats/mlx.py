@@ -58,7 +58,7 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Those under MLX's own name, which it may copy to `quantization_config`."""
+    """Reads the settings under MLX's own name. MLX may copy them to `quantization_config`."""
     own, other = config.get("quantization"), config.get("quantization_config") or {}
     if not isinstance(own, dict) or "quant_method" in other:
         return None

@@ -1,4 +1,4 @@
-"""MXFP4, the format of GPT-OSS: blocks of 32 floats of 4 bits that share a power of two.
+"""MXFP4, the format of GPT-OSS: blocks of 32 4-bit floats with a power of two as scale.
 
 Source: the Microscaling Formats specification of OCP, <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
 """
@@ -19,7 +19,7 @@ _PARTS = ("blocks", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """The quantised weights of a checkpoint, by name, of shape (experts, out, in)."""
+    """Finds the quantised weights of a checkpoint by name. They have shape (experts, out, in)."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
         taken = tuple(layer.at(part) for part in _PARTS if part in layer)
@@ -39,8 +39,10 @@ def _read(layer: StoredLayer) -> Any:
 
 
 def in_published_layout(name: str, w: Any) -> Any:
-    """Transposes weights of experts from (experts, out, in), as in files, to (experts, in, out), as when
-    unquantised, and back. Other weights are returned unchanged."""
+    """Transposes experts between (experts, out, in), as in files, and (experts, in, out), as unquantised.
+
+    Other weights are returned unchanged.
+    """
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return w

@@ -1,4 +1,4 @@
-"""torchao: int4, int8 and float8 weights, whose classes the header of the file names.
+"""torchao: int4, int8 and float8 weights. The header of the file names their classes.
 
 Source: the tensor subclasses of torchao, <https://github.com/pytorch/ao>.
 """
@@ -57,7 +57,7 @@ def _read(layer: StoredLayer, kind: str, narrow: bool, named: Iterable[str]) -> 
 
 FORMAT = Format(
     ("torchao",), weights, codes=("._weight_qdata", "._weight_scale"),
-    # The header says for each weight how it is stored.
+    # The header describes how each weight is stored.
     without_effect=(
         "quant_type", "quant_type_kwargs", "include_input_output_embeddings", "untie_embedding_weights",
     ),

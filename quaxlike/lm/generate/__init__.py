@@ -1,4 +1,4 @@
-"""Continuation of texts by a decoder; `python -m quaxlike.lm.generate` does it from the command line."""
+"""Generation of text; `python -m quaxlike.lm.generate` is the command."""
 
 from .generation import Conversation, generate
 

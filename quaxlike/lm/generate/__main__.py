@@ -49,13 +49,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.generate") -> int:
-    """Runs the command; the exit status is 2 if it cannot start, 130 if it was interrupted."""
-    # Arguments first: importing JAX takes seconds.
+    """Runs the command. The exit status is 2 if it cannot start, and 130 after Ctrl-C."""
+    # Parse arguments first, as importing JAX takes seconds.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if arguments.prompt is not None and arguments.system is not None:
         parser.error("--system goes with --chat or --message")
-    if arguments.chat:  # which takes interrupts of answers itself
+    if arguments.chat:  # it handles interrupts itself
         return _run(parser, arguments)
     with interrupts_deferred("", patience=0):
         return _run(parser, arguments)

@@ -1,4 +1,9 @@
-"""`generate` and `Conversation`: texts that a decoder continues."""
+"""`generate` and `Conversation`: generation of text by a decoder.
+
+The cache must always contain the keys and values of exactly the tokens before the next one, computed with the
+same adapters and rotary frequencies. Whenever one of these changes, the affected tokens are computed again.
+Shapes are rounded to powers of two, so that only a few programs are compiled.
+"""
 
 import functools
 import itertools
@@ -39,34 +44,34 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Continues texts, token by token.
 
-    Keys and values of earlier tokens are cached, and written in place. Lengths are rounded up to powers of
-    two, and two programs are compiled per length, side by side before the first token: one for the prompts,
-    and one that adds a token. For models on several devices, the second is compiled at the second token.
+    Keys and values of earlier tokens are cached, and updated in place. Lengths are rounded up to powers of
+    two. For each length there are two programs, one for the prompts and one for the next token. They are
+    compiled in parallel before the first token, or one after the other for models on several devices.
 
     **Arguments:**
 
-    - `model`: the decoder, whose weights may be Values. With adapters from [`quaxlike.stack_adapters`][], one
-        for each text, every text uses its own. Activated LoRAs act from the last place in the prompt on where
-        their invocation tokens stand, and on all new tokens; not at all if the prompt has none.
+    - `model`: the decoder. Its weights may be Values. With one stacked adapter per text
+        ([`quaxlike.stack_adapters`][]), each text uses its own. Activated LoRAs act from the last occurrence
+        of their invocation tokens in the prompt on. They do not act at all if there is none.
     - `ids`: the prompts, padded on the left.
-    - `max_new_tokens`: how many tokens to add at most.
+    - `max_new_tokens`: the maximum number of new tokens.
     - `mask`: which of `ids` are not padding. Default: all.
-    - `eos`: tokens that end a text. Default: none does.
-    - `temperature`: divides the logits that tokens are sampled from; 0 takes the likeliest token. Default: 0.
-    - `top_k`: samples from only this many of the likeliest tokens. Default: from all.
-    - `top_p`: samples from the likeliest tokens that together have this probability. Default: from all.
-    - `key`: a PRNG key, needed if tokens are sampled.
-    - `on_token`: called with the new tokens of all texts, an array `(batch,)`, at each step, while the next
-        one runs.
-    - `cache`: how keys and values are stored: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][], such as
-        `"int8"` with a scale for each token and head, `"q8_0"`, `"q4_0"` or `"nf4"`. In 4 bits or fewer, keys
-        are rotated first, so that a few large elements do not take the precision of the others. Default: in
-        the dtype of the model.
+    - `eos`: tokens that end a text. Default: none.
+    - `temperature`: divides the logits before sampling. 0 means greedy decoding. Default: 0.
+    - `top_k`: samples from the `top_k` likeliest tokens. Default: all tokens.
+    - `top_p`: samples from the likeliest tokens with this total probability. Default: all tokens.
+    - `key`: a PRNG key, for sampling.
+    - `on_token`: a function. It is called at each step with the new tokens of all texts, `(batch,)`, while
+        the next step runs.
+    - `cache`: how to store keys and values: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][]. For
+        example `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. With 4 bits or
+        fewer, keys are rotated first, so that a few large elements do not reduce the precision of the others.
+        Default: the dtype of the model.
 
-    **Returns:** the new tokens, `(batch, max_new_tokens)`. After its end, a text is padded with the
-    `pad_token_id` of `config.json`, or else the first of `eos`.
+    **Returns:** the new tokens, `(batch, max_new_tokens)`. A text that has ended is padded with
+    `pad_token_id` from `config.json`, or else with the first of `eos`.
 
-    **Raises:** `ValueError` for arguments that do not fit each other or the model.
+    **Raises:** `ValueError` for arguments that do not match each other or the model.
 
     !!! example
 
@@ -108,7 +113,7 @@ def generate(
 def _sampling(
     model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
 ) -> "_Sampling":
-    """How tokens are chosen. Raises `ValueError` for arguments that do not fit each other or the model."""
+    """Makes the sampler. Raises `ValueError` for arguments that do not match each other or the model."""
     if not isinstance(model, Decoder):
         raise ValueError(f"generate takes a Decoder of `quaxlike.lm.models`; found {type(model).__name__}.")
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -143,7 +148,7 @@ def _sampling(
 
 
 class _Sampling(eqx.Module):
-    """Chooses the next token: the likeliest if there is no temperature."""
+    """Samples the next token; greedily if there is no temperature."""
 
     temperature: Array | None
     top_p: Array | None
@@ -169,19 +174,19 @@ class _Sampling(eqx.Module):
 def _tokens(
     model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
-    """The new tokens, `(batch,)` each."""
+    """Yields the new tokens, each as `(batch,)`."""
     longest, reader = int(seen.sum(1).max()), _Reader(model, cache)
     since = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
-        # When a text outgrows its rotary frequencies, all cached keys and values are recomputed.
+        # Some rotary frequencies change at a certain length; all cached keys and values are then recomputed.
         until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
         part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
         reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
-        # Each step is started before the token of the one before it is read, which a device does meanwhile.
+        # Start the next step before reading the last token, so that the device never waits for us.
         while len(made) < until:
             count = len(made)
             more = count + 1 < until
@@ -194,7 +199,7 @@ def _tokens(
 
 
 class _Structure:
-    """What a model is besides its leaves; hashed once, and known again without a look at it."""
+    """The structure of a model, with a cached hash and fast comparison."""
 
     def __init__(self, of: Any) -> None:
         self.of, self._hash = of, hash(of)
@@ -208,7 +213,7 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class _Leaves:
-    """A model that is taken apart once, and not for each token."""
+    """A flattened model, so that it is not flattened again for each token."""
 
     def __init__(self, model: Any) -> None:
         self._leaves, structure = jax.tree.flatten(model)
@@ -228,13 +233,13 @@ class _Leaves:
 
 
 def _likeliest(logits: Array) -> Array:
-    """`argmax` along the last axis, which CPUs compute one number after the other."""
+    """A faster `argmax` along the last axis: on CPUs, XLA does not vectorise its own."""
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
 
 class _Reader:
-    """Rows of tokens that a decoder reads part by part, and the keys and values of what it has read."""
+    """Runs a decoder on rows of tokens, part by part, with a cache of keys and values."""
 
     def __init__(self, model: Decoder, cache: str | None) -> None:
         self.model, self._leaves, self._cache = model, _Leaves(model), cache
@@ -242,11 +247,11 @@ class _Reader:
         self._seen: Any = None
 
     def begin(self, seen: Bool[np.ndarray, "rows room"]) -> None:
-        """Forgets what was read. `seen`: which places are no padding, of all tokens to come."""
+        """Clears the cache. `seen` is the mask of all tokens to come."""
         self.memory, self._seen = None, jnp.asarray(seen)
 
     def grow(self, room: int) -> None:
-        """Makes room for so many tokens in a row without padding."""
+        """Makes room for this many tokens, in a row without padding."""
         if self.memory is None:
             self.memory = self.model.memory(room, self._cache)
         elif (more := room - _room(self.memory)) > 0:
@@ -255,13 +260,14 @@ class _Reader:
     def next(
         self, ids: Any, start: int, length: int, since: Any, sampling: _Sampling, step: int, *, more: bool
     ) -> Int[Array, " rows"]:
-        """Reads `ids`, `(rows, tokens)` or one token of each row, from place `start` on, and chooses the
-        token after them. If it is interrupted, what was read is lost.
+        """Runs `ids`, `(rows, tokens)` or one token per row, at position `start`, and samples the next token.
+
+        If this is interrupted, then the cache is invalid.
 
         **Arguments:**
 
-        - `length`: how many tokens the longest row has then.
-        - `since`: the place in each row from which on activated LoRAs act.
+        - `length`: the length of the longest row after this step.
+        - `since`: the position in each row where activated LoRAs start to act.
         - `more`: whether another step follows.
         """
         count, memory = ids.size // len(ids), self.memory
@@ -276,11 +282,11 @@ class _Reader:
         return token
 
     def _compile_both(self, ids: Any, rest: Any) -> None:
-        """Compiles the program for these tokens beside that for one more, so that the second does not wait.
+        """Compiles the programs for these tokens and for the next token in parallel.
 
-        Calls of the jitted function find them. On several devices the second takes a memory that is spread as
-        the first one leaves it, which is known too late: it is compiled when it is called. Both are traced
-        here: what a user has set holds in this thread alone.
+        Later calls of the jitted function find them in JAX's cache. On several devices, the second program
+        depends on the sharding of the first program's result, so it is compiled when it is called. We trace
+        both in this thread, since the user's context managers only affect this thread.
         """
         arrays = [leaf for leaf in jax.tree.leaves(self.model) if isinstance(leaf, jax.Array)]
         if any(len(array.sharding.device_set) > 1 for array in arrays):
@@ -298,11 +304,11 @@ def _next(
     leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """The token after the one at `last` of each row of `ids`, and the memory updated from `start` on. It may
-    be None at first; `seen` is None if no place is padding.
+    """Samples the token after position `last` of each row of `ids`, and updates the memory from `start` on.
 
-    What follows `last` is padding: no token before it sees it, and later tokens replace it. A single row has
-    no axis of its own, here and in the memory: it costs what the decoder does for one text.
+    The memory is None at first. `seen` is None if there is no padding. Everything after `last` is padding: no
+    earlier token attends to it, and later tokens overwrite it. A single row has no batch axis, here and in
+    the memory, as batched operations are slower.
     """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
     rows, width = ids.shape
@@ -331,14 +337,14 @@ def _next(
 
 
 class Conversation:
-    """One text that a decoder continues in turns, such as a chat.
+    """A text that a decoder continues in turns, such as a chat.
 
-    Keys and values stay cached for as long as a text begins as the one before did, so that a turn costs what
-    is new in it. An activated LoRA leaves them valid up to the tokens that invoke it.
+    Keys and values remain cached for the common prefix with the previous text, so that only new tokens are
+    computed. Before the invocation tokens of an activated LoRA, they remain valid too.
 
     **Arguments:**
 
-    - `model`: the decoder, with one adapter at most. An activated LoRA acts as for
+    - `model`: the decoder, with at most one adapter. An activated LoRA acts as in
         [`quaxlike.lm.generate`][].
     - `cache`: as for [`quaxlike.lm.generate`][].
 
@@ -366,12 +372,12 @@ class Conversation:
                 f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
             )
         self._reader, self._cache = _Reader(model, cache), cache
-        self._cached: list[int] = []  # the tokens whose keys and values are in the memory
-        self._since = _NEVER  # and from which place on an activated LoRA acted on them
+        self._cached: list[int] = []  # the cached tokens
+        self._since = _NEVER  # where an activated LoRA started to act
 
     @property
     def context(self) -> int:
-        """How many tokens the model takes, new ones included."""
+        """The maximum number of tokens, including new ones."""
         return self._reader.model.config.max_position_embeddings
 
     def answer(
@@ -385,13 +391,13 @@ class Conversation:
         top_p: float | int | None = None,
         key: Any = None,
     ) -> Iterator[int]:
-        """Continues a text, token by token; the iterator may be left at any time.
+        """Continues a text, token by token. You can stop the iteration at any time.
 
-        **Arguments:** those of [`quaxlike.lm.generate`][], for the one text `ids`.
+        **Arguments:** as for [`quaxlike.lm.generate`][], but `ids` is a single text.
 
-        **Returns:** an iterator over the new tokens, which ends before a token of `eos`.
+        **Returns:** an iterator over the new tokens. It ends before any token in `eos`.
 
-        **Raises:** `ValueError` for arguments that do not fit each other or the model.
+        **Raises:** `ValueError` for arguments that do not match each other or the model.
         """
         tokens = [int(token) for token in ids]
         row = np.asarray([tokens], np.int64)
@@ -400,15 +406,16 @@ class Conversation:
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
-        """A conversation of another model on the same base, which goes on from what the base has cached here:
-        all tokens before an activated LoRA acted. One text that was read once has many readers.
+        """Continues with another model on the same base, and shares the cache of the base.
+
+        The cache is valid for all tokens before an activated LoRA acts. So you can run a long text once, and
+        fork many conversations from it.
 
         **Arguments:**
 
         - `model`: the base, or the base with activated LoRAs.
 
-        **Raises:** `ValueError` if the base is another one, or if an adapter of either model acts on all
-        tokens.
+        **Raises:** `ValueError` if the base differs, or if an adapter of either model acts on all tokens.
 
         !!! example
 
@@ -421,7 +428,7 @@ class Conversation:
                 next(reader.answer(text, max_new_tokens=1))
                 return [
                     list(reader.fork(adapted).answer(text + q, max_new_tokens=64))
-                    for q in questions  # which invoke the adapter
+                    for q in questions  # these invoke the adapter
                 ]
             ```
         """
@@ -439,7 +446,7 @@ class Conversation:
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
         if self._cached and not any(kept <= x < len(self._cached) for x in switches):
-            # A copy, since each step takes the memory that it is given.
+            # Copy it, since each step donates the memory.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
         return other
@@ -456,19 +463,19 @@ class Conversation:
             yield token
 
     def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
-        """The token after `tokens`, of which those that differ from the cached ones are run."""
+        """Runs all tokens after the common prefix with the cache, and samples the next token."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         if since != self._since:
             start = min(start, since, self._since)
         switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
-            start = 0  # the rotary frequencies are others at this length
+            start = 0  # the rotary frequencies change at this length
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
             part, room = part[None], max(most, start + _rounded(len(part)))
         self._reader.grow(_rounded(room))
-        self._cached = []  # until the step is done: if it is interrupted, what it was given is lost
+        self._cached = []  # the step donates the memory: if interrupted, it is gone
         places, more = np.asarray([since], np.int32), len(tokens) + 1 < most
         token = self._reader.next(part, start, len(tokens), places, sampling, step, more=more)
         token = np.asarray(token).item()
@@ -485,12 +492,12 @@ def _room(memory: Any) -> int:
     return first.room
 
 
-#: The place from which on an activated LoRA acts that is not invoked.
+#: The position of an activated LoRA that is not invoked.
 _NEVER = int(np.iinfo(np.int32).max)
 
 
 def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
-    """Where in each row the tokens stand last that invoke the model's activated LoRA."""
+    """Finds the last occurrence of the invocation tokens in each row."""
     if len(found := invocations(model)) > 1:
         raise ValueError(
             "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "
@@ -504,7 +511,7 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
 
 
 def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
-    """The model for `count` tokens from place `start` on, where activated LoRAs act from `since` on."""
+    """Activates LoRAs from position `since` on, for `count` tokens from `start` on."""
     return activated(model, lambda _: start + jnp.arange(count) >= since)
 
 

@@ -31,7 +31,7 @@ _PLAIN: dict[int, np.dtype] = {
     30: np.dtype(ml_dtypes.bfloat16),
 }
 
-#: Types that cannot be read, by number.
+#: Unsupported types, by number.
 _UNREAD = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
@@ -48,13 +48,12 @@ class _Tensor(NamedTuple):
 
 
 class GgufFile(Mapping[str, Any]):
-    """The tensors of a GGUF file, by transformers' names if the architecture is known; each look-up reads
-    one.
+    """The tensors of a GGUF file, by transformers' names if the architecture is known. Each lookup reads one.
 
     **Attributes:**
 
-    - `metadata`: the keys and values of the file, including the tokeniser; NumPy's where `save` would write
-        a number of Python with another type.
+    - `metadata`: the keys and values of the file, including the tokeniser. Numbers are NumPy scalars if
+        `save` would otherwise change their type.
     - `config`: the equivalent of transformers' `config.json`, if the architecture is in the table.
     """
 
@@ -88,7 +87,7 @@ class GgufFile(Mapping[str, Any]):
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
     def is_current(self) -> bool:
-        """Whether no file has been replaced since it was opened."""
+        """Whether the files have not been replaced since they were opened."""
         return all(file.is_current() for file in self._files)
 
     @property
@@ -122,7 +121,7 @@ class GgufFile(Mapping[str, Any]):
 
 
 def holds_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder that has one and no safetensors."""
+    """Whether `path` is a GGUF file, or a folder with a GGUF file and no safetensors."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
     if not path.is_file() or path.suffix == ".gguf":
@@ -132,7 +131,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """The files of the checkpoint that `path` is part of."""
+    """Lists the files of a split checkpoint."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]
@@ -176,7 +175,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     ndim = cursor.number("<u4")
     if not 1 <= ndim <= 4:
         raise file_error(cursor.path, name, f"must have one to four axes; found {ndim}")
-    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis is written first
+    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis comes first
     if not are_sizes(list(shape)):
         raise file_error(cursor.path, name, f"has more elements than an array can have: {shape}")
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
@@ -185,7 +184,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
 ) -> dict[str, _Tensor]:
-    """The positions of tensors. Raises unless they lie within the file and do not overlap."""
+    """Finds the positions of tensors. Raises unless they are inside the file and do not overlap."""
     path = file.path
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:
@@ -222,7 +221,7 @@ def _place(
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Opens a file, or the only one in a folder."""
+    """Opens a file, or the only GGUF file in a folder."""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         firsts = [p for p in found if not (m := _SPLIT.fullmatch(p.name)) or int(m[2]) == 1]

@@ -1,4 +1,7 @@
-"""The keys and values of a GGUF file, read with bounds checked before anything is allocated, and written."""
+"""Reading and writing the keys and values of a GGUF file.
+
+Files are untrusted: every count is compared with the size of the file before anything is allocated.
+"""
 
 import re
 import struct
@@ -16,10 +19,10 @@ _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8
 _DTYPES = tuple(None if name is None else np.dtype(name) for name in _NUMBERS)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES) if dtype is not None}
 _STRING, _ARRAY = 8, 9
-# The dtypes that numbers of Python are written with, alone and in lists.
+# The dtypes for Python numbers, as scalars and in lists.
 _OF_NUMBERS, _OF_LISTS = (tuple(map(np.dtype, names)) for names in (("<u4", "<f4", "?"), ("<i4", "<f4", "?")))
 
-# The types of known keys, which llama.cpp insists on: gguf-py/gguf/gguf_writer.py.
+# The types of known keys. llama.cpp requires them (gguf-py/gguf/gguf_writer.py).
 _FLOATS = (
     *(r"\w+_epsilon", "freq_base", "freq_base_swa", r"scaling\.factor", r"scaling\.(yarn_)?attn_factor"),
     *(r"scaling\.yarn_\w+", r"\w+_softcapping", r"(\w+_)?scale", "clamp_kqv", "max_alibi_bias"),
@@ -78,15 +81,17 @@ class Cursor:
 
 
 def read_value(cursor: Cursor, depth: int = 0) -> Any:
-    """Reads a type, and a value of it: a number, a text or a list; of NumPy if `encode_value` would give the
-    same number in Python another type."""
+    """Reads a type and a value: a number, a text or a list.
+
+    Numbers are NumPy scalars if `encode_value` would otherwise change their type.
+    """
     return _value(cursor, cursor.number("<u4"), depth)
 
 
 def _value(cursor: Cursor, kind: int, depth: int) -> Any:
     if kind == _STRING:
         raw = cursor.take(cursor.number("<u8"))
-        return raw.decode(errors="replace")  # tokens may be parts of characters
+        return raw.decode(errors="replace")  # a token may be a part of a character
     if kind == _ARRAY:
         if depth > 3:
             raise file_error(cursor.path, None, "arrays are nested more than four deep")
@@ -112,7 +117,7 @@ def _dtype(cursor: Cursor, kind: int) -> np.dtype | None:
 
 
 def as_python(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata with numbers and lists of Python in place of NumPy's."""
+    """Converts NumPy scalars and arrays in metadata to Python."""
     return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in metadata.items()}
 
 
@@ -122,13 +127,12 @@ def encode_text(text: str) -> bytes:
 
 
 def encode_value(value: Any, key: str = "") -> bytes:
-    """A value, preceded by its type.
+    """Encodes a value, preceded by its type.
 
-    The type of a known key is the format's. Otherwise numbers and arrays of NumPy keep their dtype; whole
-    numbers of Python are uint32 where they fit, and int32 in a list; others are float32, as in the files of
-    llama.cpp.
+    Known keys have a fixed type. Otherwise NumPy scalars and arrays keep their dtype, Python integers become
+    uint32 (int32 in a list), and floats become float32, as in llama.cpp's own files.
 
-    **Raises:** `TypeError` or `OverflowError` for a value that the format, or the key, has no type for.
+    **Raises:** `TypeError` or `OverflowError` for a value that does not fit the format or the key.
     """
     is_list = isinstance(value, list | tuple) or np.ndim(value) > 0
     known = _ARRAYS.get(key) if is_list else next((t for t, keys in _SCALARS if keys.fullmatch(key)), None)
@@ -162,7 +166,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
 
 
 def _array(value: Sequence[Any]) -> Any:
-    """The numbers of a list as an array, or a list of texts or of arrays."""
+    """Converts a list of numbers to an array; keeps lists of texts and of arrays."""
     kinds = {type(x) for x in value}
     if kinds and (kinds <= {str} or kinds <= {list, tuple, np.ndarray}):
         return list(value)
@@ -178,13 +182,13 @@ def _array(value: Sequence[Any]) -> Any:
 
 
 def _smallest(least: int, most: int, *dtypes: str) -> str:
-    """The first of these integers, or else the last, that these numbers fit."""
+    """Returns the first of these integer dtypes that fits; the last one if none does."""
     fits = lambda name: np.iinfo(name).min <= least and most <= np.iinfo(name).max
     return next(filter(fits, dtypes), dtypes[-1])
 
 
 def _as_dtype(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Raises `OverflowError` unless the numbers fit."""
+    """Casts to a dtype. Raises `OverflowError` unless the numbers fit."""
     given = np.asarray(value)
     with np.errstate(over="ignore", invalid="ignore"):
         out = given.astype(dtype)

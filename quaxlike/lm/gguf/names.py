@@ -1,7 +1,7 @@
-"""The tensors of llama.cpp and those of transformers: names, the order of rows, and stacks of experts.
+"""Conversion between tensors of llama.cpp and transformers: names, the order of rows, stacks of experts.
 
-llama.cpp has one stack of the gates' matrices and one of the values', both `(experts, out, in)`. transformers
-has a single stack for the two: gates before values, or, in GPT-OSS, alternating, as `(experts, in, out)`.
+llama.cpp has two stacks for gates and values, both `(experts, out, in)`. transformers has a single stack,
+with gates before values. In GPT-OSS they alternate instead, and the stack is `(experts, in, out)`.
 """
 
 import re
@@ -16,7 +16,7 @@ from ...core.quaxify import quaxify
 from ...files.errors import file_error
 from ..families import FAMILIES, Family
 
-# From llama.cpp's names to transformers'; those with an ending are of arrays that have none there.
+# From llama.cpp's names to transformers' names. Names with a suffix have no suffix there.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
     "attn_q": "self_attn.q_proj",
@@ -39,7 +39,7 @@ _IN_BLOCK = {
 
 
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
-    """The table's entry for a file; None if its architecture is not in the table."""
+    """Finds the family of a file; None if its architecture is not in the table."""
     name = metadata.get("general.architecture")
     known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
     marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]
@@ -47,7 +47,7 @@ def family_of(metadata: Mapping[str, Any]) -> Family | None:
 
 
 def _parts(family: Family) -> dict[str, str]:
-    """transformers' names within a block, by llama.cpp's."""
+    """Maps llama.cpp's names in a block to transformers' names."""
     norms = zip(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), family.norms, strict=True)
     fused = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"} if family.fused else {}
     own = family.gguf.parts if family.gguf else {}
@@ -57,7 +57,7 @@ def _parts(family: Family) -> dict[str, str]:
 
 
 def transformers_name(name: str, family: Family | None) -> str:
-    """The transformers name of a llama.cpp tensor; the same name if there is none."""
+    """Returns the transformers name of a llama.cpp tensor; the same name if there is none."""
     if family is None:
         return name
     stem, _, kind = name.rpartition(".")
@@ -90,7 +90,7 @@ def llama_cpp_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """llama.cpp's names, by those of transformers; a stack that it cuts in two has that of the first part."""
+    """Maps transformers' names to llama.cpp's names; to the first name for a stack that it splits."""
     family = family_of(metadata)
     halves = {name: gate_and_up(name) if family else None for name in names}
     return {name: pair[0] if pair else llama_cpp_name(name, family) for name, pair in halves.items()}
@@ -99,7 +99,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 def row_order(
     path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """For each row of q and k in transformers, the row in the file; None if the order is the same."""
+    """Returns the permutation of the rows of q and k from the file; None if the order is the same."""
     found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
     family = family_of(metadata)
     if found is None or family is None or not (family.gguf and family.gguf.permuted):
@@ -120,7 +120,7 @@ def row_order(
 
 # Experts ------------------------------------------------------------------------------------------
 
-#: transformers' names within a block, and the two tensors of llama.cpp.
+#: transformers' names in a block, and their two llama.cpp tensors.
 _JOINED = {
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
@@ -129,7 +129,7 @@ _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def gate_and_up(name: str) -> tuple[str, str] | None:
-    """The two llama.cpp tensors that a stack of experts consists of; None for any other array."""
+    """Returns the two llama.cpp tensors of a stack of experts; None for any other array."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if found is None or found[2] not in _JOINED:
         return None
@@ -138,7 +138,7 @@ def gate_and_up(name: str) -> tuple[str, str] | None:
 
 
 def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The stacks of experts that two llama.cpp tensors make up: from the stack's name to theirs."""
+    """Maps each stack of experts to its llama.cpp tensors."""
     out: dict[str, tuple[str, ...]] = {}
     for name in names:
         for whole, (gate, up) in _JOINED.items():
@@ -149,11 +149,12 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
-    """The array of transformers that these tensors of a file make up: one, or gates and values, each
-    `(experts, out, in)`, or `(experts, out)` for biases. With `interleaved`, gates and values alternate in
-    transformers, where matrices are `(experts, in, out)` then.
+    """Makes the array of transformers from tensors of a file.
 
-    **Raises:** `CheckpointError` for gates and values of different shapes, and for what is no stack.
+    These are one tensor, or gates and values. Each is `(experts, out, in)`, or `(experts, out)` for biases.
+    With `interleaved`, gates and values alternate in transformers, and matrices are `(experts, in, out)`.
+
+    **Raises:** `CheckpointError` if gates and values have different shapes, or a tensor is not a stack.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
@@ -177,8 +178,10 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
 
 def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """The inverse of `stack_experts`: functions that cut llama.cpp's tensors out of an array with `n_axes`.
-    There are none if the array is stored as it is."""
+    """The inverse of `stack_experts`: functions that extract llama.cpp's tensors from an array.
+
+    The array has `n_axes` axes. The result is empty if it is stored unchanged.
+    """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
     if n_axes != (3 if matrices else 2):
@@ -195,5 +198,5 @@ def _same(x: Any) -> Any:
 
 
 def _swapped(x: Any) -> Any:
-    """Exchanges the inputs and outputs of matrices."""
+    """Swaps the inputs and outputs of matrices."""
     return jnp.swapaxes(x, 1, 2)

@@ -1,4 +1,4 @@
-"""Models in plain Equinox that read the checkpoints of transformers."""
+"""Models in plain Equinox, for checkpoints of transformers."""
 
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification

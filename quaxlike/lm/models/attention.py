@@ -1,4 +1,8 @@
-"""Attention: one softmax with the projections of all architectures, and its cache of keys and values."""
+"""Attention for all architectures, and its cache of keys and values.
+
+The cache must be updated in place: a copy per token would cost more than the attention itself. XLA only does
+so if nothing else reads the old buffer, which the barrier in `Memory._written` ensures.
+"""
 
 import dataclasses
 import functools
@@ -22,8 +26,7 @@ from .rope import rotate
 
 
 class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, the tokens that are seen, and factors of
-    queries."""
+    """Inputs that all layers of one kind share: rotary embeddings, the mask, and factors of queries."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
@@ -34,27 +37,27 @@ Axes = tuple[int, int, int]
 
 
 class Memory(eqx.Module):
-    """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
-    written to them. Those of scanned layers are arrays of all of them, which the scan carries: they are
-    written in place.
+    """The cached keys and values of a layer, for up to `room` tokens.
 
-    Quantised ones have the axes `(room, kv_heads, size)`. In arrays the heads come first, and the size of a
-    head comes before the tokens in keys and after them in values: the products of one query are sums along
-    the last axis but one, which CPUs add fastest."""
+    They are arrays, or Values that quantise. Scanned layers share stacked arrays; the scan carries them, so
+    that they are updated in place. Quantised caches have the axes `(room, kv_heads, size)`. Arrays are
+    `(kv_heads, size, room)` for keys and `(kv_heads, room, size)` for values. With a single query, both
+    products are then sums over the second to last axis, the fastest ones on CPUs.
+    """
 
     key: Float[Array, "..."]
     value: Float[Array, "..."]
     key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
-    """Where the tokens, the heads and the size come from in the axes of `key`."""
+    """The order of the axes (tokens, heads, size) in `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
-    """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
+    """Whether keys and queries are rotated by `hadamard`."""
     layer: Int[Array, ""] | None = None
-    """Which layer this is, of those whose keys and values the arrays hold; None if they hold one."""
+    """The index of this layer in stacked arrays; None if the arrays are for one layer."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
-        """`scheme`: as for `generate`."""
+        """Makes an empty cache. `scheme` is the argument `cache` of `generate`."""
         if scheme is None or scheme == "bfloat16":
             dtype = dtype if scheme is None else scheme
             return cls(jnp.zeros((heads, size, room), dtype), jnp.zeros((heads, room, size), dtype))
@@ -70,7 +73,7 @@ class Memory(eqx.Module):
         return self.value.shape[self.value_axes.index(0) - 3]
 
     def grown(self, more: int) -> "Memory":
-        """The memory with room for so many tokens more."""
+        """Makes room for more tokens."""
 
         def grow(part: Any, axes: Axes) -> Any:
             ends = [(0, 0 if axis else more) for axis in axes]
@@ -80,17 +83,20 @@ class Memory(eqx.Module):
         return dataclasses.replace(self, key=key, value=value)
 
     def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
-        """The memory with the keys and values of the tokens from `start` on, and the keys and values of all
-        tokens in the layer, `(room, kv_heads, size)`."""
+        """Writes the keys and values of tokens at position `start`.
+
+        Returns the updated memory, and the keys and values of all tokens in this layer,
+        `(room, kv_heads, size)`.
+        """
         key, keys = self._written(self.key, key, start, self.key_axes)
         value, values = self._written(self.value, value, start, self.value_axes)
         return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
 
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
-        """Keys or values with `new`, and those of the layer."""
+        """Writes `new` keys or values; returns the whole array, and the part of this layer."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
-        # Without the barrier, XLA would fuse the write with what reads the layer, and write into a copy.
+        # Without the barrier, XLA would fuse the write with the reads of this layer, and write into a copy.
         old_part = old if self.layer is None else self._layer_of(old)
         out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
         if self.layer is not None:
@@ -145,12 +151,14 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
 
 
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-    """Rotates rows so that large elements are spread over all; products of two rotated rows stay as they
-    were. Of a size that is no power of two, parts are rotated.
+    """Rotates rows by a Hadamard matrix, which spreads out large elements.
+
+    Inner products of rotated rows stay the same. If the size is not a power of two, then parts of it are
+    rotated.
 
     Ashkboos et al., QuaRot (2024).
     """
-    size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides it
+    size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides the size
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]]) * np.float32(0.5**0.5)
@@ -168,24 +176,24 @@ def attend(
     softcap: float | int = 0.0,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Hidden:
-    """Softmax attention (Vaswani et al., 2017); several query heads may share a key head.
+    """Softmax attention (Vaswani et al., 2017). Several query heads may share a key head (GQA).
 
-    For up to 2¹⁹ pairs of tokens their scores are made at once; for more, memory is linear in the number of
-    tokens, in derivatives, too.
+    Up to 2¹⁹ pairs of tokens, all scores are computed at once. Beyond that, memory is linear in the number of
+    tokens, also for derivatives.
 
-    If the mesh of the arrays has an axis called seq, context or cp, tokens that see each other are divided
-    along it: each device computes the rows of its own queries, and keys and values go round from device to
-    device, as in Ring Attention (Liu et al., 2023). Its derivatives are computed in reverse only
-    (`jax.grad`, `jax.vjp`), as they go round the same way.
+    If the mesh of the arrays has an axis called seq, context or cp, then tokens are sharded along it. Each
+    device computes the rows of its own queries, while keys and values rotate between devices, as in Ring
+    Attention (Liu et al., 2023). This only supports reverse-mode derivatives (`jax.grad`, `jax.vjp`).
 
-    Within [`quaxlike.lm.models.attention_backend`][], a kernel of cuDNN or for TPUs computes what it takes.
+    Within [`quaxlike.lm.models.attention_backend`][], a kernel from cuDNN or for TPUs is used if it supports
+    the case.
 
     **Arguments:**
 
-    - `sight`: which tokens each token sees.
-    - `scale`: of the scores. Default: one over the square root of `size`.
-    - `softcap`: a bound that scores are squashed to stay below (Gemma 2); 0 for none.
-    - `sinks`: for each head, the score of a virtual token (GPT-OSS).
+    - `sight`: the attention mask.
+    - `scale`: the factor of the scores. Default: one over the square root of `size`.
+    - `softcap`: the bound of soft-capped scores (Gemma 2); 0 for none.
+    - `sinks`: the score of a virtual token in each head (GPT-OSS).
     """
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale

@@ -1,4 +1,4 @@
-"""Attention by kernels of libraries: a table of what they take, and why they do not take the rest."""
+"""Attention kernels from other libraries, and a table of the cases that they do not support."""
 
 import contextlib
 import functools
@@ -19,24 +19,24 @@ Backend = Literal["cudnn", "splash"]
 _LANES = 128
 _EVERYTHING = Reach(None, None)
 
-# Part of JAX's trace context: a function that was traced with one backend is not reused with another.
+# Part of JAX's trace context, so that a function traced with one backend is not reused with another.
 _asked = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def attention_backend(name: str | None) -> Iterator[None]:
-    """Computes the attention of models by a library's kernel, within this context.
+    """A context in which models use an attention kernel from another library.
 
-    A case that the kernel does not take is computed by quaxlike's own blocks, with a
-    [`quaxlike.kernels.KernelFallbackWarning`][] that says why. Both kernels have derivatives in reverse only
-    (`jax.grad`, `jax.vjp`), which are kernels as well.
+    If the kernel does not support a case, then quaxlike's own attention is used, with a
+    [`quaxlike.kernels.KernelFallbackWarning`][] that says why. Both kernels only support reverse-mode
+    derivatives (`jax.grad`, `jax.vjp`), which are kernels too.
 
     **Arguments:**
 
-    - `name`: `"cudnn"`: that of `jax.nn.dot_product_attention` for NVIDIA's GPUs; `"splash"`: JAX's
-        splash attention for TPUs, which CPUs interpret, slowly. None, the default: none.
+    - `name`: `"cudnn"` for the kernel in `jax.nn.dot_product_attention` on NVIDIA GPUs, or `"splash"` for
+        JAX's splash attention on TPUs (CPUs interpret it, slowly). None uses quaxlike's own attention.
 
-    **Raises:** `ValueError` for another name.
+    **Raises:** `ValueError` for any other name.
 
     !!! example
 
@@ -66,7 +66,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """An attention of `query`, `(tokens, heads, size)`, to keys and values of as many tokens."""
+    """An attention of `query`, `(tokens, heads, size)`, to keys and values of the same tokens."""
 
     query: Array
     key: Array
@@ -76,7 +76,7 @@ class Case(NamedTuple):
     softcap: float | int
     sinks: Any
     divided: bool
-    """Whether devices share the tokens."""
+    """Whether tokens are sharded over devices."""
 
     @property
     def causal(self) -> bool:
@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> Callable[[Case], Array] | None:
-    """The kernel for a case, if the user asked for one, and it takes the case."""
+    """Returns the kernel for a case, if the user asked for it and it supports the case."""
     name = _asked.value
     if name is None:
         return None
@@ -104,7 +104,7 @@ def _tell_once(name: str, reason: str) -> None:
 
 _Refusals = tuple[tuple[Callable[[Case], bool], str], ...]
 
-#: What no kernel takes, and what each of them does not.
+#: The cases that no kernel supports, and that each kernel does not support.
 _OF_ALL: _Refusals = (
     (lambda case: case.divided, "devices share the tokens, and pass keys on"),
     (
@@ -157,8 +157,10 @@ def _has_explicit_axes(case: Case) -> bool:
 
 
 def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> Array:
-    """Tokens that are no padding are put in front: cuDNN counts them. What it makes of the others is used
-    neither here nor in derivatives."""
+    """Moves padding to the end, as cuDNN only takes the number of tokens.
+
+    Its results for padding are used neither here nor in derivatives.
+    """
     sight, reach = case.sight, case.sight.reach
     assert reach is not None
     order = jnp.argsort(~sight.seen, stable=True)
@@ -173,7 +175,7 @@ def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> A
 
 
 def by_splash(case: Case) -> Array:
-    """Padding is a text of its own."""
+    """Gives padding its own segment id."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     sight, reach, (tokens, heads, _) = case.sight, case.sight.reach, case.query.shape

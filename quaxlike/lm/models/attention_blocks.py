@@ -1,7 +1,8 @@
 """Softmax attention on one device: the scores of all tokens at once, or by blocks in linear memory.
 
-Blocks of queries meet blocks of keys with a running softmax (Milakov and Gimelshein, 2018, as in Dao et al.,
-FlashAttention, 2022), and are computed again for their derivatives.
+Blocks of queries attend to blocks of keys with a running softmax (Milakov and Gimelshein, 2018, as in Dao et
+al., FlashAttention, 2022). They are recomputed in the backward pass, so that scores are never stored for all
+pairs of tokens.
 """
 
 import dataclasses
@@ -18,33 +19,33 @@ from ...kernels.dense_matmul import stacked_matmul
 from ...kernels.multilinear import varying_zeros
 from .layers import has_values
 
-# Pairs of a query and a key up to which the scores of all are made at once.
+# The maximum number of pairs (query, key) to compute at once.
 _ALL_AT_ONCE = 2**19
-# Heads that share keys up to which CPUs sum the products of one query: for each, the keys are read.
+# The maximum number of heads per key head to sum directly for one query on CPUs: each of them reads the keys.
 _MOST_SUMMED = 8
-_BLOCK = 512  # queries, and keys, at a time for more of them
+_BLOCK = 512  # queries, or keys, per block
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """How far tokens see before and after themselves; without a limit if None."""
+    """The attention window before and after each token; None for no limit."""
 
     before: int | None
     after: int | None
 
 
 class Sight(NamedTuple):
-    """Which tokens each token sees: those that are no padding, are near enough and belong to the same text.
+    """The attention mask: queries attend to keys inside their window and segment, but not to padding.
 
     **Attributes:**
 
-    - `places`: of the tokens that see, among those that are seen.
-    - `seen`: which tokens are no padding.
-    - `before`, `after`: how far a token sees.
-    - `texts`: for tokens that see and that are seen, the numbers of their texts; None if they are one.
-    - `reach`: how far they see, for kernels that are made for it. None if it is not known while a program is
-        traced, or if the tokens that see are not those that are seen.
+    - `places`: the positions of the queries among the keys.
+    - `seen`: which keys are not padding.
+    - `before`, `after`: the window before and after each query.
+    - `texts`: the segment ids of queries and of keys; None if there is one segment.
+    - `reach`: the static window, for kernels that need it. None if it is not static, or if queries and keys
+        are not the same tokens.
     """
 
     places: Int[Array, " tokens"]
@@ -64,32 +65,34 @@ class Sight(NamedTuple):
         after: int | None = None,
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
-        """`places`: default: all. `before` and `after`: without a limit if None."""
+        """Makes a mask. By default, all keys are queries too, and the window has no limit."""
         far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
         reach = Reach(before, after) if places is None else None
         places = jnp.arange(len(seen)) if places is None else places
         return cls(places, seen, far(before), far(after), texts, reach)
 
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
-        """The pairs of a token and one that it sees; `first`: the place of the first that is seen."""
+        """Returns the mask for pairs (query, key); `first` is the position of the first key."""
         distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
         mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Whether no token sees any of those from `first` to `last`, by distance. This depends on places
-        alone, which batches share."""
+        """Whether all keys from `first` to `last` are outside of every window.
+
+        This only depends on positions, which a batch shares. So it remains a real branch under `vmap`.
+        """
         return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
 
 
 class Sums(NamedTuple):
-    """A running softmax: for each query, what the keys so far add up to.
+    """A running softmax: for each query, the sums over the keys so far.
 
     **Attributes:**
 
-    - `total`: values times their weights, `(kv_heads, group, tokens, size)`.
-    - `weight`: the weights.
-    - `most`: the largest score, which a weight is relative to.
+    - `total`: the sum of weighted values, `(kv_heads, group, tokens, size)`.
+    - `weight`: the sum of weights.
+    - `most`: the largest score. Weights are relative to it.
     """
 
     total: Float[Array, "kv_heads group tokens size"]
@@ -98,7 +101,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, query: Array, key: Array, value: Array, sinks: Any) -> "Sums":
-        """Before any key; `sinks` have a weight, and no value."""
+        """Starts without keys. `sinks` contribute a weight, but no value."""
         heads = (*query.shape[1:3], len(query))
         zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
         weight = zeros[..., 0]
@@ -113,7 +116,7 @@ class Sums(NamedTuple):
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
     def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
-        """The weighted mean of the values."""
+        """Returns the weighted mean of the values."""
         out = self.total / self.positive_weight[..., None]
         return jnp.moveaxis(out, 2, 0).astype(dtype)
 
@@ -123,7 +126,7 @@ class Sums(NamedTuple):
 
 
 def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """`(tokens, kv_heads, group, size)` queries, with heads that share a key in a group, to as many results.
+    """Attention with queries `(tokens, kv_heads, group, size)`: the heads of a group share a key head.
 
     **Arguments:**
 
@@ -135,7 +138,7 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
 
 
 class _Products(NamedTuple):
-    """How queries are multiplied with keys, `(kv_heads, group, tokens, seen)`, and weights with values."""
+    """Products of queries with keys, `(kv_heads, group, tokens, seen)`, and of weights with values."""
 
     scores: Callable[[Array, Array], Array]
     means: Callable[[Array, Array], Array]
@@ -152,14 +155,14 @@ def _means_of_one(weights: Array, value: Array) -> Array:
 _DOTS = _Products(
     functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
 )
-# Of one query, added as keys and values are read. XLA's CPU compiler converts and turns them for a dot.
+# For a single query we sum directly: XLA's CPU dot would first convert and transpose keys and values.
 _OF_ONE = _Products(_scores_of_one, _means_of_one)
 
 
 def scores_of(
     query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int, products: _Products = _DOTS
 ) -> Array:
-    """Scores in float32, `(kv_heads, group, tokens, seen)`; the least number where a token does not see."""
+    """Computes masked scores in float32, `(kv_heads, group, tokens, seen)`."""
     scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -182,7 +185,7 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Blocks of queries one after the other, each with the blocks of keys that it may see."""
+    """Loops over blocks of queries, and inside over the blocks of keys that are not masked out."""
     tokens, keys = len(query), len(key)
     texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
     of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
@@ -207,7 +210,7 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
 
 
 def in_blocks(x: Array) -> Array:
-    """Rows in blocks of one length, the last of which is filled up: numbers go on as they end."""
+    """Splits rows into blocks of equal length. The last block is padded; positions continue."""
     count = -(-len(x) // _BLOCK)
     size = -(-len(x) // count)
     if missing := count * size - len(x):
@@ -217,5 +220,5 @@ def in_blocks(x: Array) -> Array:
 
 
 def out_of_blocks(x: Array, count: int) -> Array:
-    """The first `count` rows of blocks."""
+    """Joins blocks, and drops the padding after `count` rows."""
     return x.reshape(-1, *x.shape[2:])[:count]

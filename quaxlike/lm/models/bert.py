@@ -1,4 +1,4 @@
-"""An encoder of the BERT family, with arrays named as in transformers' checkpoints."""
+"""BERT. The names of arrays are the same as in transformers' checkpoints."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -80,7 +80,7 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """Self-attention and its output. A field is called `self`, so methods call the instance `this`."""
+    """Self-attention and its output. There is a field called `self`, so methods use `this` instead."""
 
     self: BertSelfAttention
     output: BertOutput
@@ -109,7 +109,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """The vectors of one sequence's tokens; callers pool them into one for the sequence."""
+    """Computes a vector for each token of a sequence. Callers pool them."""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -145,7 +145,7 @@ class Bert(eqx.Module):
 
 
 class BertForSequenceClassification(eqx.Module):
-    """The logits of one sequence's classes."""
+    """Computes the logits of the classes for one sequence."""
 
     bert: Bert
     classifier: eqx.nn.Linear

@@ -1,4 +1,9 @@
-"""The decoder: one model for all architectures in the table, with arrays named as in their checkpoints."""
+"""The decoder: one model for all architectures in the table.
+
+Every array has the same name as in transformers' checkpoints, so that checkpoints load without a table of
+names. Each token attends only to earlier tokens of its own segment. The mask and positions must agree with
+the cache.
+"""
 
 import dataclasses
 import functools
@@ -66,11 +71,11 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """The hidden states of the tokens from position `start` on, and the memory updated with them.
+        """Computes the hidden states of the tokens at position `start`, and updates the memory.
 
-        `seen` says which positions hold a token rather than padding: all those of `memory`, which
-        `Decoder.memory` made, or of `ids` without one. `length` is the length of the text, for frequencies
-        that depend on it. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
+        `seen` is True for all positions that are not padding, of `memory` (from `Decoder.memory`) or else of
+        `ids`. Some rotary frequencies depend on `length`, the length of the text. Default: the number of
+        tokens `seen`. `segments` is as for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -82,7 +87,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = _largest_of_batch(last + 1)  # transformers picks frequencies once per batch
+            length = _largest_of_batch(last + 1)  # as transformers chooses frequencies once per batch
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
@@ -107,8 +112,10 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def _contexts(
         self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """The contexts of layers that see all tokens, and of those with a window. `places` is as in
-        `Sight.of`."""
+        """Makes the contexts of layers with full attention and of layers with a window.
+
+        `places` is as in `Sight.of`.
+        """
         c = self.config
         rotations = [rope.rotation(positions, length, dtype) for rope in c.ropes] or [None]
         texts = None if segments is None else (segments, segments)
@@ -122,11 +129,11 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
 
 
 class Decoder(Part, roles="model lm_head"):
-    """A causal language model: for each token of one sequence, the logits of the next.
+    """A causal language model. For each token of a sequence, it computes the logits of the next token.
 
-    The table of architectures (`quaxlike.lm.FAMILIES`) and `config.json` determine its parts. Arrays have
-    the names of transformers; experts are stacked. If the output layer is tied to the embedding, `lm_head` is
-    None: the two share one array, and one adapter.
+    The table of architectures (`quaxlike.lm.FAMILIES`) and `config.json` determine its parts. Arrays have the
+    same names as in transformers, except that experts are stacked. If the output layer is tied to the
+    embedding, then `lm_head` is None: both share one array, and one adapter.
 
     !!! example
 
@@ -156,30 +163,31 @@ class Decoder(Part, roles="model lm_head"):
         self._fill(config, model=Body(config, body), lm_head=own)
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
-        """The logits of one sequence.
+        """Computes the logits of one sequence.
 
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: which of them are not padding. Padding may be on either side; positions count tokens only.
+        - `seen`: which of them are not padding. Padding may be on either side, and does not count for
+            positions.
         """
         return self.logits(self.hidden(ids, seen))
 
     def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
-        """The hidden states that enter the output layer, of one sequence or of several packed in a row.
+        """Computes the inputs of the output layer, for one sequence or for several packed into one row.
 
         **Arguments:**
 
         - `ids`, `seen`: as for the logits.
-        - `segments`: for each token, the number of its text. Texts do not see each other, and the positions
-            of each start at 0. Default: all tokens are one text.
+        - `segments`: the segment id of each token. Segments do not attend to each other, and their positions
+            start at 0. Default: all tokens belong to one segment.
         """
         return self.body(ids, seen, segments=segments)[0]
 
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
         """Applies the output layer.
 
-        **Raises:** `ValueError` if there is none: sentence-transformers writes decoders without it.
+        **Raises:** `ValueError` if there is none, as in decoders from sentence-transformers.
         """
         head = self.part("lm_head")
         if self.config.headless:
@@ -202,19 +210,18 @@ class Decoder(Part, roles="model lm_head"):
 
     @property
     def layers(self) -> Any:
-        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
+        """The list of layers; or a single stacked layer, with a leading axis in all arrays."""
         return self.body.part("layers")
 
     def memory(self, room: int, cache: str | None = None) -> Any:
-        """An empty memory for the keys and values of `room` tokens.
+        """Makes an empty cache for the keys and values of `room` tokens.
 
         **Arguments:**
 
-        - `room`: how many tokens there is room for.
-        - `cache`: how they are stored, as for [`quaxlike.lm.generate`][]. Default: in the dtype of the
-            model.
+        - `room`: the maximum number of tokens.
+        - `cache`: how to store them, as for [`quaxlike.lm.generate`][]. Default: in the dtype of the model.
 
-        **Returns:** a pytree: print [`quaxlike.summary`][] of it to see what it takes.
+        **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
         """
         c, dtype = self.config, self.embedding.dtype
         empty = lambda: Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
@@ -224,22 +231,22 @@ class Decoder(Part, roles="model lm_head"):
         return jax.tree.map(stack, jax.eval_shape(empty))
 
     def stacked(self) -> "Decoder":
-        """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.
+        """Stacks the layers ([`quaxlike.stack_layers`][]), and scans over them.
 
-        It compiles sooner, and so `quaxlike.lm.finetune` trains it. Texts are generated faster from a
-        list: a scan copies the weights of each layer out of the stack, which one token does not repay.
+        This compiles faster, and is used by `quaxlike.lm.finetune`. Generation is faster with a list of
+        layers, because a scan copies the weights of each layer out of the stack for each token.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self) -> "Decoder":
-        """The same model with a list of layers, named as in the checkpoint."""
+        """Splits stacked layers into a list, with the names of the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self, change: Any) -> "Decoder":
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def with_separate_head(self) -> "Decoder":
-        """The same model with a separate output layer, whose weight is the present embedding."""
+        """Unties the output layer. Its weight is the same array as the embedding, at first."""
         if self.part("lm_head") is not None:
             return self
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
@@ -247,12 +254,14 @@ class Decoder(Part, roles="model lm_head"):
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
     def folds(self) -> dict[str, list[str]]:
-        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
+        """Returns which layers feed which, for [`quaxlike.balance`][]."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
-        """The tensors of published files that make up an array: the array itself, or the matrices of single
-        experts; a stack takes one or two from each expert."""
+        """Names the tensors of an array in published checkpoints.
+
+        This is the array itself, or the matrices of single experts: a stack contains one or two per expert.
+        """
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -265,10 +274,10 @@ class Decoder(Part, roles="model lm_head"):
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
-    """The context for each kind of layer. If all are of one kind, how far their tokens see stays known.
+    """Selects the context of a layer by its kind. If there is only one kind, then its window stays static.
 
-    Arrays are taken from a stack even then: XLA would move what a loop over layers makes of arrays that stay
-    the same, such as all masks of blocks, out of the loop, where they exist at once.
+    Even then, we index into stacked arrays. Otherwise XLA would hoist everything that only depends on them
+    out of the loop over layers, for example the masks of all blocks, and would store all of it at once.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
@@ -281,11 +290,11 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """The position of each token in its text, and the last of all positions."""
+    """Computes the position of each token in its segment, and the last position."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)
-        # Positions keep counting in padding after a text, as in transformers.
+        # Positions continue in padding after a text, as in transformers.
         return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
     places = order - lax.cummax(jnp.where(first, order, 0))
@@ -294,7 +303,7 @@ def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " roo
 
 @jax.custom_batching.custom_vmap
 def _largest_of_batch(x: Any) -> Any:
-    """`x` itself; under `jax.vmap`, the largest `x` of the batch, for every item."""
+    """Returns `x`; under `jax.vmap`, the maximum over the batch."""
     return x
 
 

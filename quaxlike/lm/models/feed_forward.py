@@ -1,4 +1,8 @@
-"""Feed-forward layers: plain, gated, and mixtures of experts, whose matrices are stacked."""
+"""Feed-forward layers: plain, gated, and mixtures of experts.
+
+The matrices of experts are stacked, so that Values and shardings apply to all experts at once. No array may
+have the size of tokens times experts: it would not fit into memory.
+"""
 
 from typing import Any
 
@@ -38,7 +42,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
 
 class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
-    """A router and its experts, with one shared expert in Qwen2-MoE."""
+    """A mixture of experts; in Qwen2-MoE also with a shared expert."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -57,7 +61,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
     def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
-        """The logits of the router."""
+        """Computes the logits of the router."""
         return each(self.part(self.config.family.router), x)
 
 
@@ -87,16 +91,17 @@ class Experts(eqx.Module):
 
     @property
     def weight_layouts(self) -> dict[str, str]:
-        """For `quaxlike.layouts`: how the matrices of the stacks are stored."""
+        """The layouts of the stacks, for `quaxlike.layouts`."""
         return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Sums the outputs of the experts chosen for each token, weighted by their shares.
+        """Sums the outputs of the chosen experts for each token, weighted by their shares.
 
-        On a mesh whose devices can share the experts evenly ([`quaxlike.lm.expert_parallel`][]), each
-        device runs its own experts on all tokens, and one sum over devices follows. No weights move.
+        If the experts are divided evenly over a mesh ([`quaxlike.lm.expert_parallel`][]), then each device
+        runs its own experts on all tokens, and one all-reduce combines the results. No weights are
+        communicated.
         """
         count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
         axis = None if mesh is None else expert_axis(mesh, count)
@@ -121,11 +126,11 @@ class Experts(eqx.Module):
         return mapped(stacks, numbers, x, chosen, share)
 
     def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
-        """The sum over the `count` experts on this device.
+        """Sums over the `count` experts on this device.
 
-        For few tokens (decoding), each looks up its experts. Many tokens pass through all experts in turn,
-        with a share of 0 for those not chosen, so that no array grows with tokens times experts, for stacks
-        of any type.
+        For few tokens (decoding), each token looks up its experts. For many tokens, we loop over all experts
+        and run each of them on all tokens, with a share of 0 if it is not chosen. This works for any type of
+        stack.
         """
         tokens, choices = chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)
@@ -148,7 +153,7 @@ class Experts(eqx.Module):
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _one(self, x: Hidden) -> Hidden:
-        """One expert, whose matrices have no leading axis."""
+        """Runs one expert, with matrices without a leading axis."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
         if self.config.family.interleaved:  # GPT-OSS's SwiGLU
             limit = self.config.swiglu_limit
@@ -167,9 +172,9 @@ class Experts(eqx.Module):
 def route(
     logits: Float[Array, "tokens experts"], config: DecoderConfig
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-    """The experts of each token and their shares.
+    """Chooses the experts of each token, and computes their shares.
 
-    If shares are normalised, the softmax is over the chosen logits alone, and the others have no gradient.
+    If shares are normalised, then the softmax is only over the chosen logits, and the others get no gradient.
     """
     scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
     share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)

@@ -1,4 +1,4 @@
-"""Small parts that the models share."""
+"""Small layers that several models share."""
 
 import dataclasses
 import inspect
@@ -23,10 +23,10 @@ Hidden = Float[Array, "tokens hidden"]
 
 
 class Part(eqx.Module):
-    """A part of a decoder, whose own parts are named as in the checkpoint; missing ones are None.
+    """A module of a decoder. The names of its children are the same as in the checkpoint.
 
-    A subclass lists the roles of its parts, which are Llama's names for them. It gets a field for each name
-    that the table of architectures gives to a role.
+    A subclass lists the roles of its children, by Llama's names. It has a field for each name of a role in
+    the table of architectures; unused fields are None.
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -44,11 +44,11 @@ class Part(eqx.Module):
         self.config = config
 
     def part(self, role: str) -> Any:
-        """The part with this role."""
+        """Returns the child with this role."""
         return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
-        """`x` after the norm of this name, or unchanged if there is none."""
+        """Applies the norm with this name, if there is one."""
         if not name:
             return x
         norm = self.part(name)
@@ -58,7 +58,7 @@ class Part(eqx.Module):
 
 
 class Conv1D(eqx.Module):
-    """A linear layer whose weight is stored as (in, out): `fan_in_fan_out`, in terms of PEFT."""
+    """A linear layer with weight (in, out), as in GPT-2. PEFT calls this `fan_in_fan_out`."""
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
@@ -76,7 +76,7 @@ class Conv1D(eqx.Module):
 def linears(
     config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
 ) -> dict[str, Any]:
-    """Linear layers by role; `sizes` are their numbers of outputs."""
+    """Makes linear layers by role, with these numbers of outputs."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
     keys = jax.random.split(key, len(sizes))
     return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
@@ -89,20 +89,21 @@ def norm(config: DecoderConfig, size: int) -> Any:
 
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
-    """Applies a layer of one token to each token."""
+    """Applies a layer to each token."""
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
-        return jax.vmap(lambda x: layer(x))(x)  # JAX would name a module by its `repr`, which takes long
+        # Use a lambda, as JAX would call the slow `repr` of a module to name it.
+        return jax.vmap(lambda x: layer(x))(x)
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """`x @ w.T` for a weight of any type, in the form that a CPU runs fast if it is an array."""
+    """Computes `x @ w.T` for any type of weight. For arrays, it uses the form that is fast on CPUs."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
 def has_values(*arrays: Any) -> bool:
-    """Whether an array is a Value, or stands for one within `quaxify`."""
+    """Whether any array is a Value, or a tracer of a Value inside `quaxify`."""
     return any(is_value(value_of(x)) for x in arrays)

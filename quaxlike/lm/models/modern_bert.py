@@ -1,4 +1,4 @@
-"""ModernBERT, an encoder with rotary positions and windows (Warner et al., 2024), named as in checkpoints."""
+"""ModernBERT, an encoder with rotary embeddings and sliding windows (Warner et al., 2024)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .attention import Context, Sight, attend
 from .layers import Hidden, Ids, Seen, each
 from .rope import Rope, rope_for, rotate
 
-# Entries that no field holds as they are; positions are rotated, whatever `position_embedding_type` says.
+# Entries that are not fields. Positions are always rotary, whatever `position_embedding_type` says.
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
     *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
@@ -38,9 +38,9 @@ class ModernBertConfig(Config):
     """As for `DecoderConfig`."""
 
     windows: tuple[bool, ...] = ()
-    """For each layer, whether its tokens see only those up to half of `local_attention` away."""
+    """Whether each layer has a window, of half of `local_attention` to both sides."""
     ropes: tuple[Rope, ...] = ()
-    """The rotations of layers without and with a window."""
+    """The rotary embeddings of layers without and with a window."""
 
     @property
     def head_dim(self) -> int:
@@ -113,8 +113,10 @@ class ModernBertLayer(eqx.Module):
 
 
 class ModernBert(eqx.Module):
-    """The vectors of one sequence's tokens; callers pool them into one for the sequence, as with
-    [`quaxlike.lm.models.mean_pooled`][]."""
+    """Computes a vector for each token of a sequence.
+
+    Callers pool them, for example with [`quaxlike.lm.models.mean_pooled`][].
+    """
 
     embeddings: ModernBertEmbeddings
     layers: list[ModernBertLayer]
@@ -146,7 +148,7 @@ class ModernBert(eqx.Module):
         self.final_norm = norm()
 
     def __call__(self, ids: Ids, seen: Seen) -> Hidden:
-        """The vectors of the tokens `ids`, of which those `seen` are not padding."""
+        """Computes the vectors of the tokens `ids`. `seen` is False for padding."""
         x, order = self.embeddings(ids), jnp.arange(len(ids))
         reach, length = self.config.local_attention // 2, jnp.sum(seen)
         sights = Sight.of(seen), Sight.of(seen, before=reach, after=reach)

@@ -1,4 +1,4 @@
-"""One vector for a sentence, from those of its tokens."""
+"""Pooling of token vectors into one vector per sentence."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ def _count(x: _Tokens, seen: _Seen) -> Float[Array, ""]:
     return jnp.maximum(seen.sum(), 1).astype(x.dtype)
 
 
-#: By their names in sentence-transformers.
+#: The modes by their names in sentence-transformers.
 MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "cls": lambda x, seen: x[jnp.argmax(seen)],
     "max": lambda x, seen: jnp.max(jnp.where(seen[:, None], x, -jnp.inf), axis=0),
@@ -49,7 +49,7 @@ MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# Older settings say yes or no of each, and join the vectors in this order.
+# Older settings have a boolean for each mode, and concatenate the vectors in this order.
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -58,18 +58,19 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The first is read, too; the others say what the model or its texts say as well.
+# The first is read too. The others are known from the model or its texts.
 _OTHERS = ("pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 class Pooling(eqx.Module):
-    """Makes one vector for a sentence from those of its tokens, as sentence-transformers' `Pooling`.
+    """Pools the vectors of tokens into one vector, as in sentence-transformers.
 
     **Arguments:**
 
     - `modes`: `"cls"` (the first token), `"lasttoken"`, `"max"`, `"mean"`, `"mean_sqrt_len_tokens"` (the sum
-        over the root of the length) or `"weightedmean"` (by position). The vectors of several are joined.
-    - `normalize`: whether the result is divided by its norm. Default: yes.
+        over the root of the length) or `"weightedmean"` (by position). With several modes, the vectors are
+        concatenated.
+    - `normalize`: whether to divide the result by its norm. Default: True.
 
     It is called with vectors `(tokens, hidden)` and `seen` `(tokens,)`, False for padding, and returns
     `(len(modes) * hidden,)`.
@@ -90,10 +91,10 @@ class Pooling(eqx.Module):
     @classmethod
     @checked
     def of(cls, directory: str | os.PathLike[str]) -> "Pooling":
-        """The pooling of a checkpoint, by its `modules.json`; without one, the mean.
+        """Reads the pooling of a checkpoint from `modules.json`. Without this file, it is the mean.
 
-        **Raises:** `CheckpointError` for settings that are damaged, and for modules other than `Pooling` and
-        `Normalize`, which would change the vectors.
+        **Raises:** `CheckpointError` if the settings are damaged, or if there are other modules than
+        `Pooling` and `Normalize`, as they would change the vectors.
         """
         folder = Path(directory)
         found = cls(normalize=False)
@@ -121,5 +122,5 @@ def _modes(path: Path) -> tuple[str, ...]:
 
 
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
-    """The mean over the tokens that are not padding, normalised: an embedding of the sentence."""
+    """Computes the normalised mean over all tokens except padding: a sentence embedding."""
     return Pooling()(x, seen)

@@ -1,9 +1,9 @@
-"""Attention of texts whose tokens are divided along an axis of a mesh: a ring of devices.
+"""Ring attention: attention with tokens sharded over an axis of a mesh (context parallelism).
 
-Each device keeps the queries of its tokens. Keys and values go round: after as many turns as there are
-devices, each has met those of all, in blocks and with a running softmax, and has held no more than its share
-and one that visits. For derivatives they go round once more, and their cotangents with them, as in Ring
-Attention (Liu et al., 2023) with the backward pass of FlashAttention-2 (Dao, 2023).
+Each device keeps the queries of its own tokens, while keys and values rotate around the ring of devices.
+After one rotation, each device has attended to all keys, with a running softmax. It never stores more than
+two shards of keys and values. In the backward pass they rotate once more, together with their cotangents, as
+in Ring Attention (Liu et al., 2023) with the backward pass of FlashAttention-2 (Dao, 2023).
 """
 
 import functools
@@ -22,12 +22,13 @@ from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
 def of_ring(
     query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
 ) -> Array:
-    """As `of_one_device`, of arrays whose tokens are divided along an axis of their mesh."""
+    """The same as `of_one_device`, for tokens sharded over an axis of their mesh."""
     mesh = mesh_of((query, key, value))
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
-        # Derivatives by what is whole are summed over devices here: within `lax.cond`, some would not come.
+        # Make all operands vary here, so that cotangents of replicated operands are summed here. Inside
+        # `lax.cond`, not every device would take part in the sum.
         return ring(*vary_alike(operands))
 
     own: Any = jax.P(axis)
@@ -40,7 +41,7 @@ def of_ring(
 
 
 class _Ring:
-    """Attention on a ring of `count` devices, within `shard_map`; all operands vary over the axis."""
+    """Attention on a ring of `count` devices, inside `shard_map`. All operands vary over the axis."""
 
     def __init__(self, axis: str, count: int, scores: Any) -> None:
         self.axis, self.count, self.scores = axis, count, scores
@@ -79,7 +80,7 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # A cotangent of scores is the weight times what that of its value exceeds their mean by.
+        # The cotangent of a score is its weight times (cotangent of its value minus their weighted mean).
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
@@ -115,7 +116,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """The cotangents of keys, values and queries, with what a block of queries and one of keys add."""
+        """Adds the contribution of a block of queries and a block of keys to the cotangents."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -127,25 +128,25 @@ class _Ring:
         return (dkey + of_key.astype(jnp.float32), dvalue), dquery + of_query.astype(jnp.float32)
 
     def _queries(self, query: Array, sight: Sight) -> Any:
-        """Blocks of queries, of their places, and of their texts."""
+        """Splits queries, positions and segment ids into blocks."""
         return jax.tree.map(in_blocks, (query, sight.places, sight.texts and sight.texts[0]))
 
     def _keys(self, key: Array, value: Array, sight: Sight) -> Any:
-        """Blocks of keys and values, of which are seen, and of their texts."""
+        """Splits keys, values, mask and segment ids into blocks."""
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """The places of the first keys of the blocks that visit in turn `i`."""
+        """Returns the start positions of the visiting blocks of keys in turn `i`."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
     def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
-        """Whether a block of queries may see any of a block of keys, and a function that makes their mask."""
+        """Whether a block of queries attends to a block of keys, and a function for their mask."""
         (_, places, text), (_, _, seen, other) = queries, keys
         near = sight._replace(places=places, seen=seen, texts=None if text is None else (text, other))
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)
 
     def _passed(self, tree: Any) -> Any:
-        """What the device before had."""
+        """Passes arrays to the next device (a collective permute)."""
         along = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, along), tree)

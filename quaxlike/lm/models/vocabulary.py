@@ -1,4 +1,4 @@
-"""`resize_vocabulary`: a model for a tokeniser with more tokens, or fewer."""
+"""`resize_vocabulary`: change the vocabulary size of a model."""
 
 import dataclasses
 import re
@@ -21,15 +21,15 @@ from ..families import names_of
 from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig
 
-#: The names of embeddings of tokens.
+#: The names of token embeddings.
 EMBEDDINGS = (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
-#: Embeddings and output layers, whose arrays have a row for each token.
+#: Embeddings and output layers: their arrays have a row per token.
 OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
 
 
 @checked
 def resize_vocabulary(model: PyTree, n: int) -> PyTree:
-    """Changes how many tokens a model knows, as for a tokeniser with tokens of its own.
+    """Changes the vocabulary size of a model, for example for a tokeniser with new tokens.
 
     [`quaxlike.lm.save`][] writes the new size to `config.json`.
 
@@ -40,14 +40,14 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
 
     **Returns:**
 
-    The model with `n` rows in its embedding, and in its output layer unless that is tied to the embedding.
-    New rows are the mean of the others. Adapters change along: the mean is that of the adapted rows. Rows
-    that are kept have the same codes, if they are quantised, unless they share a block with others.
+    The model with `n` rows in its embedding, and in its output layer unless it is tied. New rows are the mean
+    of the other rows, after adaptation if there are adapters. Adapters are resized too. If a weight is
+    quantised, then rows that are kept have the same codes, unless a block spans rows.
 
     **Raises:**
 
-    `ValueError` if `n` is less than 1 or leaves out a trained token, if the model has no embedding of tokens,
-    or one of a type that gets no new rows.
+    `ValueError` if `n` is less than 1 or would remove a trained token, if the model has no token embedding,
+    or if the type of the embedding does not support new rows.
 
     !!! example
 
@@ -85,7 +85,7 @@ def _resized(name: str, x: Any, n: int) -> Any:
         try:
             with on_materialise("error"):
                 return _with_rows(x, n)
-        except MaterialisationError:  # blocks reach over rows
+        except MaterialisationError:  # blocks span rows
             return _quantised_again(x, _with_rows(materialise(x), n))
     if is_value(x):
         raise _without_rows(name, x)
@@ -112,7 +112,7 @@ def _without_rows(name: str, x: Any) -> ValueError:
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
-    """A dense array of other rows, quantised like `x`: whole blocks that are kept have the same codes."""
+    """Quantises a resized array like `x`. Blocks that are kept have the same codes."""
     stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
@@ -120,7 +120,7 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
 
 
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
-    """The first `n` entries along an axis, or all of them and more, which are `mean`: by default, theirs."""
+    """Cuts an axis to `n` entries, or appends copies of `mean` (by default, the mean of the entries)."""
     size = x.shape[axis]
     if n <= size:
         return quaxify(lambda x: jax.lax.slice_in_dim(x, 0, n, axis=axis))(x)
@@ -139,8 +139,7 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
 
 
 def with_new_embeddings(node: Any, n: int) -> Any:
-    """The same arrays in a model whose parts say that there are `n` tokens, and that its embeddings are not
-    those of the checkpoint."""
+    """Updates the model's static sizes to a vocabulary of `n`, and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
     is_inner = lambda x: x is not node and isinstance(x, eqx.Module)

@@ -14,10 +14,10 @@ from ...files.json_text import read_json_file
 from ..folders.entries import is_off
 from ..folders.file_pair import Pair
 
-#: The methods by the entry `peft_type` of a configuration.
+#: The methods by `peft_type`.
 BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
-# Entries of all methods that do not affect what a trained adapter computes: where it comes from, its purpose.
+# Entries of all methods that do not affect a trained adapter, such as its origin and purpose.
 _INFORMATIVE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     "task_type",
@@ -33,7 +33,7 @@ class AdapterConfig(NamedTuple):
 
     method: Method
     options: Mapping[str, Any]
-    """The method's own."""
+    """The options of the method."""
     target_modules: str | Sequence[str] | None = None
     exclude_modules: str | Sequence[str] | None = None
     modules_to_save: Sequence[str] | None = None
@@ -41,11 +41,11 @@ class AdapterConfig(NamedTuple):
     layers_pattern: str | Sequence[str] | None = None
 
     def option(self, name: str) -> Any:
-        """The value of an option; None if the method has none of this name."""
+        """Returns the value of an option; None if the method does not have it."""
         return self.options.get(name)
 
     def targets(self, layer: str) -> bool:
-        """Whether the adapter was put on this layer. Not defined for `"all-linear"`."""
+        """Whether the adapter is on this layer. This is not defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
@@ -61,8 +61,10 @@ class AdapterConfig(NamedTuple):
         return self._saves(name.rpartition(".")[0] or name)
 
     def _saves(self, layer: str) -> bool:
-        """Whether the layer, or a module that it is in, is saved: as in PEFT, each whose name ends like that,
-        as `input_layernorm` does like `norm`."""
+        """Whether the layer, or a module around it, is saved.
+
+        As in PEFT, a name only has to end with an entry: `norm` matches `input_layernorm`.
+        """
         parts = layer.split(".")
         modules = [f"{PREFIX}{'.'.join(parts[:n])}" for n in range(1, len(parts) + 1)]
         return any(module.endswith(end) for end in self.modules_to_save or () for module in modules)
@@ -72,7 +74,7 @@ _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
 
 
 def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
-    """The number after the part of the name that a pattern matches; without patterns, after any part."""
+    """Returns the number after a pattern in the name; without patterns, the first number."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
         return int(found["number"]) if found else None
@@ -104,7 +106,7 @@ def _is_names(x: Any) -> bool:
 
 
 _MODULES = Option(None, "a regular expression or a list of names", lambda x: is_pattern(x) or _is_names(x))
-#: The options of all methods.
+#: The options that all methods share.
 _OF_ALL = {
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,

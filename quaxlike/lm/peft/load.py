@@ -1,4 +1,8 @@
-"""`load_adapter`: an adapter's directory, put on a model."""
+"""`load_adapter`: read an adapter from PEFT's files.
+
+Every tensor in the file must be used, and every adapted layer must exist in the model. Anything else raises,
+since a partly loaded adapter would compute wrong results without an error.
+"""
 
 import os
 import re
@@ -53,34 +57,34 @@ def load_adapter(
     adapter_name: str = "default",
     layout: Layouts = None,
 ) -> PyTree:
-    """Puts an adapter that PEFT saved on a model: LoRA, or a method of `quaxlike.adapters`.
+    """Loads an adapter from PEFT's files onto a model: LoRA, or a method in `quaxlike.adapters`.
 
     **Arguments:**
 
     - `directory`: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-    - `model`: the base model; any pytree whose dotted names are those of the state dict that the adapter was
-        trained on, possibly after `rename`. An adapter that it already has is removed.
+    - `model`: the base model. This is any pytree with the same dotted names as the state dict that the
+        adapter was trained on, after `rename`. If it already has an adapter, then this is removed.
     - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
-        mapping may have names or their beginnings. Default: transformers' names for the model, with its head
-        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or within a model that reads images as well.
-        The adapters of the parts of that which this model lacks are left out, with a warning.
-    - `adapter_name`: the name of the adapter. One other than `"default"` is in a folder of this name in
-        `directory`.
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
+        mapping may contain names or prefixes. Default: transformers' names for the model, with its head
+        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or inside a multimodal model. Adapters for
+        other parts of a multimodal model are left out, with a warning.
+    - `adapter_name`: the name of the adapter. If it is not `"default"`, then the adapter is in a subfolder
+        with this name.
+    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+        Default: none.
 
-    Weights, biases and norms of Flax and Haiku are matched with PyTorch's layers: `dense.kernel` of shape
+    Weights, biases and norms from Flax and Haiku are matched with PyTorch's layers: `dense.kernel` of shape
     `(in, out)` is `dense.weight` of shape `(out, in)` in the file.
 
     **Returns:**
 
-    The model with the adapter on it; `model` itself does not change. One with `alora_invocation_tokens` has
-    to know each text: [`quaxlike.activate`][].
+    The model with the adapter. With `alora_invocation_tokens`, call [`quaxlike.activate`][] for each text.
 
     **Raises:**
 
-    `FileNotFoundError` if there is no adapter; `CheckpointError` for a missing, unknown, misshapen or damaged
-    entry, with file, key, expected and found, and for an unsupported option of PEFT, with its name.
+    `FileNotFoundError` if there is no adapter. `CheckpointError` for an entry that is missing, unknown,
+    damaged or has the wrong shape, and for an unsupported option of PEFT. The message names the file and the
+    entry.
 
     !!! example
 
@@ -110,14 +114,14 @@ def load_adapter(
 
 
 class _Names(NamedTuple):
-    """The arrays of the model under the names that they have in the file."""
+    """The arrays of the model, by their names in the file."""
 
     arrays: Mapping[str, tuple[str, Any]]
-    """The name in the model, and the array."""
+    """The name in the model and the array."""
     layers: Mapping[str, tuple[str, Any]]
-    """The weights, by the names of their layers."""
+    """The weights, by the names of layers."""
     layouts: Mapping[str, Layout | None]
-    """By the names of arrays in the model."""
+    """The layouts, by the names of arrays in the model."""
     parameters: Collection[str]
 
 
@@ -177,7 +181,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
-    """How the names of a decoder's body begin, if the adapter is of the body alone (`AutoModel`)."""
+    """Returns the prefix of a decoder's body, if the adapter is for the body alone (`AutoModel`)."""
     named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None
@@ -186,12 +190,12 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
 
 
 def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[AdapterConfig, PyTree]:
-    """The model with a separate output layer if it is tied to the embedding and the file changes the two
-    differently; else, file and configuration without what they repeat for the output layer.
+    """Unties the output layer from the embedding, if the file changes them differently.
 
-    A model supports this with a method `with_separate_head`. PEFT changes the layers that are named, and
-    leaves a tied one as it is; but with `ensure_weight_tying`, and by tokens that are trained, it changes
-    both alike. Files may hold that change once or twice.
+    Otherwise this removes the repeated entries for the output layer from file and configuration. A model
+    supports this with a method `with_separate_head`. By default, PEFT only changes the named layer, and not
+    the layer that is tied to it. With `ensure_weight_tying`, and for trained tokens, it changes both in the
+    same way. Files may contain that change once or twice.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -234,8 +238,10 @@ def _with_embeddings(
     file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
     layouts: Mapping[str, Layout | None],
 ) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
-    """The model on the embeddings that the file holds, and its arrays by their names in the file. Names that
-    share one array still do, but for those with an embedding of their own in the file."""
+    """Replaces embeddings by the ones in the file; returns the model, and its arrays by names in the file.
+
+    Tied arrays stay tied, unless the file has a separate embedding for each name.
+    """
     out, is_new, n = dict(arrays), False, 0
     for new, key in file.bases.items():
         if new not in arrays or arrays[new][1] is None:
@@ -256,7 +262,7 @@ def _with_embeddings(
 def _read_whole(
     file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
 ) -> jax.Array:
-    """Reads what takes the place of an array of the model."""
+    """Reads a replacement for an array of the model."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if OF_TOKENS.fullmatch(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
@@ -267,11 +273,11 @@ def _read_whole(
     return file.read_as(key, stored, leaf.shape)
 
 
-# What PEFT puts between the name of a layer and those of the arrays that it had before.
+# What PEFT inserts between the name of a layer and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
-# Under these names PEFT writes modules that are saved whole again: biases with bias="all", and embeddings.
+# PEFT repeats saved modules under these names: biases with bias="all", and embeddings.
 _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
@@ -280,12 +286,12 @@ class _File:
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
-        self.shared: dict[str, str] = {}  # name -> key: tensors of all layers
+        self.shared: dict[str, str] = {}  # name -> key: tensors that layers share
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
-        #: The same for what files hold beside them.
+        #: The same for adapters of accompanying methods.
         self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
-        self.bases: dict[str, str] = {}  # name in the model -> key: embeddings that are saved along
+        self.bases: dict[str, str] = {}  # name in the model -> key: embeddings saved with the adapter
         endings = [
             (end, part, found)
             for each, found in [(method, self.adapters), *self.beside]
@@ -323,16 +329,17 @@ class _File:
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
-        """Takes embeddings and output layers that are not trained, but saved along (PEFT does so by itself
-        after `resize_token_embeddings`), from what is trained to what is beneath the adapters."""
+        """Moves embeddings and output layers that are saved but not trained from `trained` to `bases`.
+
+        PEFT saves them by itself after `resize_token_embeddings`.
+        """
         trains_biases = config.option("bias") in ("all", "lora_only")
         for name in [name for name in self.trained if OF_TOKENS.fullmatch(name)]:
             if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:
-        """Whether the embedding and the output layer that the file has beneath its adapters, if it has both,
-        are the same."""
+        """Whether the embedding and the output layer in `bases` are equal, or only one of them exists."""
         whole = lambda key: np.asarray(self.tensors[key])
         weights = {name: key for name, key in self.bases.items() if name.endswith(".weight")}
         of_head = [key for name, key in weights.items() if _is_head(layer_of(name))]
@@ -340,7 +347,7 @@ class _File:
         return all(np.array_equal(whole(x), whole(y)) for x in of_head for y in of_embedding)
 
     def drop_head(self) -> None:
-        """Forgets what is repeated for an output layer that is tied to the embedding."""
+        """Removes repeated entries for a tied output layer."""
         is_repeated = any(_is_embedding(layer_of(name)) for name in (*self.bases, *self.trained))
         bases = [self.bases] if is_repeated else []
         for held in (self.adapters, self.trained, *bases, *(found for _, found in self.beside)):
@@ -370,7 +377,7 @@ class _File:
         return self.tensors.info[key].shape
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """Reads an array of this shape, stored in PyTorch's layout."""
+        """Reads an array with this shape, stored in PyTorch's layout."""
         return stored.take(self.read(key, stored.shape), shape)
 
 
@@ -381,7 +388,7 @@ _Found = Mapping[str, Mapping[str, str]]
 def _check_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, model: PyTree, names: _Names
 ) -> None:
-    """Raises unless the file has adapters for exactly the layers that the configuration names."""
+    """Raises unless the file has adapters for exactly the layers in the configuration."""
     for layer, keys in found.items():
         if layer not in names.layers:
             near = suggestion(layer, {layer: leaf for layer, (_, leaf) in names.layers.items()})
@@ -395,8 +402,8 @@ def _check_layers(
 
 
 def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -> list[str]:
-    """The layers that `target_modules` and `target_parameters` name."""
-    # `target_modules` names no parameters, which experts and routers are in transformers 5.
+    """Returns the layers in `target_modules` and `target_parameters`."""
+    # `target_modules` does not contain parameters. In transformers 5, experts and routers are parameters.
     modules = {
         layer: name
         for layer, (name, _) in names.layers.items()
@@ -416,7 +423,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
 
 
 def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Sequence[str]]) -> None:
-    """Raises unless the file has an adapter for one layer of each of those named, and for no other."""
+    """Raises unless the file has an adapter for one layer of each named group, and for no other."""
     named = [*named]
     for layers in named:
         if not any(found.get(layer) for layer in layers):
@@ -432,7 +439,7 @@ def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Seq
 def _read_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, names: _Names
 ) -> dict[str, Any]:
-    """The adapted weights of a method, and the biases that change along, by their names in the model."""
+    """Reads the adapted weights of a method and their biases, by names in the model."""
     layers: dict[str, Layer] = {}
     biases: dict[str, str] = {}
     parameters = config.option("target_parameters") or ()
@@ -442,7 +449,7 @@ def _read_layers(
         layout = names.layouts[name]
         if any(part.startswith("embedding") for part in keys):
             layout = Layout.parse("vo")
-        elif layout is not None and layout.kind == "embedding":  # its name only looks like an embedding's
+        elif layout is not None and layout.kind == "embedding":  # only its name looks like an embedding
             layout = MATRIX
         is_parameter = layer in names.parameters and is_targeted(layer, parameters)
         key = next(iter(keys.values()))
@@ -473,7 +480,7 @@ def _read_layers(
 def _read_stack(
     config: AdapterConfig, file: _File, name: str, leaf: Any, layout: Any, experts: _Found
 ) -> Any:
-    """The adapted stack of experts with adapters of their own; `experts` has the keys of all, by layer."""
+    """Reads a stack of experts with separate adapters. `experts` contains the keys by layer."""
     method = config.method
     if method.read_stack is None:
         key = next(key for keys in experts.values() for key in keys.values())
@@ -491,7 +498,7 @@ def _read_stack(
 def _trained_in_full(
     config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]
 ) -> dict[str, str]:
-    """The arrays that the file trains in full, by their names in the file."""
+    """Returns the arrays that are trained directly, by names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
@@ -514,7 +521,7 @@ def _trained_in_full(
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """For each array of the model, its name in the file, its name in the model, and the array."""
+    """Lists the arrays of the model: the name in the file, the name in the model, and the array."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

@@ -1,4 +1,8 @@
-"""`save_adapter`: the adapter of a model, in a directory that PEFT loads."""
+"""`save_adapter`: write an adapter in PEFT's format.
+
+Everything that PEFT's format cannot represent must raise. Otherwise PEFT would load the file and compute
+something else.
+"""
 
 import json
 import os
@@ -41,35 +45,36 @@ def save_adapter(
     layout: Layouts = None,
     base: PyTree = None,
 ) -> None:
-    """Writes the adapter of a model in PEFT's format: the trained arrays, without the base.
+    """Writes the adapter of a model in PEFT's format, without the base.
 
-    If it overwrites an adapter, `load_adapter` finds either the old or the new one, even after a kill.
+    When this overwrites an adapter, `load_adapter` always finds either the old or the new one, even if the
+    process is killed.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist.
-    - `model`: the result of [`quaxlike.loraify`][], `load_adapter`, or [`quaxlike.adapt`][] with one of the
-        methods of `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
-        one by one.
+    - `directory`: the folder to write to. It is created if it does not exist.
+    - `model`: the result of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with a
+        method in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written one by
+        one.
     - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
-        Default: those in transformers' model of the checkpoint that it was read from, so that layers of a
-        decoder within Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`,
-        those that a decoder has without its head, since PEFT puts such an adapter on `AutoModel`.
-    - `adapter_name`: the name of the adapter. One other than `"default"` goes to a folder of this name in
-        `directory`.
-    - `task_type`: PEFT's, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. With a classifier's,
-        the file includes its head. Default: none.
+        Default: the names in transformers' model for the original checkpoint. For example, layers of a
+        decoder inside Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`, a
+        decoder has the names of its body, since PEFT puts such an adapter on `AutoModel`.
+    - `adapter_name`: the name of the adapter. If it is not `"default"`, then the adapter is written to a
+        subfolder with this name.
+    - `task_type`: PEFT's task type, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. For
+        classification, the file includes the head. Default: none.
     - `layout`: as for `load_adapter`.
-    - `base`: the model that the adapter will be loaded on, where an initialisation changed the base: what it
-        took out of `base` goes into the file, with twice the rank. Default: the base before it was adapted,
-        where the name of the initialisation (`"pissa"`, `"olora"`) tells what that was.
+    - `base`: the model that the adapter will be loaded on, if an initialisation has changed the base. The
+        file then includes this change, and has twice the rank. Default: for `"pissa"` and `"olora"`, the base
+        before adaptation.
 
     **Raises:**
 
-    `ValueError` for anything that PEFT's format cannot hold, with its name, such as stacked adapters, weights
-    of layers that PyTorch does not have, layers that differ in more than rank and alpha, or adapters of two
-    methods.
+    `ValueError` for anything that PEFT's format does not support. For example, stacked adapters, layers that
+    PyTorch does not have, layers that differ in more than rank and alpha, or adapters of two methods. The
+    message names the array.
 
     !!! example
 
@@ -83,9 +88,8 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    The base is not in the file. Save it as well, and pass `base=model`, if it has changed in a way that the
-    file cannot tell: because LoftQ rounded it, or because its weights or scales are trained
-    (`gradients="train"`, [`quaxlike.train_scales`][]).
+    The file does not contain the base. If LoftQ has rounded the base, or if you train its weights or scales
+    (`gradients="train"`, [`quaxlike.train_scales`][]), then save the base too, and pass `base=model`.
     """
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))
@@ -131,7 +135,7 @@ def save_adapter(
     files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
 
 
-# The heads that PEFT trains for a task by default, and so expects in the file.
+# PEFT trains these heads by default, so it expects them in the file.
 _HEADS = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
@@ -144,12 +148,12 @@ _DEFAULTS = {
 
 
 def _record_of(x: Any) -> Method | None:
-    """The method that an array is of."""
+    """Returns the method of an adapter."""
     return next((method for method in BY_TYPE.values() if isinstance(x, method.type)), None)
 
 
 def _rewritten(model: PyTree) -> PyTree:
-    """The model with adapters of methods that have no files of their own as those that files hold."""
+    """Rewrites adapters that PEFT does not have as adapters of another method."""
     new: dict[str, Any] = {}
     for method in BY_TYPE.values():
         if method.rewritten is not None:
@@ -160,7 +164,7 @@ def _rewritten(model: PyTree) -> PyTree:
 
 
 def _method_of(arrays: Mapping[str, Any]) -> Method:
-    """The method of all adapters of the model."""
+    """Returns the common method of all adapters in a model."""
     beside = (LoraBias, TrainableArray, TrainableRows, ScaledBias)
     found: dict[str, str] = {}
     for name, leaf in arrays.items():
@@ -188,13 +192,13 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
 def _layers(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None], paths: Mapping[str, str]
 ) -> dict[str, Written]:
-    """The layers with adapters of a method, by their names in the file."""
+    """Returns the layers with adapters of a method, by names in the file."""
     layers: dict[str, Written] = {}
     for new, x in names.items():
         if not isinstance(x, method.type):
             continue
         layer, path = layer_of(new), paths[new]
-        is_embedding = [*method.kinds] == ["embedding"]  # whatever its name looks like
+        is_embedding = [*method.kinds] == ["embedding"]  # even if its name does not look like one
         layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
@@ -206,7 +210,7 @@ def _check_held(
     method: Method, model: PyTree, names: Mapping[str, Any], adapters: Mapping[str, Written],
     in_full: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Raises for what the files of the method do not hold beside its adapters."""
+    """Raises for trained arrays that the method's files cannot contain besides adapters."""
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
     if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
@@ -226,8 +230,10 @@ def _check_held(
 
 
 def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
-    """The embedding whose rows are trained, if PEFT would train them in the output layer as well, and this
-    model does not: its output layer was tied to the embedding in the checkpoint, and was separated."""
+    """Finds an embedding with trained rows that PEFT would also train in a tied output layer.
+
+    In this model, the output layer has been untied, and its rows are not trained.
+    """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
     for name, leaf in names.items():
@@ -243,7 +249,7 @@ def _entries(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
     adapters: Mapping[str, Written],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """The tensors of layers and of the whole model, and the configuration."""
+    """Makes the tensors of layers and of the whole model, and the configuration."""
     assert method.write is not None
     wrapped = wrapped_names(layer for layer, written in adapters.items() if written.kind == "parameter")
     tensors: dict[str, Any] = {}
@@ -281,10 +287,10 @@ def _entries(
 
 
 def _check_kind(method: Method, layer: Written) -> None:
-    """Raises for an array that the method's files have no place for."""
+    """Raises for an array that the method's files cannot contain."""
     x, kind = layer.array, layer.kind
     is_stack = x.shape != x.w.shape or layer.layout.batch_shape(x.shape)
-    if is_stack and method.read_stack is None:  # a method that knows stacks says which ones files hold
+    if is_stack and method.read_stack is None:  # other methods check stacks themselves
         raise ValueError(
             f"{layer.path} is of shape {x.shape}, on a weight of shape {x.w.shape}: PEFT's files hold one "
             "adapter for each layer. Save layers and adapters of a stack one by one."
@@ -297,8 +303,10 @@ def _check_kind(method: Method, layer: Written) -> None:
 
 
 def _without_head(model: PyTree, published: str) -> Rename:
-    """The names that the arrays of a decoder have without its head; None for any other model. `published` is
-    that of its body if it is a part of another model."""
+    """Returns the names of a decoder's body without its head; None for any other model.
+
+    `published` is the name of the body inside a larger model.
+    """
     arrays, inside = named_arrays(model), published.partition(".")[2]
     for family in FAMILIES.values():
         body = f"{family.name('model')}."
@@ -314,8 +322,7 @@ def _unstacked(model: PyTree) -> PyTree:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """The layout of a layer. If neither the layer nor its name says it, it is the one that the adapter was
-    made for."""
+    """Returns the layout of a layer. If it is not known, we use the layout of the adapter."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
     if len(lora.in_axes) > 1:  # the axes of heads, or the window of a convolution
@@ -328,8 +335,7 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
 def _tied_head_entries(
     method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """PEFT's entries for an output layer that is tied to the embedding. They repeat the change of the
-    embedding."""
+    """Makes PEFT's entries for a tied output layer. They repeat the entries of the embedding."""
     if not method.tied or any(name.startswith("lm_head") for name in tensors):
         return {}
     if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
@@ -346,14 +352,14 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Whether a model says that its embeddings are not those of its checkpoint."""
+    """Whether the embeddings of a model differ from its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 
 def _embeddings(
     arrays: Sequence[tuple[str, str, Any]], layouts: Mapping[str, Layout | None], method: Method
 ) -> dict[str, Any]:
-    """The embeddings and output layers beneath the adapters, as PEFT saves those that were resized."""
+    """Makes the entries of resized embeddings and output layers, as PEFT saves them."""
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
@@ -368,7 +374,7 @@ def _embeddings(
 
 
 def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that are trained in full, by name."""
+    """Returns the arrays that are trained directly, by name."""
     own_biases: set[str] = set()
     trained: dict[str, Any] = {}
     for new, leaf in names.items():
@@ -398,7 +404,7 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
 
 
 def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The most common value, and the others by patterns of names."""
+    """Returns the most common value, and the other values by patterns of names."""
     counts = Counter(values.values())
     common = max(counts, key=lambda value: (counts[value], -value))  # independent of the order of layers
     out: dict[str, Any] = {}
@@ -413,10 +419,10 @@ def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str] | None:
-    """The last components of the adapted layers' names if they identify them, or else whole names."""
+    """Returns the last components of the adapted layers' names, or whole names if these are ambiguous."""
     if not adapters:
         return None
-    if any(IN_TOWER.match(new) for new in names):  # layers of other parts may end with the same
+    if any(IN_TOWER.match(new) for new in names):  # other parts may have layers with the same ending
         return sorted(adapters)
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
@@ -431,7 +437,7 @@ def _targets(
 def _trained_config(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The part of the configuration about arrays that are trained in full."""
+    """Makes the entries of the configuration for arrays that are trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
     for new, leaf in names.items():
         if (
@@ -457,7 +463,7 @@ def _trained_config(
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
-    """The names of modules, with PEFT's prefix where others end alike: PEFT takes all of these."""
+    """Adds PEFT's prefix to ambiguous names of modules: PEFT would match every module with this ending."""
     parts = [name.split(".")[:-1] for name in names]
     every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
     others = lambda module: any(x != module and x.endswith(module) for x in every)
@@ -465,7 +471,7 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
-    """The model with adapters that give the same weights when they are put on the arrays of `base`."""
+    """Rewrites the adapters, so that they give the same weights on top of `base`."""
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

@@ -1,7 +1,7 @@
-"""How PEFT's files store adapters: names, and PyTorch's layout, for layers of every framework.
+"""Names and layouts in PEFT's files, for layers of every framework.
 
-There, the weight of a linear layer is `(out, in)`, that of a convolution `(out, in, *window)`, and both are
-called `weight`; a bias has one axis. An array that is called `weight` already keeps its layout.
+In PyTorch, weights of linear layers are `(out, in)`, kernels of convolutions are `(out, in, *window)`, and
+both are called `weight`. A bias has one axis. An array that is called `weight` already keeps its layout.
 
 `target_parameters` are adapters of parameters that are no weights of layers, such as stacks of experts and
 matrices of recurrent cells. If several parameters of a module have adapters, their wrappers are nested, the
@@ -23,7 +23,7 @@ from ...surgery.trees import layer_of
 from ...surgery.weight_axes import is_norm
 
 _WRAPPED = ".base_layer"
-# The parameters that come first in their modules, whatever the order of a model's dict.
+# Parameters that come first in their module. The order in a model's dict may differ.
 _FIRST = ("gate_up_proj", "weight_ih")
 
 _FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
@@ -31,14 +31,14 @@ _OF_NORMS = {"scale": "weight", "offset": "bias"}
 
 
 def file_name(name: str) -> str:
-    """The name of an array in PyTorch: `dense.weight` for `dense.kernel`."""
+    """Returns the name of an array in PyTorch: `dense.weight` for `dense.kernel`."""
     above, _, field = name.rpartition(".")
     fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
     return f"{above}.{fields[field]}" if above and field in fields else name
 
 
 class Stored(NamedTuple):
-    """How an array is stored: in which order of axes, and in which shape."""
+    """How an array is stored: its order of axes, and its shape."""
 
     order: Sequence[int]
     shape: tuple[int, ...]
@@ -52,9 +52,10 @@ class Stored(NamedTuple):
 
 
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
-    """How the array of this name is stored. `layouts` are the model's.
+    """Finds out how an array is stored, given the layouts of the model.
 
-    Raises `ValueError` for an array without a counterpart in PyTorch's layers."""
+    Raises `ValueError` for an array without a counterpart in PyTorch.
+    """
     shape, field = tuple(shape), name.rpartition(".")[2]
     n, whole = len(shape), list(range(len(shape)))
     if field in ("bias", "b"):
@@ -85,7 +86,7 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
 
 
 def why_unsupported(layout: Layout | None) -> str:
-    """Describes a weight that PEFT has no adapter for."""
+    """Explains why PEFT has no adapter for a weight."""
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"
     if layout.kind in ("grouped conv", "other conv"):
@@ -94,8 +95,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether an array is a matrix, or a stack of matrices, that is a parameter of its module and not the
-    weight of a layer."""
+    """Whether a matrix or a stack is a parameter of a module, and not the weight of a layer."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -103,12 +103,12 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
-    """Whether the adapter is for the array of this name."""
+    """Whether the adapter targets this array."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """The modules under whose names the file stores the adapters of these parameters."""
+    """Returns the names of modules that PEFT uses for the adapters of these parameters."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -122,7 +122,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
 def renamed_parameters(
     adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """The adapters of a file, with those of parameters under the names of these."""
+    """Renames the adapters of parameters in a file to the names of the parameters."""
     wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -131,9 +131,11 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """The stacks whose experts have separate adapters in the file, with the layers of their matrices.
-    `stacks` maps their names in the file to those in the model, and `tensors_of` these to the tensors of
-    published files."""
+    """Finds stacks with a separate adapter for each expert, and the layers of their matrices.
+
+    `stacks` maps names in the file to names in the model. `tensors_of` maps the latter to tensors of
+    published checkpoints.
+    """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
     return apart if {layer for own in apart.values() for layer in own} & set(adapters) else {}

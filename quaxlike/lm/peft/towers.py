@@ -1,4 +1,4 @@
-"""Files of adapters for models of which a decoder is a part, such as those that read images as well."""
+"""Adapter files for multimodal models, for a decoder that is only a part of them."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from ..families import BESIDE_TEXT, IN_TOWER
 
 
 class Tower(NamedTuple):
-    """How the names of a decoder begin in a file: those of its body, and that of its head."""
+    """The prefixes of a decoder's body and head in a file."""
 
     body: str
     head: str
 
     def name_in_file(self, name: str) -> str:
-        """The name of an array or a layer, by that in a file of the decoder alone."""
+        """Converts the name in a file for the decoder alone."""
         if name.startswith("lm_head"):
             return self.head + name
         return self.body + name.removeprefix("model.")
 
 
 def tower_in(file: Any) -> Tower | None:
-    """How the names of the decoder begin in the file of an adapter; None if it is of a decoder alone."""
+    """Finds the prefixes of the decoder in an adapter file; None if it is for a decoder alone."""
     names = [name for held in _all_of(file) for name in held]
     heads = (name.partition("lm_head")[0] for name in names if "language_model.lm_head" in name)
     head = next(heads, "")
@@ -34,11 +34,11 @@ def tower_in(file: Any) -> Tower | None:
 
 
 def leave_out_other_parts(file: Any) -> None:
-    """Takes what is of the parts beside the decoder out of the file of an adapter, and warns of it.
+    """Removes the adapters of other parts of a multimodal model, with a warning.
 
     **Raises:** `CheckpointError` if nothing is left.
     """
-    left_out: dict[str, str] = {}  # the name, and that of the part
+    left_out: dict[str, str] = {}  # name -> part
     count = 0
     for held in _all_of(file):
         others = {name: found[2] for name in held if (found := BESIDE_TEXT.match(name))}
@@ -60,7 +60,7 @@ def leave_out_other_parts(file: Any) -> None:
 
 
 def _all_of(file: Any) -> Iterator[dict[str, Any]]:
-    """What the file holds, by the names of layers or arrays."""
+    """Yields the contents of the file, by the names of layers or arrays."""
     yield file.adapters
     yield from (own for _, own in file.beside)
     yield file.trained
