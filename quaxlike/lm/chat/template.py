@@ -136,7 +136,10 @@ class ChatTemplate:
             found = whole.written
         marked = whole.written or found
         left_out = [span for span, own in zip(found, answers, strict=True) if not own]
-        apart = lambda one, other: one[1] <= other[0] or other[1] <= one[0]
+
+        def apart(one: Any, other: Any) -> Any:
+            return one[1] <= other[0] or other[1] <= one[0]
+
         return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:

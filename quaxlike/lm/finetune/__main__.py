@@ -5,6 +5,7 @@ import dataclasses
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..._arguments import Parser, importing_extra
 from .._allocator import keep_memory
@@ -56,7 +57,10 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
         return _told(parser, error)
     train, run = settings.train, settings.run
     made = ("rank", "alpha", "dropout", "rslora", "dora", "invocation")
-    given = lambda names: ", ".join(f"--{x.replace('_', '-')}" for x in names if arguments.get(x, ()) != ())
+
+    def given(names: Any) -> Any:
+        return ", ".join(f"--{x.replace('_', '-')}" for x in names if arguments.get(x, ()) != ())
+
     of_lora = given((*made, "freeze_a", "lora_plus"))
     if isinstance(train.adapter, Path):
         if settled := given((*made, "target", "train_tokens")):

@@ -139,7 +139,9 @@ class Again(eqx.Module):
     policy: Callable[..., Any] = eqx.field(static=True)
 
     def __call__(self, *arguments: Any) -> Any:
-        run = lambda layer, *arguments: layer(*arguments)
+        def run(layer: Any, *arguments: Any) -> Any:
+            return layer(*arguments)
+
         return jax.checkpoint(run, policy=self.policy)(self.layer, *arguments)
 
 
@@ -175,7 +177,9 @@ def _converted(model: PyTree, dtype: str | None) -> PyTree:
 
 
 def _bytes(tree: PyTree) -> int:
-    part = lambda leaf: leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+    def part(leaf: Any) -> Any:
+        return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # count shared arrays once
     return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 

@@ -141,7 +141,10 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
     """Makes a reader. It reads single rows if rows are whole blocks and scales are not nested."""
     state = _read_state(tensors, key, kind)
-    read = lambda *rows: read_weight(tensors, name, key, kind, rows or None)
+
+    def read(*rows: Any) -> Any:
+        return read_weight(tensors, name, key, kind, rows or None)
+
     count, *rest = state.shape
     free = state.nested_offset is None and rest and math.prod(rest) % state.block_size == 0
     return RowReader(count if free else None, read)

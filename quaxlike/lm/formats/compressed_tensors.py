@@ -81,7 +81,10 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
         scheme = group.get("weights")
         if not isinstance(scheme, dict):
             raise layer.error(None, "its group of the configuration does not say how weights are quantised")
-        read = lambda layer=layer, kind=kind, scheme=scheme: _READERS[kind](layer, scheme)
+
+        def read(layer: Any = layer, kind: Any = kind, scheme: Any = scheme) -> Any:
+            return _READERS[kind](layer, scheme)
+
         out |= weight(layer, _PARTS, read)
     return out
 

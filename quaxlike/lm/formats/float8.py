@@ -38,8 +38,13 @@ def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeig
     tile = config.get("weight_block_size")
     if tile is not None and not (are_sizes(tile) and len(tile) == 2 and min(tile) > 0):
         raise tensors.error("weight_block_size", f"expected two positive sizes; found {quoted(tile)}")
-    is_packed = lambda layer: "weight" in layer and layer.dtype("weight") == UINT8
-    read = lambda layer: (_read_nvfp4 if is_packed(layer) else _read)(layer, tile)
+
+    def is_packed(layer: Any) -> Any:
+        return "weight" in layer and layer.dtype("weight") == UINT8
+
+    def read(layer: Any) -> Any:
+        return (_read_nvfp4 if is_packed(layer) else _read)(layer, tile)
+
     return weights_of(layers(tensors, *_PARTS[1:], dtypes=[E4M3, UINT8]), _PARTS, read)
 
 

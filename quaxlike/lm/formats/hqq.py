@@ -96,7 +96,10 @@ def _in_columns(
     n, k = shape
     groups = n * k // size
     if k % groups == 0:  # each column is in one group
-        in_rows = lambda x: x.reshape(-1)[np.arange(k) % groups, None]
+
+        def in_rows(x: Any) -> Any:
+            return x.reshape(-1)[np.arange(k) % groups, None]
+
         scales = BlockScales(in_rows(scale), zero=in_rows(zero))
         turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
         return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
@@ -109,7 +112,10 @@ def _in_columns(
     index = np.arange(n) % per_column
     order = None if per_column == 1 else np.argsort(index, kind="stable")
     turned = np.ascontiguousarray(codes.reshape(n, k).T)
-    in_columns = lambda x: np.ascontiguousarray(x.reshape(per_column, k).T)
+
+    def in_columns(x: Any) -> Any:
+        return np.ascontiguousarray(x.reshape(per_column, k).T)
+
     out = BlockArray.from_codes(
         turned if order is None else turned[:, order],
         BlockScales(in_columns(scale), zero=in_columns(zero)),

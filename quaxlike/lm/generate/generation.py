@@ -143,7 +143,10 @@ def _sampling(
         raise ValueError(f"The model has {most} positions; prompt and new tokens need {needed}.")
     if counts := {adapter.shape[0] for adapter in _stacked_adapters(model)} - {len(ids)}:
         raise ValueError(f"There are {len(ids)} texts and {min(counts)} adapters; each text takes one.")
-    as_array = lambda x: None if x is None else jnp.float32(x)
+
+    def as_array(x: Any) -> Any:
+        return None if x is None else jnp.float32(x)
+
     return _Sampling(as_array(temperature or None), as_array(top_p), key, top_k)
 
 

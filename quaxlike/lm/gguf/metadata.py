@@ -183,7 +183,10 @@ def _array(value: Sequence[Any]) -> Any:
 
 def _smallest(least: int, most: int, *dtypes: str) -> str:
     """Returns the first of these integer dtypes that fits; the last one if none does."""
-    fits = lambda name: np.iinfo(name).min <= least and most <= np.iinfo(name).max
+
+    def fits(name: Any) -> Any:
+        return np.iinfo(name).min <= least and most <= np.iinfo(name).max
+
     return next(filter(fits, dtypes), dtypes[-1])
 
 

@@ -64,9 +64,11 @@ class Memory(eqx.Module):
         if scheme not in CODECS:
             known = ", ".join(["bfloat16", *CODECS])
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
-        of: Any = lambda: CacheArray.empty((room, heads, size), scheme, dtype=dtype)
+        # Two separate arrays, as the buffers of both are donated.
+        key: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
+        value: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         axes = (0, 1, 2)
-        return cls(of(), of(), axes, axes, rotates=CODECS[scheme].bits <= 4)
+        return cls(key, value, axes, axes, rotates=CODECS[scheme].bits <= 4)
 
     @property
     def room(self) -> int:
@@ -113,7 +115,10 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         sizes = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow}
         sizes = {"qkv_proj": wide + 2 * narrow} if family.fused else sizes
-        bias = lambda of_family: c.attention_bias if of_family is None else of_family
+
+        def bias(of_family: Any) -> Any:
+            return c.attention_bias if of_family is None else of_family
+
         first, last = jax.random.split(key)
         parts = linears(c, c.hidden_size, sizes, bias(family.qkv_bias), first)
         parts |= linears(c, wide, {"o_proj": c.hidden_size}, bias(family.output_bias), last)

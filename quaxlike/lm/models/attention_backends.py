@@ -165,7 +165,10 @@ def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> A
     assert reach is not None
     order = jnp.argsort(~sight.seen, stable=True)
     count = jnp.maximum(jnp.sum(sight.seen, dtype=jnp.int32), 1)[None]
-    front = lambda x: jnp.where(sight.seen[:, None, None], x, 0)[order][None]
+
+    def front(x: Any) -> Any:
+        return jnp.where(sight.seen[:, None, None], x, 0)[order][None]
+
     out = jax.nn.dot_product_attention(
         front(case.query), front(case.key), front(case.value), scale=case.scale, is_causal=case.causal,
         query_seq_lengths=count, key_value_seq_lengths=count, implementation=implementation,

@@ -66,7 +66,10 @@ class Sight(NamedTuple):
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
         """Makes a mask. By default, all keys are queries too, and the window has no limit."""
-        far = lambda reach: jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
+
+        def far(reach: Any) -> Any:
+            return jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
+
         reach = Reach(before, after) if places is None else None
         places = jnp.arange(len(seen)) if places is None else places
         return cls(places, seen, far(before), far(after), texts, reach)
@@ -200,7 +203,10 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
         def add(sums: Sums, keys: Any) -> Any:
             key, value, seen, other, order = keys
             near = own._replace(seen=seen, texts=(text, other))
-            see = lambda sums: sums.plus(scores(query, key, near.mask(order[0])), value)
+
+            def see(sums: Any) -> Any:
+                return sums.plus(scores(query, key, near.mask(order[0])), value)
+
             return lax.cond(own.is_far(order[0], order[-1]), lambda sums: sums, see, sums), None
 
         sums, _ = lax.scan(add, Sums.empty(query, key, value, sinks), of_keys)

@@ -65,7 +65,9 @@ class BertSelfAttention(eqx.Module):
     n_heads: int = eqx.field(static=True)
 
     def __call__(self, x: Hidden, sight: Sight) -> Hidden:
-        heads = lambda layer: each(layer, x).reshape(len(x), self.n_heads, -1)
+        def heads(layer: Any) -> Any:
+            return each(layer, x).reshape(len(x), self.n_heads, -1)
+
         return attend(heads(self.query), heads(self.key), heads(self.value), sight)
 
 
@@ -118,9 +120,15 @@ class Bert(eqx.Module):
     def __init__(self, config: BertConfig, *, key: Any) -> None:
         hidden, wide = config.hidden_size, config.intermediate_size
         keys = iter(jax.random.split(key, 4 + 6 * config.num_hidden_layers))
-        norm = lambda: eqx.nn.LayerNorm(hidden, eps=config.layer_norm_eps)
-        table = lambda n: eqx.nn.Embedding(n, hidden, key=next(keys))
-        linear = lambda n_in, n_out: eqx.nn.Linear(n_in, n_out, key=next(keys))
+
+        def norm() -> Any:
+            return eqx.nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+
+        def table(n: Any) -> Any:
+            return eqx.nn.Embedding(n, hidden, key=next(keys))
+
+        def linear(n_in: Any, n_out: Any) -> Any:
+            return eqx.nn.Linear(n_in, n_out, key=next(keys))
 
         def layer() -> BertLayer:
             query, key, value = (linear(hidden, hidden) for _ in range(3))

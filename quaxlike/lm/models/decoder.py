@@ -224,10 +224,16 @@ class Decoder(Part, roles="model lm_head"):
         **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
         """
         c, dtype = self.config, self.embedding.dtype
-        empty = lambda: Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
+
+        def empty() -> Any:
+            return Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
+
         if isinstance(self.layers, list):
             return [empty() for _ in self.layers]
-        stack = lambda leaf: jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
+
+        def stack(leaf: Any) -> Any:
+            return jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
+
         return jax.tree.map(stack, jax.eval_shape(empty))
 
     def stacked(self) -> "Decoder":

@@ -80,7 +80,10 @@ class Experts(eqx.Module):
         self.config, bias = config, config.family.expert_bias
         up, down = jax.random.split(key)
         order = 1 if self._layout == "oi" else -1
-        make = lambda key, *sizes: 0.02 * jax.random.normal(key, (n, *sizes[::order]))
+
+        def make(key: Any, *sizes: Any) -> Any:
+            return 0.02 * jax.random.normal(key, (n, *sizes[::order]))
+
         self.gate_up_proj, self.down_proj = make(up, 2 * size, hidden), make(down, hidden, size)
         self.gate_up_proj_bias = jnp.zeros((n, 2 * size)) if bias else None
         self.down_proj_bias = jnp.zeros((n, hidden)) if bias else None

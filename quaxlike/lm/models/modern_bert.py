@@ -126,11 +126,16 @@ class ModernBert(eqx.Module):
     def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
         self.config, c = config, config
         embed, *keys = jax.random.split(key, 1 + 4 * c.num_hidden_layers)
-        norm = lambda: eqx.nn.LayerNorm(c.hidden_size, eps=c.norm_eps, use_bias=c.norm_bias)
+
+        def norm() -> Any:
+            return eqx.nn.LayerNorm(c.hidden_size, eps=c.norm_eps, use_bias=c.norm_bias)
 
         def layer(i: int) -> ModernBertLayer:
             qkv, out, wide, narrow = keys[4 * i : 4 * i + 4]
-            linear = lambda n_in, n_out, bias, key: eqx.nn.Linear(n_in, n_out, use_bias=bias, key=key)
+
+            def linear(n_in: Any, n_out: Any, bias: Any, key: Any) -> Any:
+                return eqx.nn.Linear(n_in, n_out, use_bias=bias, key=key)
+
             attention = ModernBertAttention(
                 linear(c.hidden_size, 3 * c.hidden_size, c.attention_bias, qkv),
                 linear(c.hidden_size, c.hidden_size, c.attention_bias, out),

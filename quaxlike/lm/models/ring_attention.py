@@ -66,7 +66,10 @@ class _Ring:
 
                 def add(sums: Sums, keys: Any) -> Any:
                     sees, mask = self._sight(sight, queries, *keys)
-                    see = lambda sums: sums.plus(self.scores(queries[0], keys[0][0], mask()), keys[0][1])
+
+                    def see(sums: Any) -> Any:
+                        return sums.plus(self.scores(queries[0], keys[0][0], mask()), keys[0][1])
+
                     return lax.cond(sees, see, lambda sums: sums, sums), None
 
                 return lax.scan(add, sums, (keys, starts))[0]
@@ -85,7 +88,9 @@ class _Ring:
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
         of_queries = queries, in_blocks(cotangent), weight, most, means
-        zeros = lambda x: varying_zeros(x.shape, jnp.float32, query, key, value)
+
+        def zeros(x: Any) -> Any:
+            return varying_zeros(x.shape, jnp.float32, query, key, value)
 
         def turn(carry: Any, i: Any) -> Any:
             dqueries, keys, dkeys = carry
@@ -97,7 +102,10 @@ class _Ring:
                 def add(dkeys: Any, part: Any) -> Any:
                     queries, dquery = part
                     sees, mask = self._sight(sight, queries[0], keys, start)
-                    see = lambda dkeys, dquery: self._with_cotangents(dkeys, dquery, queries, keys, mask())
+
+                    def see(dkeys: Any, dquery: Any) -> Any:
+                        return self._with_cotangents(dkeys, dquery, queries, keys, mask())
+
                     return lax.cond(sees, see, lambda *sums: sums, dkeys, dquery)
 
                 dkeys, dqueries = lax.scan(add, dkeys, (of_queries, dqueries))
@@ -108,7 +116,10 @@ class _Ring:
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
         (dqueries, _, dkeys), _ = lax.scan(turn, begin, jnp.arange(self.count))
-        like = lambda x, blocks: out_of_blocks(blocks, tokens).astype(x.dtype)
+
+        def like(x: Any, blocks: Any) -> Any:
+            return out_of_blocks(blocks, tokens).astype(x.dtype)
+
         dsinks = None
         if sinks is not None:
             of_queries = jax.vmap(lambda *of: jnp.exp(sinks - of[0]) / of[1] * of[2])(most, weight, means)

@@ -142,7 +142,10 @@ def with_new_embeddings(node: Any, n: int) -> Any:
     """Updates the model's static sizes to a vocabulary of `n`, and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
-    is_inner = lambda x: x is not node and isinstance(x, eqx.Module)
+
+    def is_inner(x: Any) -> Any:
+        return x is not node and isinstance(x, eqx.Module)
+
     out = jtu.tree_map(lambda x: with_new_embeddings(x, n), node, is_leaf=is_inner)
     match out:
         case eqx.nn.Embedding():

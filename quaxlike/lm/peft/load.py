@@ -135,9 +135,17 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
     if rename is None:  # rename layers to their names in published files
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
-            rename = lambda name: tower.name_in_file(published.get(name, name))
+
+            def in_tower(name: str) -> str:
+                return tower.name_in_file(published.get(name, name))
+
+            rename = in_tower
         elif (body := _body_of_headless(file, map(layer_of, published.values()))) is not None:
-            rename = lambda name: published.get(name, name).removeprefix(body)
+
+            def without_body(name: str) -> str:
+                return published.get(name, name).removeprefix(body)
+
+            rename = without_body
         else:
             rename = {
                 name: new for name, new in published.items() if name != new and layer_of(new) in file.adapters
@@ -340,7 +348,10 @@ class _File:
 
     def has_one_embedding(self) -> bool:
         """Whether the embedding and the output layer in `bases` are equal, or only one of them exists."""
-        whole = lambda key: np.asarray(self.tensors[key])
+
+        def whole(key: Any) -> Any:
+            return np.asarray(self.tensors[key])
+
         weights = {name: key for name, key in self.bases.items() if name.endswith(".weight")}
         of_head = [key for name, key in weights.items() if _is_head(layer_of(name))]
         of_embedding = [key for name, key in weights.items() if _is_embedding(layer_of(name))]

@@ -466,7 +466,10 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
     """Adds PEFT's prefix to ambiguous names of modules: PEFT would match every module with this ending."""
     parts = [name.split(".")[:-1] for name in names]
     every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
-    others = lambda module: any(x != module and x.endswith(module) for x in every)
+
+    def others(module: Any) -> Any:
+        return any(x != module and x.endswith(module) for x in every)
+
     return sorted(f"{PREFIX}{module}" if others(module) else module for module in modules)
 
 

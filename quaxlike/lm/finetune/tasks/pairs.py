@@ -61,7 +61,10 @@ class Pairs(AbstractTask):
     def output(self, model: PyTree, example: Batch) -> Float[Array, "texts hidden"]:
         pool = Pooling(self.pooling.modes)
         vectors = model.hidden if isinstance(model, Decoder) else model
-        embed = lambda ids, seen: pool(vectors(ids, seen).astype(jnp.float32), seen)
+
+        def embed(ids: Any, seen: Any) -> Any:
+            return pool(vectors(ids, seen).astype(jnp.float32), seen)
+
         return jax.vmap(embed)(example.ids, example.seen)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
