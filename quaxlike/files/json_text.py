@@ -1,6 +1,6 @@
 """Parsing of JSON from untrusted files, with bounds on size and nesting.
 
-Python's parser uses up to about 20 times the size of the text, and recurses into nested lists. Without the
+Python's parser uses up to about 20 times the text's size, and recurses into nested lists. Without the
 bounds, a small file could exhaust memory or the stack.
 """
 

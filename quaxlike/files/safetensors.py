@@ -43,7 +43,7 @@ _Types = Mapping[str, type]
 
 @checked
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes the arrays of a model, quantised, adapted, sparse or plain, by their dotted names.
+    """Writes a model's arrays, quantised, adapted, sparse or plain, by their dotted names.
 
     Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
     Plain arrays are tensors that any reader of the format can read; other arrays are stored as one tensor per
@@ -105,7 +105,7 @@ def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type])
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Reads a file from `save`, or any safetensors file with the names of the model.
+    """Reads a file from `save`, or any safetensors file with the model's names.
 
     The file determines the types of arrays, and `like` determines their shapes and dtypes. For example, a
     file with quantised weights loads into the model before quantisation.
@@ -161,7 +161,7 @@ def load(
 
 @checked
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes only the adapters of a model, without their base weights.
+    """Writes only a model's adapters, without their base weights.
 
     The file contains all parts of each adapter, everything that is trained directly, and no other arrays. A
     base is included if it is trained itself (`gradients="train"`, [`quaxlike.train_scales`][]). For programs
@@ -203,7 +203,7 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
 
 @checked
 def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
-    """Reads a file from `save_adapters`, and puts the adapters on the weights of a model.
+    """Reads a file from `save_adapters`, and puts the adapters on a model's weights.
 
     **Arguments:**
 
@@ -254,7 +254,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
 
 
 class _Base:
-    """Stands for the base of an adapter if the file does not contain it."""
+    """Stands for an adapter's base if the file does not contain it."""
 
 
 _BASE: Any = _Base()

@@ -274,7 +274,7 @@ _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unh
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """Copies ImplicitArrays among the operands of a handler, so that it may set their dtypes."""
+    """Copies ImplicitArrays among a handler's operands, so that it may set their dtypes."""
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)
@@ -313,7 +313,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Maps `materialize` over the leading axes of a stack, as it is written for one array."""
+    """Maps `materialize` over a stack's leading axes, as it is written for one array."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:

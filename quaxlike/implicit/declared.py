@@ -69,7 +69,7 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 
     Every ImplicitArray accepts these anyway. Their defaults become `default_shape` and `default_dtype`.
 
-    **Returns:** the names of the positional arguments, including `shape` and `dtype`.
+    **Returns:** the names of positional arguments, including `shape` and `dtype`.
     """
     base = next((base for base in bases if dataclasses.is_dataclass(base)), None)
     before = [] if base is None else getattr(base, "_order", [])

@@ -126,7 +126,7 @@ def register(
 
 
 def _closed(hint: Any) -> Any:
-    """Replaces `Any` by arrays in a union with another type, also inside of a sequence."""
+    """Replaces `Any` by arrays in a union with another type, also inside a sequence."""
     if (element := _element(hint)) is not None:
         closed = _closed(element)
         return hint if closed is element else Sequence[closed]

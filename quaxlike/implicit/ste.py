@@ -34,7 +34,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     A function with the same arguments. If `fn` returns a Value, then the result behaves like this Value and
     follows its handlers, but has the derivative of the first argument. It is a pytree with the Value and the
-    first argument as children, both inside and outside of transformations, so that it can be the carry of a
+    first argument as children, both inside and outside transformations, so that it can be the carry of a
     loop. The attribute `value` is the Value itself.
 
     !!! example
@@ -107,7 +107,7 @@ def _(primals: Any, tangents: Any) -> Any:
 
 
 class StraightThrough(ImplicitArray, warn_on_materialize=False):
-    """A Value with the derivative of an array.
+    """A Value with an array's derivative.
 
     It passes for the Value: `isinstance` checks and attributes refer to `value`.
     """
@@ -168,7 +168,7 @@ class StraightThrough(ImplicitArray, warn_on_materialize=False):
             ]
 
         outs = results_of(values)
-        # A Value cannot carry the tangent of an array, so an array of zeros carries it instead.
+        # A Value cannot carry an array's tangent, so an array of zeros carries it instead.
         carriers = [jnp.zeros(x.shape, x.dtype) if is_value(x) else x for x in outs]
         carriers = with_missing_tangent(carriers, arrays, values)
         results = [

@@ -66,7 +66,7 @@ def _is_weight(w: Array, x: Array) -> bool:
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
-    """Computes `x @ w` for a stack of matrices, as for queries and the keys of each head.
+    """Computes `x @ w` for a stack of matrices, as for queries and each head's keys.
 
     In float32, differentiable in both. On CPUs, native code (if it is compiled) multiplies while reading the
     rows of the matrix.

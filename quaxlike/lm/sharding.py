@@ -61,7 +61,7 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
     **Arguments:**
 
     - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
-    - `mesh`: the mesh of devices. It may be an abstract mesh.
+    - `mesh`: the mesh. It may be an abstract mesh.
     - `axis`: the mesh axis to shard over. Default: "model", "tensor" or "tp" if the mesh has one of them, or
         else the last axis.
 
@@ -69,7 +69,7 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
     It works for this model, for its parts from `eqx.partition`, and for any tree with the same names and
     shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` if the mesh does not have the axis, or if the blocks of a projection cannot be
+    **Raises:** `ValueError` if the mesh does not have the axis, or if a projection's blocks cannot be
     divided evenly. The message suggests a number of devices.
 
     !!! example
@@ -109,7 +109,7 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
     - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s. Experts
         are the arrays below `experts`, stacks of matrices.
-    - `mesh`: the mesh of devices. It may be an abstract mesh. It must have an axis "expert" or "ep", or else
+    - `mesh`: the mesh. It may be an abstract mesh. It must have an axis "expert" or "ep", or else
         "model", "tensor" or "tp".
 
     **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].
@@ -265,7 +265,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """Returns the spec of an array, for a layer with this kind and layout."""
+    """Returns an array's spec, for a layer with this kind and layout."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)

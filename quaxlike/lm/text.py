@@ -1,4 +1,4 @@
-"""The tokeniser of a checkpoint. This needs the package `tokenizers`."""
+"""A checkpoint's tokeniser. This needs the package `tokenizers`."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:
-    """The tokeniser of a checkpoint, without padding and truncation.
+    """A checkpoint's tokeniser, without padding and truncation.
 
     **Raises:** as for `read_tokenizer`. Also `CheckpointError` if the file is not a tokeniser.
     """
@@ -36,7 +36,7 @@ class TextTokenizer:
             self._tokenizer.no_truncation()
 
     def number(self, token: str) -> int | None:
-        """Returns the id of a token; None if there is no token with this text."""
+        """Returns a token's id; None if there is no token with this text."""
         return self._tokenizer.token_to_id(token)
 
     @functools.cached_property

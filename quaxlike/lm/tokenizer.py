@@ -1,4 +1,4 @@
-"""Reading the tokeniser of a checkpoint, its chat templates and its special tokens, as texts."""
+"""Reading a checkpoint's tokeniser, its chat templates and its special tokens, as texts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _TOKENS = {
 
 @checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads the tokeniser of a checkpoint, for `tokenizers.Tokenizer.from_str`.
+    """Reads a checkpoint's tokeniser, for `tokenizers.Tokenizer.from_str`.
 
     **Arguments:**
 
@@ -88,7 +88,7 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings_of(directory: Path) -> dict[str, Any]:
-    """Reads the settings of the tokeniser, from `tokenizer_config.json` or a GGUF file.
+    """Reads the tokeniser's settings, from `tokenizer_config.json` or a GGUF file.
 
     Missing special tokens come from `special_tokens_map.json`.
     """

@@ -106,7 +106,7 @@ class _Numbers:
                 numbers.append(None)
                 continue
             name, params = as_call(eqn.primitive, eqn.params)
-            if name in INLINED and not compat.has_effects(eqn):  # inside the jaxpr of a loop, for example
+            if name in INLINED and not compat.has_effects(eqn):  # inside a loop's jaxpr, for example
                 inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
                 consts = getattr(inner, "consts", ())
                 env |= zip(eqn.outvars, self._run(compat.open_jaxpr(inner), consts, operands)[1], strict=True)
@@ -145,7 +145,7 @@ class _Numbers:
         return self._of_value(jaxpr)  # learners only differentiate once
 
     def _of_value(self, jaxpr: Any) -> Hashable:
-        """Returns a key for the values of a jaxpr, ignoring custom derivatives inside."""
+        """Returns a key for a jaxpr's values, ignoring custom derivatives inside."""
         before, self._derivatives = self._derivatives, False
         try:
             return self._of(jaxpr)

@@ -30,7 +30,7 @@ class Op:
     """An equation that uses trainable weights."""
 
     index: int
-    """The index of the equation."""
+    """The equation's index."""
     eqn: JaxprEqn
     weights: dict[str, int]
     """The positions of the trainable operands."""
@@ -53,7 +53,7 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns a rule of the primitive, with the parameters of the equation."""
+        """Returns a rule of the primitive, with the equation's parameters."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The name of the primitive and the line of the equation."""
+        """The primitive's name and the equation's line."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
@@ -102,7 +102,7 @@ class Op:
 
 
 def _form(x: Any) -> str:
-    """Describes the result of a rule, for error messages."""
+    """Describes a rule's result, for error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -185,7 +185,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
 
 
 def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Makes the jaxprs inside of an equation forward-differentiable."""
+    """Makes the jaxprs inside an equation forward-differentiable."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
 
@@ -255,7 +255,7 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises for operations inside of loops and derivatives, as their gradient would be missing."""
+    """Raises for operations inside loops and derivatives, as their gradient would be missing."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

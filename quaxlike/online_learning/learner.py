@@ -27,11 +27,11 @@ class MixingWarning(UserWarning):
 class Learned(NamedTuple):
     """The results of one step of a learner.
 
-    - `loss`: the loss of this step.
+    - `loss`: this step's loss.
     - `grads`: its gradient, as a pytree like the model, with None for leaves that are not trained.
     - `state`: the next state.
     - `traces`: the next traces.
-    - `output`: the output of the step.
+    - `output`: the step's output.
     """
 
     loss: Array
@@ -46,7 +46,7 @@ class Learner(abc.ABC):
 
     Backpropagation through time stores the whole past, and goes through it in reverse. Instead, a learner
     carries *traces*: derivatives of the state with respect to the weights. Every step returns the gradient of
-    its own loss. Memory does not grow with the length of the sequence, and weights may change at every step.
+    its own loss. Memory does not grow with the sequence's length, and weights may change at every step.
 
     Traces are kept for weights that the step uses through ETP primitives, such as
     [`matmul`][quaxlike.online_learning.matmul]. Other parameters only get their gradient within a step.
@@ -88,7 +88,7 @@ class Learner(abc.ABC):
     ) -> Learned:
         """Runs one step, and computes the gradient of its loss. Call it under `jax.jit`.
 
-        The gradient of a sequence is the sum over its steps. The step is evaluated in several ways. The
+        A sequence's gradient is the sum over its steps. The step is evaluated in several ways. The
         compiler merges these, but side effects such as printing happen several times.
 
         **Arguments:**
@@ -140,7 +140,7 @@ class Learner(abc.ABC):
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
         """Returns derivatives of the loss with respect to last states, but not through the next states.
 
-        These are not zero if the output, or the input of an op, reads the last states directly.
+        These are not zero if the output, or an op's input, reads the last states directly.
         """
         step, signals = traced.step, {}
         for group in step.groups:
@@ -248,7 +248,7 @@ class Linearised:
     def _columns(
         self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
     ) -> Array:
-        """Returns derivatives of a group with respect to a component of a state, or of the y of an op."""
+        """Returns derivatives of a group with respect to a component of a state or of a y."""
         primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
         shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
         return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
@@ -262,7 +262,7 @@ def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
 
 
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
-    """Stacks real and imaginary parts of the states of a group, along a new last axis."""
+    """Stacks real and imaginary parts of a group's states, along a new last axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
     return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
 

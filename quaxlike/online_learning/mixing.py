@@ -33,7 +33,7 @@ class Digit(NamedTuple):
 Place = tuple[tuple[Digit, ...] | None, ...]
 """The digits of each axis of a variable; None for an axis that the argument does not have."""
 Places = dict[int, Place]
-"""Places by the index of the argument."""
+"""Places by the argument's index."""
 
 
 class Mixed(Exception):
@@ -42,7 +42,7 @@ class Mixed(Exception):
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
         self.around = [eqn]
-        """The equation, and those of the calls and loops that it is in: not all of them have lines."""
+        """The equation, and those of the calls and loops that it is in: not all have lines."""
 
     def __str__(self) -> str:
         line = next((line for eqn in self.around for line in lines_of(eqn)), None)
@@ -50,7 +50,7 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """The place of the argument itself, with `lead` axes in front."""
+    """The argument's place itself, with `lead` axes in front."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 

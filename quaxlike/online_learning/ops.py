@@ -32,7 +32,7 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
 
 
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
-    """Lets a function accept Values outside of `quaxify` too."""
+    """Lets a function accept Values outside `quaxify` too."""
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
@@ -145,7 +145,7 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # Traces decay per element of y, but `b` does not have this axis. So we keep the trace of the product, and
+    # Traces decay per element of y, but `b` does not have this axis. So we keep the product's trace, and
     # compute the cotangents of both factors from it.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
@@ -211,7 +211,7 @@ class SparsePattern:
     - `rows`, `columns`: integers, `(entries,)`.
     - `shape`: `(in, out)`.
 
-    **Raises:** `ValueError` for entries outside of the shape.
+    **Raises:** `ValueError` for entries outside the shape.
     """
 
     @checked

@@ -104,7 +104,7 @@ class PPProp(Learner):
         g = g.sum(range(relation.lead)).astype(op.y_var.aval.dtype)
         if x is not None:
             like = jax.eval_shape(functools.partial(_pp_input, op), *here.operands[relation.op])
-            # The rule expects the dtypes of the step, except that the trace of integers is floating-point.
+            # The rule expects the step's dtypes, except that the trace of integers is floating-point.
             x = x.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else x
         return op.run("xy_to_dw", x, g, weights, like=weights)
 

@@ -169,7 +169,7 @@ def register_primitive(
     - `trainable_invars_fn`: maps the parameters to the positions of trainable operands by name. Default:
         `{"weight": 1}`.
     - `x_invar_index`: the position of the input; None if there is no input.
-    - `y_outvar_index`: the position of y among the results of the equation.
+    - `y_outvar_index`: the position of y among the equation's results.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
 

@@ -154,7 +154,7 @@ class Step:
         )
 
     def _before(self, op: Op) -> list[Op]:
-        """Returns the ops that the operands of an op depend on."""
+        """Returns the ops that an op's operands depend on."""
         needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
         found = []
         for i in reversed(range(op.index)):
@@ -346,7 +346,7 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 class TracedStep:
     """A step function `step(model, state, *inputs) -> (state, output)`, traced for given arguments.
 
-    `params` are the trained arrays of the model, and `inputs` are its other arrays followed by the inputs.
+    `params` are the model's trained arrays, and `inputs` are its other arrays followed by the inputs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`quantize_state`: quantise the moments of an optimiser between updates."""
+"""`quantize_state`: quantise an optimiser's moments between updates."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ class QuantizedState(NamedTuple):
 
     **Attributes:**
 
-    - `inner_state`: the state of the transformation, with [`quaxlike.BlockArray`][]s as quantised moments.
+    - `inner_state`: the transformation's state, with [`quaxlike.BlockArray`][]s as quantised moments.
     - `key`: the key data for stochastic rounding, or None.
     """
 
@@ -56,7 +56,7 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Quantises the moments of an optimiser. Each update materialises them, and rounds the new moments.
+    """Quantises an optimiser's moments. Each update materialises them, and rounds the new moments.
 
     First moments are rounded by `scheme`. Second moments are never negative, and updates are divided by their
     square root. A linear code would round all small moments of a block to zero, and the updates would be as
@@ -172,7 +172,7 @@ def _is_rounded(x: Any) -> bool:
 
 
 def dense(state: PyTree) -> PyTree:
-    """Materialises the moments of a state, for the inner transformation."""
+    """Materialises a state's moments, for the inner transformation."""
     return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
 
 

@@ -1,4 +1,4 @@
-"""Sharding of models with Values over a mesh of devices."""
+"""Sharding of models with Values over a mesh."""
 
 from typing import Any
 

@@ -18,19 +18,19 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
     """Makes the rule of fully sharded data parallelism.
 
     Each device stores an equal shard of every weight, and gathers weights for use (an all-gather). The arrays
-    of a Value (codes, scales, the factors of an adapter) are sharded independently, along any axis that is
+    of a Value (codes, scales, an adapter's factors) are sharded independently, along any axis that is
     divisible by the number of devices. Hence packed codes are gathered, and never dense weights. Arrays with
     one axis, such as norm scales and biases, are replicated.
 
     **Arguments:**
 
-    - `mesh`: the mesh of devices. It may be an abstract mesh.
+    - `mesh`: the mesh. It may be an abstract mesh.
     - `axis`: the mesh axis, or axes, to shard over. Default: all axes that `over` does not use.
     - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Its shards are split
         further. Default: none.
 
     **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for]. It works for any model, and for the state of an optimiser.
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for any model, and for an optimiser's state.
 
     **Raises:** `ValueError` if the mesh does not have an axis.
 

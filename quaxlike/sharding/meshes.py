@@ -1,6 +1,6 @@
 """Names of mesh axes, the mesh of given arrays, and meshes described by a text.
 
-If the axes of a mesh are explicit, JAX does not infer the sharding of some operations, such as lookups.
+If a mesh's axes are explicit, JAX does not infer the sharding of some operations, such as lookups.
 Models must state these shardings through the functions below, or tracing raises an error.
 """
 
@@ -80,7 +80,7 @@ def mesh_from_text(text: str) -> jax.sharding.Mesh:
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """Looks up the rows of an embedding, sharded like the tokens. Rows are not sharded."""
+    """Looks up an embedding's rows, sharded like the tokens. Rows are not sharded."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(lambda at: embedding(at))(at)
@@ -98,7 +98,7 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """Returns the Values behind the leaves of a tree, if `axis` shards the first axis of every array.
+    """Returns the Values behind a tree's leaves, if `axis` shards the first axis of every array.
 
     Returns None otherwise.
     """

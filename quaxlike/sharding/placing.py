@@ -38,7 +38,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
     - `model`: any pytree. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
     - `rule`: a dict from regular expressions to partition specs. The first expression that matches a whole
-        name is used; the name of a layer means its `weight`. Alternatively, a callable that receives the name
+        name is used; a layer's name means its `weight`. Alternatively, a callable that receives the name
         and the array or Value. It returns a spec, or a Value with a spec in place of each array, as
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel] do. Arrays
         without a spec, or with None, are replicated.
@@ -47,7 +47,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     applies to the weight with float32 scales, and [`shard`][quaxlike.sharding.shard] converts the weight. The
     numbers stay the same, but they take 4.5 instead of 4.13 bits per weight (in blocks of 64).
 
-    **Returns:** the model with a `jax.P` for each array, also inside of Values, and None for leaves that are
+    **Returns:** the model with a `jax.P` for each array, also inside Values, and None for leaves that are
     not arrays. Pass it to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
 
     **Raises:** `ValueError` if a pattern matches nothing (the message lists near misses), or if a spec does
@@ -149,7 +149,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     **Arguments:**
 
     - `model`: any pytree.
-    - `mesh`: the mesh of devices.
+    - `mesh`: the mesh.
     - `specs`: one of
 
         - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. It can be a dict of regular expressions,
@@ -238,7 +238,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Constrains the sharding of a model's arrays inside `jax.jit`.
 
     Use this to gather the parameters of [`fsdp`][quaxlike.sharding.fsdp]: codes and scales are gathered,
-    instead of dense weights, and activations stay sharded along the batch. If the axes of the mesh are
+    instead of dense weights, and activations stay sharded along the batch. If the mesh's axes are
     explicit, then arrays are resharded (`jax.sharding.reshard`).
 
     **Arguments:**
@@ -322,7 +322,7 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
     """Explains why an array cannot be sharded by these specs; None if it can.
 
-    The result continues a sentence that starts with the name of the array.
+    The result continues a sentence that starts with the array's name.
     """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)

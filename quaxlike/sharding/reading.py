@@ -96,7 +96,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns the range of rows for the devices of this process."""
+    """Returns the range of rows for this process's devices."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):

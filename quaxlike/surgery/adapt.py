@@ -1,4 +1,4 @@
-"""`adapt`: puts adapters of any type on the weights of a model."""
+"""`adapt`: puts adapters of any type on a model's weights."""
 
 import functools
 import inspect
@@ -53,7 +53,7 @@ def adapt(
     - `key`: a PRNG key. It is split, and each call of `make` receives one key. Default: None, which is passed
         on to `make`.
     - `modules_to_save`, `trainable_token_indices`: what else to train, as for [`quaxlike.loraify`][].
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
@@ -63,7 +63,7 @@ def adapt(
     **Raises:**
 
     `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
-    adapter; if the layout of a weight is not known; or if `make` returns anything but an adapted array with
+    adapter; if a weight's layout is unknown; or if `make` returns anything but an adapted array with
     the weight's shape. `TypeError` if `make` cannot be called with these arguments.
 
     !!! example

@@ -301,7 +301,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     """Sets on which tokens of a text the activated LoRAs of a model act.
 
     An activated LoRA acts from the last occurrence of its invocation tokens on. If the text does not contain
-    them, then it does not act at all. Call this function for each text, outside of [`quaxlike.quaxify`][];
+    them, then it does not act at all. Call this function for each text, outside [`quaxlike.quaxify`][];
     use `jax.vmap` over a batch of texts. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
     `python -m quaxlike.lm.finetune` call it themselves.
 

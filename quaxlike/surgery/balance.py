@@ -1,6 +1,6 @@
 """`balance`: rescale the inputs of layers before quantisation (AWQ).
 
-Each factor is applied twice, to the columns of a weight and inversely to the rows of the layer before it.
+Each factor is applied twice, to a weight's columns and inversely to the rows of the layer before it.
 Hence the model computes the same function before and after; a factor applied to only one of them would change
 it.
 """

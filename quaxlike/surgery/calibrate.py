@@ -1,6 +1,6 @@
 """Quantisation that minimises the error of a layer's outputs: GPTQ, then coordinate descent.
 
-GPTQ rounds the columns of a weight one after the other, starting from the largest inputs. Each rounding error
+GPTQ rounds a weight's columns one after the other, starting from the largest inputs. Each rounding error
 is compensated in the remaining columns, as far as the inputs are correlated. Coordinate descent over columns
 and scales then refines the result. Every step is accepted only if the cost does not increase, so the result
 is never worse than GPTQ or plain rounding.

@@ -161,7 +161,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
     - `moments`: as for [`quaxlike.eva`][].
     - `rank`: the average rank. Every layer gets at least rank 1.
-    - `most`: the largest rank of a layer. Default: twice `rank`.
+    - `most`: a layer's largest rank. Default: twice `rank`.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""`loraify`: puts adapters on the weights of a model."""
+"""`loraify`: puts adapters on a model's weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -84,10 +84,10 @@ def loraify(
         from names of embeddings to tokens. Default: none.
     - `fan_in_fan_out`: whether matrices with no other information are `(in, out)`, as in GPT-2, instead of
         `(out, in)`. Default: False.
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
     - `train_base`: whether to train the weights themselves too. Default: False.
-    - `dtype`: the dtype of the adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
+    - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
 
     **Returns:**
 
@@ -97,7 +97,7 @@ def loraify(
     **Raises:**
 
     `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
-    adapter; if the layout of a weight is not known; or if `invocation_tokens` do not support another option.
+    adapter; if a weight's layout is unknown; or if `invocation_tokens` do not support another option.
 
     !!! example
 

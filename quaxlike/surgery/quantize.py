@@ -1,4 +1,4 @@
-"""`quantize`: replace the weights of a model by quantised arrays."""
+"""`quantize`: replace a model's weights by quantised arrays."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def quantize(
     head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Quantises weights of a model, and leaves everything else unchanged.
+    """Quantises a model's weights, and leaves everything else unchanged.
 
     Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is quantised.
     Hence a model can be adapted first, with an init that needs dense weights, and quantised afterwards. If a
@@ -77,7 +77,7 @@ def quantize(
         takes its place. Default: every linear layer.
     - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence of
         names or their last components.
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
         [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the
@@ -104,7 +104,7 @@ def quantize(
 
     `ValueError` for an unknown scheme; if a pattern matches nothing (the message lists near misses); if a
     rule of a recipe has no effect; if a weight is neither a dense array nor an adapter over one; if `maxima`
-    lacks a layer, or is 0 for a layer; if the layout of a weight is not known; or if `head` is True and the
+    lacks a layer, or is 0 for a layer; if a weight's layout is unknown; or if `head` is True and the
     model has no output layer.
 
     !!! example
@@ -206,7 +206,7 @@ def _bytes(rows: Sequence[PlannedRow]) -> str:
 
 
 def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
-    r"""Shows what [`quaxlike.quantize`][] would do: the weights of each rule, and sizes before and after.
+    r"""Shows what [`quaxlike.quantize`][] would do: each rule's weights, and sizes before and after.
 
     No arrays are computed.
 
@@ -393,7 +393,7 @@ def _has_parts(w: Any) -> bool:
 def _stored_order(layout: Layout, n: int) -> list[int]:
     """Returns the order of axes with inputs last, so that blocks run along them.
 
-    Embeddings are stored by row, because lookups read rows. The window of a convolution precedes its
+    Embeddings are stored by row, because lookups read rows. A convolution's window precedes its
     channels, so that the window can be reversed without splitting blocks.
     """
     if layout.kind == "embedding":

@@ -111,7 +111,7 @@ def _rule(names: Sequence[str], scheme: Scheme) -> Recipe:
 _LAYER = re.compile(r"\.([0-9]+)\.")
 _MORE_BITS = re.compile(r".*\.(v_proj|down_proj)\..*")
 
-#: Functions that make a recipe for the arrays of a model, by name.
+#: Functions that make a recipe for a model's arrays, by name.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
     "q4_k_m": _k_quants("q4_k"),
     "q5_k_m": _k_quants("q5_k"),

@@ -29,8 +29,8 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
     """Finds out which axes of each array of a model are outputs and which are inputs.
 
-    The argument `layout` takes precedence. Next comes the class of the layer, if it is from Equinox or Flax's
-    NNX, or has an attribute `weight_layouts`, which maps fields to layouts. Last comes the name of the array,
+    The argument `layout` takes precedence. Next comes the layer's class, if it is from Equinox or Flax's
+    NNX, or has an attribute `weight_layouts`, which maps fields to layouts. Last comes the array's name,
     together with the shape of its layer's bias:
 
     | name | layout |
@@ -115,7 +115,7 @@ def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]
         if not names:
             hint = suggestion(pattern, arrays)
             raise ValueError(f"{pattern!r} in `layout` matches none of the arrays of the model. {hint}")
-        # The name of a layer stands for its weight; the name of an array takes precedence over it.
+        # A layer's name stands for its weight; an array's name takes precedence over it.
         stated |= {name: value for name in names if name not in stated or name.endswith(pattern)}
     return stated
 
@@ -164,7 +164,7 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Whether the axes of a matrix are known only by convention, or not at all."""
+    """Whether a matrix's axes are known only by convention, or not at all."""
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)

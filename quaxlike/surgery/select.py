@@ -1,4 +1,4 @@
-"""`select`: find the weights of a model by their dotted names."""
+"""`select`: find a model's weights by their dotted names."""
 
 import re
 import warnings
@@ -22,7 +22,7 @@ _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
 @checked
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
-    """Selects arrays of a model by name.
+    """Selects a model's arrays by name.
 
     **Arguments:**
 
@@ -37,11 +37,11 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
         - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
         - a callable. It is called with a name and an array, and returns whether to select the array.
 
-        The name of a layer means its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If this model
+        A layer's name means its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If this model
         fuses several layers into one, such as `gate_proj` and `up_proj` into `gate_up_proj`, then naming all
         of them selects the fused layer. Naming only some of them warns.
 
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**

@@ -1,4 +1,4 @@
-"""`summary`: the arrays of a model, their sizes, and which of them are trained."""
+"""`summary`: a model's arrays, their sizes, and which of them are trained."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ class SummaryRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """A table of the arrays of a model, with totals. It prints as text, and as a table with `rich`."""
+    """A table of a model's arrays, with totals. It prints as text, and as a table with `rich`."""
 
     rows: Sequence[SummaryRow]
 
@@ -130,7 +130,7 @@ def _axes(layout: Layout | None) -> str:
 
 @checked
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
-    """Tabulates the arrays of a model: type, shape, dense and stored size, and how much of each is trained.
+    """Tabulates a model's arrays: type, shape, dense and stored size, and how much of each is trained.
 
     **Arguments:**
 

@@ -18,16 +18,16 @@ class LowRankError(NamedTuple):
     """The error of approximating the change of a weight by one with low rank."""
 
     lost: float
-    """The Frobenius norm of the error, relative to the norm of the change."""
+    """The Frobenius norm of the error, relative to the change's norm."""
     change: float
-    """The Frobenius norm of the change, relative to the norm of the weight."""
+    """The Frobenius norm of the change, relative to the weight's norm."""
 
 
 @checked
 def to_lora(
     model: PyTree, rank: int, *, rank_pattern: Mapping[str, int] = {}, layout: Layouts = None
 ) -> tuple[PyTree, dict[str, LowRankError]]:
-    """Replaces the adapters of a model by the closest low-rank ones.
+    """Replaces a model's adapters by the closest low-rank ones.
 
     Programs such as vLLM and llama.cpp support only LoRA. With this function they can run models that were
     trained with other adapters.
@@ -37,14 +37,14 @@ def to_lora(
     - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
     - `rank`: the rank of the new adapters.
     - `rank_pattern`: different ranks for some layers, as for [`quaxlike.loraify`][].
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
     The model with a [`quaxlike.LoraArray`][] in place of each adapter, and a dict from names to errors
-    `(lost, change)`. `lost` is the Frobenius norm of the error relative to the norm of the change, and
-    `change` is the norm of the change relative to the norm of the weight.
+    `(lost, change)`. `lost` is the Frobenius norm of the error relative to the change's norm, and
+    `change` is the change's norm relative to the weight's norm.
 
     The approximation is the best one, from the largest singular values of the change. A LoRA with at most
     this rank is kept as it is. DoRA does not change a weight by a matrix with low rank, so it is approximated
@@ -54,7 +54,7 @@ def to_lora(
     **Raises:**
 
     `ValueError` if the model has no adapters, if the rank is less than 1 or larger than a weight allows,
-    or if the layout of a weight is not known.
+    or if a weight's layout is unknown.
 
     !!! example
 
@@ -85,7 +85,7 @@ def to_lora(
         raise ValueError(f"to_lora takes a rank of at least 1; found {least}.")
 
     def converted(name: str, x: AdaptedArray) -> tuple[Any, LowRankError | None]:
-        if records[name].layout is None:  # no weight of a layer, but a bias or the scale of a norm
+        if records[name].layout is None:  # no weight of a layer, but a bias or a norm's scale
             return x, None
 
         def axes() -> tuple[Sequence[int], Sequence[int]]:

@@ -96,7 +96,7 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if none of the weights is quantised, or if the scales of a weight are not floating-point
+    `ValueError` if none of the weights is quantised, or if a weight's scales are not floating-point
     numbers.
 
     !!! example

@@ -64,7 +64,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Lists the keys of a path, each with the node that it is applied to."""
+    """Lists a path's keys, each with the node that it is applied to."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -140,7 +140,7 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 
 # Layers by name -----------------------------------------------------------------------------------
 
-# The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The name of the layer means this
+# The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The layer's name means this
 # weight, so that the same name works in every framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
@@ -152,7 +152,7 @@ def layer_of(name: str) -> str:
 
 
 def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
-    """Returns the name of the bias in the layer of a weight, if it has one."""
+    """Returns the name of the bias in a weight's layer, if it has one."""
     layer, dot, field = name.rpartition(".")
     if not _WEIGHT.fullmatch(f"_.{field}"):
         return None

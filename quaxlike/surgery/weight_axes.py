@@ -1,6 +1,6 @@
 """Conventions about which axes of a weight are outputs and which are inputs.
 
-We look up the class of the layer, or else the name of the array. Classes are recognised by their name and
+We look up the layer's class, or else the array's name. Classes are recognised by their name and
 package, so that none of these packages is imported. A wrong layout trains a wrong adapter without any error:
 where two layouts are possible, the answer is `UNKNOWN` and the user has to state the layout.
 """
@@ -106,7 +106,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """Returns the layout that the class of a layer implies; "not known" for any other class."""
+    """Returns the layout that a layer's class implies; "not known" for any other class."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -139,7 +139,7 @@ _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 
 
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
-    """Returns the layout that the name of an array implies, together with the shape of its bias.
+    """Returns the layout that an array's name implies, together with the shape of its bias.
 
     The array has at least two axes. `shapes` contains the shapes of all arrays of the model.
     """

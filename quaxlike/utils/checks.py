@@ -127,7 +127,7 @@ def non_differentiable(x: _T) -> _T:
     """The identity, which raises if it is differentiated.
 
     A zero tangent does not raise. Nor does a derivative that is never used, for example under
-    `jax.lax.stop_gradient`. However, forward mode outside of `jax.jit` computes every tangent at once, used
+    `jax.lax.stop_gradient`. However, forward mode outside `jax.jit` computes every tangent at once, used
     or not, and so it raises.
 
     **Arguments:**

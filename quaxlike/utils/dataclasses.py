@@ -277,7 +277,7 @@ def _told(value: Any) -> str:
     return "an array" if _is_array(value) else f"{type(value).__name__} with an array in it"
 
 
-# The names of the children, and the names and values of the static fields.
+# The children's names, and the names and values of the static fields.
 _Structure = tuple[tuple[str, ...], tuple[str, ...], tuple[Any, ...]]
 
 

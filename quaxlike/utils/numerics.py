@@ -27,7 +27,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
 
     - `a`: the items to look up, as integers of any shape.
     - `b`: the set, as integers of any shape.
-    - `max_item`: the size of the table (static). Items outside of `[0, max_item)` are never in the set.
+    - `max_item`: the size of the table (static). Items outside `[0, max_item)` are never in the set.
 
     **Returns:**
 
@@ -60,7 +60,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
         raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.")
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
-    # Items outside of the range use one more row at the end, which is reset to False.
+    # Items outside the range use one more row at the end, which is reset to False.
     table = jnp.zeros(size + 1, bool).at[_rows("b", b, size)].set(True).at[size].set(False)
     return table[_rows("a", a, size)]
 
@@ -193,7 +193,7 @@ def _two_sum_of_floats(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array
 
 @_two_sum_of_floats.defjvp
 def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # The sum of both is exact, and the derivative of the error is zero almost everywhere.
+    # The sum of both is exact, and the error's derivative is zero almost everywhere.
     t = tangents[0] + tangents[1]
     return _two_sum_of_floats(*primals), (t, jnp.zeros_like(t))
 

@@ -25,7 +25,7 @@ def key_chain(rng: jax.Array, shape: SupportsIndex | Sequence[SupportsIndex] = (
     **Arguments:**
 
     - `rng`: one key, new-style (`jax.random.key`) or legacy (`jax.random.PRNGKey`).
-    - `shape`: the shape of each item, as one integer or several. Default `()`: one key.
+    - `shape`: each item's shape, as one integer or several. Default `()`: one key.
 
     **Returns:**
 

@@ -80,7 +80,7 @@ def tree_scatter_set(item: _T, value: _T, idxs: ArrayLike, args: ScatterArgs) ->
 
     **Raises:**
 
-    - `TypeError`: if the dtype of a value does not promote to the dtype of the leaf, such as a float for
+    - `TypeError`: if a value's dtype does not promote to the leaf's dtype, such as a float for
         integers; if `idxs` are not integers; or if an option is unknown.
     - `ValueError`: if shapes do not match, even if `idxs` is empty. The message says where.
 

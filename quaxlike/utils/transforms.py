@@ -249,7 +249,7 @@ def shard_map(
     - `in_specs`: likewise for the tuple of arguments. Default: the shardings of the arguments. These are only
         known for axes of type `Explicit`.
     - `mesh`: the mesh. Default: the current mesh of `jax.set_mesh`.
-    - `axis_names`: the axes of the mesh over which `f` is manual. Default: all.
+    - `axis_names`: the mesh's axes over which `f` is manual. Default: all.
     - `check_vma`: whether JAX checks that outputs are replicated as in `out_specs`. Default `True`.
 
     **Returns:**
@@ -325,7 +325,7 @@ def linearize(
 ) -> tuple[_R, Callable[[*_Ts], _R]]: ...
 @checked
 def linearize(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """`jax.linearize` with types: returns the value of a function and its linear derivative.
+    """`jax.linearize` with types: returns a function's value and its linear derivative.
 
     **Arguments:**
 

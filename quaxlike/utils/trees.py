@@ -35,7 +35,7 @@ class PyTreeDef(Protocol[_T]):
     @property
     def num_leaves(self) -> int: ...
     def flatten_up_to(self, xs: _T, /) -> list[Any]:
-        """Returns the parts of `xs` at the leaves of this structure."""
+        """Returns the parts of `xs` at this structure's leaves."""
         ...
 
     def unflatten(self, leaves: Iterable[Any], /) -> _T:
@@ -291,7 +291,7 @@ def tree_where_broadcast_last(accept: ArrayLike, tree1: _T, tree2: _T) -> _T:
     **Arguments:**
 
     - `accept`: booleans with shape `(*batch)`. For each leaf, axes of size 1 are appended to the shape, up to
-        the rank of the leaf.
+        the leaf's rank.
     - `tree1`: the values where `accept` is true. Its leaves have shape `(*batch, ...)`.
     - `tree2`: the values where `accept` is false, with the same structure.
 

@@ -142,7 +142,7 @@ class Warp:
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """The index of this step among the steps of all warps with the same features."""
+        """This step's index among the steps of all warps with the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:

@@ -48,7 +48,7 @@ class Product:
     - `shape`: the shape of `W`, `(N, K)`.
     - `block_size`: how many codes share a scale.
     - `transpose`: whether `N` is contracted, as in `x @ W`.
-    - `out_dtype`: the dtype of the result.
+    - `out_dtype`: the result's dtype.
     - `bits`: the number of bits per code, 4 or 8.
     - `bias`: such that `code = table[code] + bias`; None if values must be looked up.
     - `low_first`: whether the first of two codes in a byte is in the low half.

@@ -19,8 +19,8 @@ class SparseProblem(NamedTuple):
 
     - `kind`: `"forward"`, `"transposed"` or `"sampled"`.
     - `left`, `right`: the shapes of `x` and of the stacked blocks; of `y` and `x` for the sampled product.
-    - `indexed`: the shape of the index, by block columns for `"transposed"` and else by block rows.
-    - `out`: the shape of the result.
+    - `indexed`: the index's shape, by block columns for `"transposed"` and else by block rows.
+    - `out`: the result's shape.
     - `slots`: the number of slots per block row.
     - `absent`: the least index entry that marks a slot without a block.
     - `dtype`: bfloat16 or float16, for both operands and the result.

@@ -112,7 +112,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Bounds the results of a filter. Some filters have the context as first argument."""
+    """Bounds a filter's results. Some filters have the context as first argument."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
     @functools.wraps(function)  # also copies jinja2's markers

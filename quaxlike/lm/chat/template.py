@@ -24,7 +24,7 @@ _MAX_CHARACTERS = 1 << 23  # of a conversation
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
 
-# Replaces the content of a message, to find where the template writes it.
+# Replaces a message's content, to find where the template writes it.
 _PROBE = "\ue000probe\ue001"
 
 
@@ -239,7 +239,7 @@ def _raise(message: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Finding the assistant's answers in the text of a conversation.
+# Finding the assistant's answers in a conversation's text.
 #
 # Few templates mark answers, and many render a turn differently if more turns follow. Qwen3 writes an empty
 # block of thoughts only in the last answer, other templates drop the thoughts of all answers but the last,
@@ -249,7 +249,7 @@ def _raise(message: str) -> None:
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
-    """The start and end of each answer in the text of a conversation.
+    """The start and end of each answer in a conversation's text.
 
     An answer starts where its prompt ends, and ends with its turn. `render` takes messages, and whether to
     append a prompt. Raises `ValueError` if an answer cannot be found.
@@ -290,7 +290,7 @@ def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -
     prompt = render(messages[:i], True) if i else ""
     if whole.startswith(prompt) and len(prompt) >= after:
         return len(prompt)
-    # Both contain the end of the previous message. The header of the answer follows.
+    # Both contain the end of the previous message. The answer's header follows.
     end, end_in_prompt = (
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
@@ -319,7 +319,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Finds where the content of a message ends. The text after it does not depend on the content."""
+    """Finds where a message's content ends. The text after it does not depend on the content."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

@@ -39,7 +39,7 @@ _SKIPPED = (
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a checkpoint, by their unquantised names. Each lookup reads one weight.
+    """A checkpoint's weights, by their unquantised names. Each lookup reads one weight.
 
     **Attributes:**
 
@@ -120,7 +120,7 @@ def read(
     - `path`: a folder with `config.json` and safetensors files, or with a GGUF file; or a single file.
     - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. Files from
         bitsandbytes state the dtype of 4-bit weights.
-    - `mesh`: a mesh of devices, in one or many processes. Weights are read one by one, and each process keeps
+    - `mesh`: a mesh, in one or many processes. Weights are read one by one, and each process keeps
         the shards of its own devices. It only reads the rows that it needs, for plain tensors and formats
         that store rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default: the default
         device.

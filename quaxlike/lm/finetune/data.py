@@ -19,7 +19,7 @@ LEAST_LENGTH = 16
 
 
 class Tokens:
-    """The tokeniser of a checkpoint. It cuts texts to `max_length` tokens."""
+    """A checkpoint's tokeniser. It cuts texts to `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -223,7 +223,7 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
-    """Selects the examples of a batch. Each epoch has a new order, without an incomplete last batch.
+    """Selects a batch's examples. Each epoch has a new order, without an incomplete last batch.
 
     The result depends only on the arguments, so that training can stop and resume anywhere.
     """

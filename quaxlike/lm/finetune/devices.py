@@ -1,4 +1,4 @@
-"""The devices of a run: a single device, or a mesh in one or many processes.
+"""A run's devices: a single device, or a mesh in one or many processes.
 
 All processes run the same program, and collectives wait for every process. So every decision that changes
 control flow (stopping, resuming) must be the same in all processes, or they wait forever.
@@ -86,7 +86,7 @@ class Gathered(eqx.Module):
 
 
 class Devices:
-    """The devices of a run, and the sharding of its arrays.
+    """A run's devices, and the sharding of its arrays.
 
     A mesh axis called model, tensor or tp is for tensor parallelism, and all others are for data parallelism.
     In addition, expert or ep is for expert parallelism, and seq, context or cp for context parallelism.
@@ -162,7 +162,7 @@ class Devices:
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Gathers the weights of a model inside a step.
+        """Gathers a model's weights inside a step.
 
         Codes are gathered while they are packed. Scanned layers are gathered layer by layer.
         """
@@ -175,7 +175,7 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Restores the sharding of the state inside a step."""
+        """Restores the state's sharding inside a step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:

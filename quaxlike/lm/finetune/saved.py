@@ -12,7 +12,7 @@ class Saved:
 
     output: Path
     step: int | None = None
-    """The step of the checkpoint, 0 if there is none; None until the run has looked for it."""
+    """The checkpoint's step, 0 if there is none; None until the run has looked for it."""
     here: bool = True
     """Whether this process saves."""
 

@@ -21,7 +21,7 @@ _WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
 
 
 class RunDirectory:
-    """The directory of a run.
+    """A run's directory.
 
     It contains `run.json` (the settings), `checkpoint.safetensors` (the newest state), `log.jsonl` (one line
     per step), and finally the adapter. It is locked until `close`.
@@ -82,7 +82,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def amend(self, step: int, **entry: Any) -> None:
-        """Adds entries to the line of a step."""
+        """Adds entries to a step's line."""
         self._write([x | entry if x["step"] == step else x for x in self.entries()])
 
     def _write(self, entries: list[dict[str, Any]]) -> None:

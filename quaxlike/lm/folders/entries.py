@@ -60,12 +60,12 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Whether the value of an entry means that an option is unused."""
+    """Whether an entry's value means that an option is unused."""
     return value is None or value is False or value in ({}, [])
 
 
 def _is_without_effect(name: str) -> bool:
-    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the time of the expression
+    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the expression's time
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:

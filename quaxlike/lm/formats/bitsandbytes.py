@@ -34,7 +34,7 @@ COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Storage(NamedTuple):
-    """How a file stores the packed codes of a weight: their dtype and shape."""
+    """How a file stores a weight's packed codes: their dtype and shape."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -366,7 +366,7 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
-    # The tensors of each weight contain everything that we need.
+    # Each weight's tensors contain everything that we need.
     without_effect=(
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",

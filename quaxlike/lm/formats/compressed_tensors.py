@@ -48,7 +48,7 @@ _PARTS = (
 )
 _INT64 = np.dtype(np.int64)
 
-# The entries of a group. Entries about activations do not affect weights.
+# A group's entries. Entries about activations do not affect weights.
 _OF_GROUPS = ("format", "weights", "targets", "input_activations", "output_activations")
 # The entries about its weights. The tensors also determine some of them, such as dtypes.
 _OF_SCHEMES = (
@@ -214,7 +214,7 @@ def _scales(
 
 
 def _rows(x: np.ndarray, n: int, scheme: _Scheme) -> np.ndarray:
-    """Broadcasts the scale of a tensor, or the scales of tiles, to each row."""
+    """Broadcasts a tensor's scale, or the scales of tiles, to each row."""
     if scheme.get("strategy") == "block":
         return np.ascontiguousarray(spread_tiles(x, n, scheme["block_structure"][0]))
     return np.ascontiguousarray(per_row(x, n)) if x.size == 1 else x

@@ -57,7 +57,7 @@ class Format:
     **Attributes:**
 
     - `methods`: the values of `quant_method` in `config.json` for this format. We write the first one.
-    - `weights`: a function from tensors and settings to the weights of a checkpoint, by their unquantised
+    - `weights`: a function from tensors and settings to a checkpoint's weights, by their unquantised
         names. Incomplete weights are listed too; reading one raises.
     - `codes`: suffixes of tensors that must belong to a weight. Otherwise the checkpoint is damaged.
     - `used`: the settings that `weights` uses.
@@ -96,7 +96,7 @@ class Format:
 
 
 class StoredLayer:
-    """The tensors of one layer of a checkpoint. `at(suffix)` is the name of a tensor."""
+    """The tensors of one layer of a checkpoint. `at(suffix)` is a tensor's name."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -113,7 +113,7 @@ class StoredLayer:
         return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """Returns the shape of a tensor. Raises if it is missing, empty, or does not have `ndim` axes."""
+        """Returns a tensor's shape. Raises if it is missing, empty, or does not have `ndim` axes."""
         if suffix not in self:
             raise self.error(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape

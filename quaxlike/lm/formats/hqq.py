@@ -14,7 +14,7 @@ from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
 from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, layers, weights_of
 
-# For each number of bits: the name of the packing, the dtype of its words, and the slabs per word.
+# For each number of bits: the packing's name, the dtype of its words, and the slabs per word.
 _PACKINGS = {
     8: ("8bit_u8", UINT8, 1),
     4: ("4bit_u8", UINT8, 2),
@@ -126,5 +126,5 @@ def _in_columns(
     return out.with_axes((1, 0))
 
 
-# The tensors of each layer contain all settings.
+# Each layer's tensors contain all settings.
 FORMAT = Format(("hqq",), weights, codes=(".W_q",), without_effect=("quant_config", "weights", "layers"))

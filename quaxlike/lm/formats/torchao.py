@@ -1,4 +1,4 @@
-"""torchao: int4, int8 and float8 weights. The header of the file names their classes.
+"""torchao: int4, int8 and float8 weights. The file's header names their classes.
 
 Source: the tensor subclasses of torchao, <https://github.com/pytorch/ao>.
 """

@@ -66,7 +66,7 @@ def generate(
     - `cache`: how to store keys and values: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][]. For
         example `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. With 4 bits or
         fewer, keys are rotated first, so that a few large elements do not reduce the precision of the others.
-        Default: the dtype of the model.
+        Default: the model's dtype.
 
     **Returns:** the new tokens, `(batch, max_new_tokens)`. A text that has ended is padded with
     `pad_token_id` from `config.json`, or else with the first of `eos`.
@@ -202,7 +202,7 @@ def _tokens(
 
 
 class _Structure:
-    """The structure of a model, with a cached hash and fast comparison."""
+    """A model's structure, with a cached hash and fast comparison."""
 
     def __init__(self, of: Any) -> None:
         self.of, self._hash = of, hash(of)
@@ -409,7 +409,7 @@ class Conversation:
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
-        """Continues with another model on the same base, and shares the cache of the base.
+        """Continues with another model on the same base, and shares the base's cache.
 
         The cache is valid for all tokens before an activated LoRA acts. So you can run a long text once, and
         fork many conversations from it.

@@ -39,7 +39,7 @@ _IN_BLOCK = {
 
 
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
-    """Finds the family of a file; None if its architecture is not in the table."""
+    """Finds a file's family; None if its architecture is not in the table."""
     name = metadata.get("general.architecture")
     known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
     marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]

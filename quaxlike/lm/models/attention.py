@@ -98,7 +98,7 @@ class Memory(eqx.Module):
         """Writes `new` keys or values; returns the whole array, and the part of this layer."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
-        # Without the barrier, XLA would fuse the write with the reads of this layer, and write into a copy.
+        # Without the barrier, XLA would fuse the write with this layer's reads, and write into a copy.
         old_part = old if self.layer is None else self._layer_of(old)
         out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
         if self.layer is not None:

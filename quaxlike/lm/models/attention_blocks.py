@@ -81,7 +81,7 @@ class Sight(NamedTuple):
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Whether all keys from `first` to `last` are outside of every window.
+        """Whether all keys from `first` to `last` are outside every window.
 
         This only depends on positions, which a batch shares. So it remains a real branch under `vmap`.
         """
@@ -129,7 +129,7 @@ class Sums(NamedTuple):
 
 
 def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Attention with queries `(tokens, kv_heads, group, size)`: the heads of a group share a key head.
+    """Attention with queries `(tokens, kv_heads, group, size)`: a group's heads share a key head.
 
     **Arguments:**
 

@@ -74,7 +74,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         """Computes the hidden states of the tokens at position `start`, and updates the memory.
 
         `seen` is True for all positions that are not padding, of `memory` (from `Decoder.memory`) or else of
-        `ids`. Some rotary frequencies depend on `length`, the length of the text. Default: the number of
+        `ids`. Some rotary frequencies depend on `length`, the text's length. Default: the number of
         tokens `seen`. `segments` is as for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
@@ -205,7 +205,7 @@ class Decoder(Part, roles="model lm_head"):
 
     @property
     def embedding(self) -> Any:
-        """The matrix of the embedding, `(vocab, hidden)`."""
+        """The embedding's matrix, `(vocab, hidden)`."""
         return self.body.part("embed_tokens").weight
 
     @property
@@ -219,7 +219,7 @@ class Decoder(Part, roles="model lm_head"):
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store them, as for [`quaxlike.lm.generate`][]. Default: in the dtype of the model.
+        - `cache`: how to store them, as for [`quaxlike.lm.generate`][]. Default: in the model's dtype.
 
         **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
         """
@@ -240,12 +240,12 @@ class Decoder(Part, roles="model lm_head"):
         """Stacks the layers ([`quaxlike.stack_layers`][]), and scans over them.
 
         This compiles faster, and is used by `quaxlike.lm.finetune`. Generation is faster with a list of
-        layers, because a scan copies the weights of each layer out of the stack for each token.
+        layers, because a scan copies each layer's weights out of the stack for each token.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self) -> "Decoder":
-        """Splits stacked layers into a list, with the names of the checkpoint."""
+        """Splits stacked layers into a list, with the checkpoint's names."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self, change: Any) -> "Decoder":

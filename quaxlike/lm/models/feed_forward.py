@@ -61,7 +61,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
     def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
-        """Computes the logits of the router."""
+        """Computes the router's logits."""
         return each(self.part(self.config.family.router), x)
 
 
@@ -175,7 +175,7 @@ class Experts(eqx.Module):
 def route(
     logits: Float[Array, "tokens experts"], config: DecoderConfig
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-    """Chooses the experts of each token, and computes their shares.
+    """Chooses each token's experts, and computes their shares.
 
     If shares are normalised, then the softmax is only over the chosen logits, and the others get no gradient.
     """

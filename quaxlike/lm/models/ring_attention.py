@@ -83,7 +83,7 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # The cotangent of a score is its weight times (cotangent of its value minus their weighted mean).
+        # A score's cotangent is its weight times (cotangent of its value minus the weighted mean of all).
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)

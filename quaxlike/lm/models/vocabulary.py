@@ -47,7 +47,7 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
     **Raises:**
 
     `ValueError` if `n` is less than 1 or would remove a trained token, if the model has no token embedding,
-    or if the type of the embedding does not support new rows.
+    or if the embedding's type does not support new rows.
 
     !!! example
 

@@ -29,11 +29,11 @@ def files_of(folder: Path) -> Pair:
 
 
 class AdapterConfig(NamedTuple):
-    """The configuration of an adapter, with PEFT's defaults."""
+    """An adapter's configuration, with PEFT's defaults."""
 
     method: Method
     options: Mapping[str, Any]
-    """The options of the method."""
+    """The method's options."""
     target_modules: str | Sequence[str] | None = None
     exclude_modules: str | Sequence[str] | None = None
     modules_to_save: Sequence[str] | None = None
@@ -41,7 +41,7 @@ class AdapterConfig(NamedTuple):
     layers_pattern: str | Sequence[str] | None = None
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option; None if the method does not have it."""
+        """Returns an option's value; None if the method does not have it."""
         return self.options.get(name)
 
     def targets(self, layer: str) -> bool:

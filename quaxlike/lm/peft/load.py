@@ -68,9 +68,9 @@ def load_adapter(
         mapping may contain names or prefixes. Default: transformers' names for the model, with its head
         (`AutoModelForCausalLM`) or without (`AutoModel`), alone or inside a multimodal model. Adapters for
         other parts of a multimodal model are left out, with a warning.
-    - `adapter_name`: the name of the adapter. If it is not `"default"`, then the adapter is in a subfolder
+    - `adapter_name`: the adapter's name. If it is not `"default"`, then the adapter is in a subfolder
         with this name.
-    - `layout`: the layout of weights whose layer and name do not imply it, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
         Default: none.
 
     Weights, biases and norms from Flax and Haiku are matched with PyTorch's layers: `dense.kernel` of shape
@@ -114,7 +114,7 @@ def load_adapter(
 
 
 class _Names(NamedTuple):
-    """The arrays of the model, by their names in the file."""
+    """The model's arrays, by their names in the file."""
 
     arrays: Mapping[str, tuple[str, Any]]
     """The name in the model and the array."""
@@ -281,7 +281,7 @@ def _read_whole(
     return file.read_as(key, stored, leaf.shape)
 
 
-# What PEFT inserts between the name of a layer and the names of its original arrays.
+# What PEFT inserts between a layer's name and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
@@ -290,7 +290,7 @@ _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
 class _File:
-    """The tensors of an adapter, sorted by what they apply to."""
+    """An adapter's tensors, sorted by what they apply to."""
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
@@ -532,7 +532,7 @@ def _trained_in_full(
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """Lists the arrays of the model: the name in the file, the name in the model, and the array."""
+    """Lists the model's arrays: the name in the file, the name in the model, and the array."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

@@ -61,7 +61,7 @@ def save_adapter(
         Default: the names in transformers' model for the original checkpoint. For example, layers of a
         decoder inside Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`, a
         decoder has the names of its body, since PEFT puts such an adapter on `AutoModel`.
-    - `adapter_name`: the name of the adapter. If it is not `"default"`, then the adapter is written to a
+    - `adapter_name`: the adapter's name. If it is not `"default"`, then the adapter is written to a
         subfolder with this name.
     - `task_type`: PEFT's task type, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. For
         classification, the file includes the head. Default: none.
@@ -148,7 +148,7 @@ _DEFAULTS = {
 
 
 def _record_of(x: Any) -> Method | None:
-    """Returns the method of an adapter."""
+    """Returns an adapter's method."""
     return next((method for method in BY_TYPE.values() if isinstance(x, method.type)), None)
 
 
@@ -305,7 +305,7 @@ def _check_kind(method: Method, layer: Written) -> None:
 def _without_head(model: PyTree, published: str) -> Rename:
     """Returns the names of a decoder's body without its head; None for any other model.
 
-    `published` is the name of the body inside a larger model.
+    `published` is the body's name inside a larger model.
     """
     arrays, inside = named_arrays(model), published.partition(".")[2]
     for family in FAMILIES.values():
@@ -322,10 +322,10 @@ def _unstacked(model: PyTree) -> PyTree:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """Returns the layout of a layer. If it is not known, we use the layout of the adapter."""
+    """Returns a layer's layout. If it is not known, we use the adapter's layout."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
-    if len(lora.in_axes) > 1:  # the axes of heads, or the window of a convolution
+    if len(lora.in_axes) > 1:  # the axes of heads, or a convolution's window
         raise ValueError(
             f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_unsupported(layout)}."
         )
@@ -335,7 +335,7 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
 def _tied_head_entries(
     method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Makes PEFT's entries for a tied output layer. They repeat the entries of the embedding."""
+    """Makes PEFT's entries for a tied output layer. They repeat the embedding's entries."""
     if not method.tied or any(name.startswith("lm_head") for name in tensors):
         return {}
     if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
@@ -352,7 +352,7 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Whether the embeddings of a model differ from its checkpoint."""
+    """Whether a model's embeddings differ from its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 

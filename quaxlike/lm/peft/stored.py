@@ -3,7 +3,7 @@
 In PyTorch, weights of linear layers are `(out, in)`, kernels of convolutions are `(out, in, *window)`, and
 both are called `weight`. A bias has one axis. An array that is called `weight` already keeps its layout.
 
-`target_parameters` are adapters of parameters that are no weights of layers, such as stacks of experts and
+`target_parameters` are adapters of parameters that are no layers' weights, such as stacks of experts and
 matrices of recurrent cells. If several parameters of a module have adapters, their wrappers are nested, the
 first innermost: each but the last is under `base_layer` of the next. The weights of routers, which are
 parameters of separate modules, are named the same way. In transformers 4, the matrices of experts were
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
-    """Finds out how an array is stored, given the layouts of the model.
+    """Finds out how an array is stored, given the model's layouts.
 
     Raises `ValueError` for an array without a counterpart in PyTorch.
     """
@@ -95,7 +95,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether a matrix or a stack is a parameter of a module, and not the weight of a layer."""
+    """Whether a matrix or a stack is a parameter of a module, and not a layer's weight."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
