@@ -149,7 +149,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "custom_dce",
 ]
 
-# Types, and operations on whole models. They are imported on first use, so that a program with its own types
+# Types, and operations on whole models. They are imported on first use, so a program with its own types
 # loads only the core.
 _NAMES = {
     "arrays.adapted": ("AdaptedArray",),

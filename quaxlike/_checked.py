@@ -1,6 +1,6 @@
 """Better errors for wrong arguments of public functions, from their annotations.
 
-Arguments are only checked after a call has failed, so that successful calls and tracing stay fast. An error
+Arguments are only checked after a call has failed, so successful calls and tracing stay fast. An error
 that we raise ourselves must be passed on unchanged: it knows more than the annotations.
 """
 
@@ -46,7 +46,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
 
     **Arguments:**
 
-    - `options`: names of arguments that are checked before the call, because a wrong value would not fail, or
+    - `options`: names of arguments checked before the call, because a wrong value would not fail, or
         only much later. For example, `"no"` is truthy. See `check_option`.
     """
     if fn is None:

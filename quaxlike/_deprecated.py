@@ -135,7 +135,7 @@ def moved_name(old: str, new: str) -> Any:
 def warn(old: str, new: str) -> None:
     """Warns about an old name, at the user's line.
 
-    This is the innermost frame outside of quaxlike, the import system, and the annotation checker.
+    This is the innermost frame outside quaxlike, the import system, and the annotation checker.
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):

@@ -1,6 +1,6 @@
 """Atomic writing of files.
 
-A file only appears under its name once it is complete, so that a killed process never leaves a damaged
+A file only appears under its name once it is complete, so a killed process never leaves a damaged
 checkpoint. We write to a locked temporary file in the same folder, and rename it. A temporary file without a
 lock is abandoned, and may be deleted.
 """
@@ -39,7 +39,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file for writing, which replaces `path` at the end of the block.
 
-    After an error it is deleted instead. The file keeps the permissions of the file that it replaces. If
+    After an error it is deleted instead. The file keeps the permissions of the file it replaces. If
     `path` is a symbolic link, then the target is replaced. Temporary files of killed processes are removed.
     """
     target = Path(os.path.realpath(path))

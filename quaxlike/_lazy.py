@@ -20,7 +20,7 @@ def lazily(
     - `package`: the `__name__` of the package.
     - `modules`: submodules to import on first use.
     - `namespace`: the `globals()` of the package, where names are cached.
-    - `names`: a mapping from submodules to names that are imported from them on first use.
+    - `names`: a mapping from submodules to names imported from them on first use.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}

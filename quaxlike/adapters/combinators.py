@@ -212,7 +212,7 @@ class RotatedArray(Combinator):
 class HadamardArray(Combinator):
     """The array `w * factor`, element by element.
 
-    A product with it forms this array. A lookup only multiplies the rows that it needs.
+    A product with it forms this array. A lookup only multiplies the rows it needs.
 
     **Arguments:**
 

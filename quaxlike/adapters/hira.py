@@ -16,7 +16,7 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 class HiRAArray(MethodArray):
     """HiRA: multiplies the weight by one plus a low-rank matrix, element by element: `w * (1 + b a)`.
 
-    Every matrix product forms this array. A lookup in an embedding only forms the rows that it needs.
+    Every matrix product forms this array. A lookup in an embedding only forms the rows it needs.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""`MethodArray`: an adapter that is computed as an array made from combinators."""
+"""`MethodArray`: an adapter computed as an array made from combinators."""
 
 import abc
 import math

@@ -41,7 +41,7 @@ class RandLoRAArray(MethodArray):
     - `scale`: shape `(..., rank, bases)`.
     - `gamma`: shape `(..., bases, the lesser number)`.
     - `scaling`: the factor for this change. Default: 1.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so its files can omit them. Default:
         None, for any other matrices.
     - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].

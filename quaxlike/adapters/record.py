@@ -271,7 +271,7 @@ class Method(NamedTuple):
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """Returns a layer's tensors by part, and its options. None if the array is `rewritten`."""
     kinds: Collection[str] = ("linear", "matrix")
-    """The kinds of layers that it can adapt."""
+    """The kinds of layers it can adapt."""
     others: Mapping[str, str] = {}
     """For other kinds of layers, why it cannot adapt them."""
     conv1d: bool = True

@@ -25,7 +25,7 @@ class VeRAArray(MethodArray):
     - `b`: shape `(..., m, rank)`. The layer uses the first rows, one per output.
     - `scale_a`: shape `(..., rank)`.
     - `scale_b`: shape `(..., *outputs)`.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so that its files can omit them. Default:
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so its files can omit them. Default:
         None, for any other matrices.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 

@@ -60,7 +60,7 @@ class AdaptedArray(GradientsArray):
     - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
     - `invocation`: the tokens from which the adapter acts onward, if it does not always act.
         [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
-    - `taken`: not None if an initialisation moved a part of `w` into the adapter, so that a file without the
+    - `taken`: not None if an initialisation moved a part of `w` into the adapter, so a file without the
         base cannot represent it. Default: None.
 
     !!! example
@@ -91,7 +91,7 @@ class AdaptedArray(GradientsArray):
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
-    # These have no annotations, so that a subclass that makes them fields decides about their order.
+    # These have no annotations, so a subclass that makes them fields decides about their order.
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
@@ -141,7 +141,7 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Converts several adapters on one weight to a common form, so that their parts can be stacked.
+        """Converts several adapters on one weight to a common form, so their parts can be stacked.
 
         By default, returns them unchanged if their static fields and the shapes of their parts are equal.
         """

@@ -3,14 +3,14 @@
 One rule serves every type, because the axes of all parts have labels (`labels_of`). If an axis belongs to the
 whole array, its label is the axis number, wherever it occurs in a part. If only parts have it, like the rank
 of a LoRA, the label is negative. A part without some label is constant along that axis. So a rule treats each
-part like the whole, along the labels that it finds there, and then records at which axes the outputs and
+part like the whole, along the labels it finds there, and then records at which axes the outputs and
 inputs now are.
 
 Two things hold before and after each rule:
 
 - The base has its axes in the order of the whole. Any other part has its batch axes first, in that order, and
     then the axes that `part_axes` lists. A transpose of the matrix therefore moves axes of the base alone.
-- A part may lack batch axes only in front of those that it has, since `labels_of` counts them from the end.
+- A part may lack batch axes only in front of those it has, since `labels_of` counts them from the end.
     Where an operation would break this, the part gets all of them first (`with_all_axes`).
 
 Batch axes may be cut for every type: each matrix of a stack has its own adapter. Outputs and inputs may be

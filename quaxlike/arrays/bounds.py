@@ -22,7 +22,7 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """The start, end and step of a `slice` along each axis, and the axes that it shortens."""
+    """The start, end and step of a `slice` along each axis, and the axes it shortens."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 

@@ -21,7 +21,7 @@ class DotAxes(NamedTuple):
     __module__ = "quaxlike"
 
     contracting: _Axes
-    """The axes that are summed over, paired with the other operand's in this order."""
+    """The axes summed over, paired with the other operand's in this order."""
     batch: _Axes
     """The axes that both operands and the result have. They are paired likewise, and come first in the
     result.
@@ -125,7 +125,7 @@ def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[An
 
 
 def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
-    """Transposes `x` to the order `out`, adding an axis of size one for each label that it lacks."""
+    """Transposes `x` to the order `out`, adding an axis of size one for each label it lacks."""
     order = [i for i in out if i in labels]
     if order != list(labels):
         x = jax.lax.transpose(x, [labels.index(i) for i in order])

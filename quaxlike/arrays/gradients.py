@@ -18,7 +18,7 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """The mark for arrays that are combined: if one lets gradients through, all do."""
+    """The mark for combined arrays: if one lets gradients through, all do."""
     return max(marks, key=_ORDER.index)
 
 

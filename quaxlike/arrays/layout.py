@@ -23,7 +23,7 @@ class Layout:
     - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window belongs to the inputs,
         after the channels.
     - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"`
-        (transposed, or not shared between positions); `"matrix"` for a weight that we assume belongs to a
+        (transposed, or not shared between positions); `"matrix"` for a weight we assume belongs to a
         linear layer, `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if we cannot tell;
         `"other"` for an array that need not be a weight at all. Default: `"linear"`.
     """

@@ -115,7 +115,7 @@ def set_user_context(context: Any, value: Any) -> None:
 
 
 class DecidedLate:
-    """A setting that is decided when JAX first uses it in a cache key.
+    """A setting decided when JAX first uses it in a cache key.
 
     JAX's settings belong to a thread, but asyncio tasks share a thread, so we cannot set one per task.
     Instead we set this object. When JAX hashes or compares it, it decides its value, and sets a new,
@@ -144,7 +144,7 @@ class DecidedLate:
 
 
 def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
-    """Gives instances of `cls` a JAX type, so that functions can be traced with them as arguments."""
+    """Gives instances of `cls` a JAX type, so functions can be traced with them as arguments."""
     core.pytype_aval_mappings[cls] = aval
 
 
@@ -197,7 +197,7 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Closes an open jaxpr.
 
-    Without constants, this always returns the same object for the same jaxpr, so that it can be a cache key.
+    Without constants, this always returns the same object for the same jaxpr, so it can be a cache key.
     """
     if hasattr(jaxpr, "consts"):
         return jaxpr
@@ -404,12 +404,12 @@ def is_check_of_argument(frame: types.FrameType) -> bool:
 
 
 def asking_function(frame: Any) -> str | None:
-    """The name of the jax.numpy function that is checking its arguments in this frame."""
+    """The name of the jax.numpy function checking its arguments in this frame."""
     return _local(frame, "fun_name", str)
 
 
 def asking_primitive(frame: Any) -> jexc.Primitive | None:
-    """The primitive that is being bound, if this frame converts one of its operands."""
+    """The primitive being bound, if this frame converts one of its operands."""
     return _local(frame, "self", jexc.Primitive)
 
 

@@ -21,7 +21,7 @@ from . import compat
 class _Making(type):
     """Runs `__new__` and `__init__` for Equinox's metaclass, unless nothing needs initialising.
 
-    A `__new__` may return an object of another class, or an instance that it made earlier. Then `__init__`
+    A `__new__` may return an object of another class, or an instance it made earlier. Then `__init__`
     must not run (again).
     """
 
@@ -39,7 +39,7 @@ class QuickMeta(type(eqx.Module), _Making):
     """Creates instances of Values quickly.
 
     Equinox's metaclass would take most of the time in an eager operation. We bypass it from the second
-    instance onward, so that Equinox checks the class once, and only if constructing an instance just sets
+    instance onward, so Equinox checks the class once, and only if constructing an instance just sets
     fields: the class has no `__init__`, `__new__`, `__post_init__` or `__check_init__` of its own, no
     converter and no default factory.
     """

@@ -171,7 +171,7 @@ class RuleError(TypeError):
 
 
 class Endless(ValueError):
-    """A hook, or a rule that it uses, calls itself endlessly.
+    """A hook, or a rule it uses, calls itself endlessly.
 
     It becomes a `RuleError` where it leaves the hooks. It cannot be one before, because JAX would replace a
     `TypeError` on the way.
@@ -241,7 +241,7 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Calls `hook` with tracers in place of the shapes in a Value, so that it can compute with them."""
+    """Calls `hook` with tracers in place of the shapes in a Value, so it can compute with them."""
 
     def on_shapes(value: Any) -> Any:
         found: list[Any] = []

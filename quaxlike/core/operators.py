@@ -1,6 +1,6 @@
 """Operators, methods and functions of arrays that accept Values, inside `quaxify` or not.
 
-An operator outside `quaxify` opens a level for itself. Inside, it must join the level that is running: under
+An operator outside `quaxify` opens a level for itself. Inside, it must join the running level: under
 a new level, the Values of the running one would be plain arrays, and their rules would be skipped.
 """
 

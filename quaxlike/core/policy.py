@@ -1,10 +1,10 @@
 """What happens if no rule matches: a `default`, or materialising under the policy.
 
-The invariant is that nothing becomes dense unnoticed: a Value that is materialised for want of a rule goes
+The invariant is that nothing becomes dense unnoticed: a Value materialised for want of a rule goes
 through `_densify`, which raises, warns or records. A second path would break the promise of
 `on_materialise("error")`.
 
-The mode also has to reach JAX's caches. A function that was traced under "allow" must be traced again under
+The mode also has to reach JAX's caches. A function traced under "allow" must be traced again under
 "error", or else the cached program would materialise silently: see `_jit_mode`.
 """
 
@@ -47,10 +47,10 @@ class MaterialisationWarning(UserWarning):
 
 
 class on_materialise(contextlib.ContextDecorator):
-    """Sets what happens inside this context if no rule matches, so that a Value must be materialised.
+    """Sets what happens inside this context if no rule matches, and a Value must be materialised.
 
     This is a context manager and a decorator. The innermost one wins, and each overrides the class attribute
-    `on_materialise`. It is local to the thread and the context, so that each asyncio task has its own. (A
+    `on_materialise`. It is local to the thread and the context, so each asyncio task has its own. (A
     thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter its own.)
 
     A jitted function is traced once for each mode. It materialises, warns or raises during tracing.
@@ -74,7 +74,7 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self.warned: set[Any] = set()  # call sites that we warned about
+        self.warned: set[Any] = set()  # call sites we warned about
 
     def __enter__(self) -> None:
         _count(1)
@@ -105,7 +105,7 @@ def policy_key() -> Mode | None:
 
 
 # The mode, as a setting in the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again under another
-# mode, so that what it materialises is reported. JAX keys on a thread-wide setting, but asyncio tasks on one
+# mode, so what it materialises is reported. JAX keys on a thread-wide setting, but asyncio tasks on one
 # thread each have their own mode. So the setting is one object, which looks the mode up only when JAX hashes
 # it.
 _jit_mode = jax.make_user_context(None)

@@ -1,7 +1,7 @@
 """`quaxify`: runs a function with Values in place of arrays.
 
 The invariant is that a level is closed exactly once, whatever the function raises. `levels` and JAX's current
-trace are restored in a `finally`, and the trace is marked as ended, so that a leaked tracer raises instead of
+trace are restored in a `finally`, and the trace is marked as ended, so a leaked tracer raises instead of
 computing with a trace that is gone.
 """
 
@@ -61,7 +61,7 @@ class _Quaxified(Generic[_T]):
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
-        """For a function that is already jitted: the whole call, as one jitted function.
+        """For a jitted function: the whole call, as one jitted function.
 
         When it is called eagerly, this avoids dispatching the inner jit every time.
         """
@@ -74,7 +74,7 @@ class _Quaxified(Generic[_T]):
     @staticmethod
     @compat.weakly_cached
     def _of_jit(jitted: Any) -> Callable[..., Any]:
-        """Shared by all quaxified versions of `jitted`, so that a temporary one compiles nothing."""
+        """Shared by all quaxified versions of `jitted`, so a temporary one compiles nothing."""
         of = weakref.ref(jitted)  # a strong reference from here would keep it in the cache forever
 
         @functools.wraps(jitted.__wrapped__)
@@ -96,7 +96,7 @@ class _Quaxified(Generic[_T]):
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
-            # Modules are copied under this trace, so that the function may write to the copies.
+            # Modules are copied under this trace, so the function may write to the copies.
             compat.set_trace(trace)
             fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
@@ -147,7 +147,7 @@ def quaxify(
     - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
     - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
         (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
-        pass through untouched, so that a nested `quaxify` can dispatch on them; apart from that they behave
+        pass through untouched, so a nested `quaxify` can dispatch on them; apart from that they behave
         as outside `quaxify`. A Value that `fn` closes over or builds is treated like one that `fn` holds.
         Default: all Values.
     - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A nested `quaxify` inherits it.
@@ -273,7 +273,7 @@ def _is_instance(x: Any) -> bool:
 
 
 def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Whether the filter selects a Value that it passed by, or that was not an argument.
+    """Whether the filter selects a Value it passed by, or that was not an argument.
 
     If the filter is a prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`.
     """

@@ -1,7 +1,7 @@
 """Recording for `explain`: the active recorder, and how messages describe operands and places.
 
 Recording must not change what a program does, nor be skipped by JAX's caches. Each recording is therefore
-part of JAX's cache keys, so that a function that was already traced is traced again.
+part of JAX's cache keys, so a function already traced is traced again.
 """
 
 import collections
@@ -30,7 +30,7 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 _active: contextvars.ContextVar["Recorder | None"] = contextvars.ContextVar("quaxlike_recorder", default=None)
 active = _active.get
 
-# A setting in the keys of JAX's caches, so that cached functions are traced again, and recorded.
+# A setting in the keys of JAX's caches, so cached functions are traced again, and recorded.
 _jit_recording = jax.make_user_context(None)
 _recordings = itertools.count(1)
 
@@ -99,7 +99,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """The user's line that is being executed, and the innermost line of a library that it called, or None."""
+    """The user's line being executed, and the innermost line of a library it called, or None."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -147,11 +147,11 @@ def in_bytes(size: int) -> str:
 
 
 def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
-    """The error for a Value's tracer that is used after its quaxified function has returned.
+    """The error for a Value's tracer used after its quaxified function has returned.
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over, so that JAX's cache holds the tracer.
+    - `is_late`: whether the Value was closed over, so JAX's cache holds the tracer.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

@@ -38,7 +38,7 @@ class SourceLine(NamedTuple):
 
 
 def source_lines() -> Iterator[SourceLine]:
-    """The lines outside JAX and this package that are being executed, innermost first.
+    """The lines outside JAX and this package being executed, innermost first.
 
     An equation of a jaxpr is not on Python's stack, but it keeps the lines that staged it.
     """

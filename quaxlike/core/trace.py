@@ -45,7 +45,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
-    __jax_array__ = None  # it already is an operand; JAX looks this up several times per call
+    # It already is an operand; JAX looks this up several times per call.
+    __jax_array__ = None  # pyright: ignore
 
     def __init__(self, trace: Any, value: Value) -> None:
         self._trace = trace
@@ -64,14 +65,14 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX calls this on results of a derivative without tangents, and on operands that it evaluates as
+        # JAX calls this on results of a derivative without tangents, and on operands it evaluates as
         # concrete arrays. A tracer of a running level is never one of the latter.
         if not self._trace.ended:
             return self
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for anything that may be differentiated, so that no derivative is closed over it.
+        # JAX searches these for anything that may be differentiated, so no derivative is closed over it.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:

@@ -74,7 +74,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """
 
     linear: ClassVar[bool] = False
-    """Whether this value is linear in its array leaves, so that its tangents and cotangents have its class.
+    """Whether this value is linear in its array leaves, so its tangents and cotangents have its class.
 
     A value counts as linear if both it and the Values inside it declare so; a type need not check its parts.
     Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is shared by several
@@ -94,7 +94,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     default_precedence: ClassVar[int] = 0
     """If operands of several types override `default`, the highest precedence wins."""
 
-    # Equinox looks attributes up in Python, so that bound methods are pytrees. That lookup would dominate the
+    # Equinox looks attributes up in Python, so bound methods are pytrees. That lookup would dominate the
     # cost of a rule, so Values bind their methods like any other Python object.
     __getattribute__ = object.__getattribute__
 
@@ -189,7 +189,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     def cotangent_factor(self, dtype: Any) -> Any:
         """A scalar, with this type and `dtype`, that turns a cotangent of this value into one for its leaves.
 
-        This is needed for a value that is made inside a derivative, such as one in the same unit. By default
+        This is needed for a value made inside a derivative, such as one in the same unit. By default
         None: the cotangent is used as it is.
         """
         return None
@@ -280,7 +280,7 @@ class ArrayValue(Value):
 
     @property
     def __jax_array__(self) -> Any:
-        # A property, so that it is None outside `quaxify`: `getattr(x, "__jax_array__", None)` then finds
+        # A property, so it is None outside `quaxify`: `getattr(x, "__jax_array__", None)` then finds
         # nothing, and `array @ value` defers to `value`.
         level = level_of(self)
         caller = calling_frame()

@@ -1,6 +1,6 @@
 """Variables of Flax NNX among the arguments of a quaxified function.
 
-The invariant is that a Variable has one copy, however often it occurs, so that shared parameters stay shared;
+The invariant is that a Variable has one copy, however often it occurs, so shared parameters stay shared;
 and that writes to the copy reach the original.
 """
 
@@ -38,7 +38,7 @@ class Copies:
         return copy
 
     def write_back(self, unwrap: Callable[[Any], Any]) -> None:
-        """Writes everything that was written to the copies to the Variables, and adds new Variables.
+        """Writes everything written to the copies to the Variables, and adds new Variables.
 
         **Arguments:**
 
@@ -58,7 +58,7 @@ class Copies:
 
 
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Adds a Variable that was made during the call, as `nnx.Module.sow` does."""
+    """Adds a Variable made during the call, as `nnx.Module.sow` does."""
     *above, last = path
     for key in above:
         tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]

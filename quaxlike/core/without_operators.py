@@ -102,7 +102,7 @@ def _may_know(value: Value, other: Any, name: str) -> bool:
 class _StandIn:
     """An attribute, method or unary operator.
 
-    This is not a data descriptor, so that a type may have a field with the same name. On the class it raises,
+    This is not a data descriptor, so a type may have a field with the same name. On the class it raises,
     since dataclasses would take anything else for that field's default.
     """
 
@@ -125,7 +125,7 @@ def _iterate(self: Any) -> Any:
 
 
 class _OfLeaves:
-    """An attribute that is read from any Value's leaves. Like `_StandIn`, no data descriptor."""
+    """An attribute read from any Value's leaves. Like `_StandIn`, no data descriptor."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
         self.name, self.read = name, read
@@ -171,7 +171,7 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores mixins' operators that are listed after `ArrayValue`, where our stand-ins hide them."""
+    """Restores mixins' operators listed after `ArrayValue`, where our stand-ins hide them."""
     if all(issubclass(base, Value) for base in cls.__bases__):
         return
     for base in cls.__mro__[cls.__mro__.index(Value) :]:

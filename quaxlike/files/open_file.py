@@ -1,4 +1,4 @@
-"""A file that stays open, so that everything is read from the same version of it.
+"""A file that stays open, so everything is read from the same version of it.
 
 Tensors are read on demand, long after the header. If the file was overwritten in between, the offsets in the
 header would point at other data, so every read first checks size and modification time.

@@ -163,7 +163,7 @@ def load(
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
     """Writes only a model's adapters, without their base weights.
 
-    The file contains all parts of each adapter, everything that is trained directly, and no other arrays. A
+    The file contains all parts of each adapter, everything trained directly, and no other arrays. A
     base is included if it is trained itself (`gradients="train"`, [`quaxlike.train_scales`][]). For programs
     that support only LoRA, use [`quaxlike.lm.peft.save_adapter`][].
 

@@ -1,7 +1,7 @@
 """The safetensors format: one file, or several files with an index. Tensors are read on demand.
 
 Headers are untrusted. Every offset is checked against the file's size, and tensors must cover the data
-exactly, so that no entry can read beyond the file or alias another tensor.
+exactly, so no entry can read beyond the file or alias another tensor.
 
 Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 """
@@ -69,7 +69,7 @@ class Tensors(Mapping[str, np.ndarray]):
     - `path`: the opened file or folder.
     - `info`: the dtype, shape and position of each tensor.
     - `metadata`: the text entries of the header; with several files, of the first file.
-    - `unlisted`: with several files, the names of tensors that are missing in the index.
+    - `unlisted`: with several files, the names of tensors missing in the index.
     - `files`: the files. They stay open.
     """
 
@@ -103,7 +103,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Maps a tensor into memory, so that only the used parts are read."""
+        """Maps a tensor into memory, so only the used parts are read."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]

@@ -1,7 +1,7 @@
 """The ImplicitArray style of defining types: fields, `materialize()`, and handlers for primitives.
 
 This is a thin layer over the core. An `ImplicitArray` is a [`quaxlike.ArrayValue`][], `implicit` is
-[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so that types of both styles work together.
+[`quaxlike.quaxify`][] and `register` is [`quaxlike.register`][], so types of both styles work together.
 The interface follows eformer's `jaximus` and qax.
 """
 

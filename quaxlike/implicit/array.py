@@ -1,7 +1,7 @@
 """`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred.
 
 `materialize` and handlers are written for a single array. They must never see a stack of arrays, as made by
-`jax.vmap` or a scan: they would compute with a batch axis that they do not know. A given shape is the shape
+`jax.vmap` or a scan: they would compute with a batch axis they do not know. A given shape is the shape
 of one item, which is how we recognise a stack; we then map over it.
 """
 
@@ -274,7 +274,7 @@ _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unh
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """Copies ImplicitArrays among a handler's operands, so that it may set their dtypes."""
+    """Copies ImplicitArrays among a handler's operands, so it may set their dtypes."""
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)

@@ -10,10 +10,10 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """A shape and a dtype that were passed as `shape=` and `dtype=`.
+    """A shape and a dtype passed as `shape=` and `dtype=`.
 
     We store the number of leading axes that the array shares with all its fields, but not their sizes. These
-    are read off the fields, so that the shape remains correct if the fields are sliced, stacked or mapped
+    are read off the fields, so the shape remains correct if the fields are sliced, stacked or mapped
     over. It also means that arrays have the same pytree structure if only these sizes differ. Any further
     leading axes make a stack, and `materialize` is mapped over its items.
     """

@@ -34,7 +34,7 @@ def ste(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     A function with the same arguments. If `fn` returns a Value, then the result behaves like this Value and
     follows its handlers, but has the derivative of the first argument. It is a pytree with the Value and the
-    first argument as children, both inside and outside transformations, so that it can be the carry of a
+    first argument as children, both inside and outside transformations, so it can be the carry of a
     loop. The attribute `value` is the Value itself.
 
     !!! example
@@ -102,7 +102,7 @@ def _graft(y: Any, x: Any) -> Any:
 @_graft.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     (y, x), (dy, dx) = primals, tangents
-    # Call `_graft` again, so that higher-order derivatives use the derivative of `x` too.
+    # Call `_graft` again, so higher-order derivatives use the derivative of `x` too.
     return _graft(y, x), dx.astype(dy.dtype) if _is_inexact(y) else dy
 
 

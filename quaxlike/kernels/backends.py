@@ -1,7 +1,7 @@
 """The choice of an implementation, by platform, shapes and dtypes only.
 
 The choice must not depend on values: it is made during tracing, and cached by JAX. It is part of the trace
-context, so that a function traced under one forced backend is not reused under another.
+context, so a function traced under one forced backend is not reused under another.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ def kernel_primitive(
             params["backend"] = "reference"  # other machines may lack the native library
         partitioned = is_partitioned(context)
         run = functools.partial(run_on, platform, partitioned)
-        # A reference requested by name stays plain JAX, so that it can be exported.
+        # A reference requested by name stays plain JAX, so it can be exported.
         divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)

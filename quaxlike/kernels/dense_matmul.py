@@ -34,7 +34,7 @@ def dense_matmul(
 
     On CPUs, native code (if it is compiled) multiplies a few rows; it reads a weight once, at memory
     bandwidth. Without it, one bfloat16 row is multiplied in float32 while reading the weight, since XLA would
-    convert the whole weight first. This is a primitive, so that the product sees all rows when it is lowered,
+    convert the whole weight first. This is a primitive, so the product sees all rows when it is lowered,
     including a batch. Other dtypes and platforms get XLA's product.
 
     **Arguments:**

@@ -32,7 +32,7 @@ def precision_for(dtype: Any) -> lax.Precision | None:
 
 
 def vary_alike(operands: _Tree) -> _Tree:
-    """Makes all arrays vary over the same mesh axes within `shard_map`, so that a loop can add them."""
+    """Makes all arrays vary over the same mesh axes within `shard_map`, so a loop can add them."""
     leaves, tree = jax.tree.flatten(operands)
     return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 

@@ -1,4 +1,4 @@
-"""Settings of the C allocator, so that compiled programs reuse memory on CPUs."""
+"""Settings of the C allocator, so compiled programs reuse memory on CPUs."""
 
 import ctypes
 import sys

@@ -50,7 +50,7 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
     """Makes the rule of tensor parallelism (Megatron-LM).
 
     In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
-    are sharded along their outputs, and the last projection along its inputs, so that one all-reduce combines
+    are sharded along their outputs, and the last projection along its inputs, so one all-reduce combines
     the results. Embeddings and the output head are sharded along the vocabulary. Experts are not split, but
     distributed as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a separate axis if the mesh has
     one. Other linear layers are sharded along their outputs. If sizes do not allow this, then embeddings and

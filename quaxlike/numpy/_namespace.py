@@ -1,4 +1,4 @@
-"""A mirror of a module, with functions that are quaxified on first access.
+"""A mirror of a module, with functions quaxified on first access.
 
 Names are looked up in the installed JAX and never listed here. Hence no release of JAX makes this out of
 date, and `import quaxlike.numpy` stays fast.

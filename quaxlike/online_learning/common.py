@@ -69,7 +69,7 @@ def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
 
 
 class _Numbers:
-    """Value numbering: equal numbers for values that are computed in the same way."""
+    """Value numbering: equal numbers for values computed in the same way."""
 
     def __init__(self, derivatives: bool) -> None:
         self._derivatives = derivatives

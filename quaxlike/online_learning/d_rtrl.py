@@ -45,7 +45,7 @@ class DRTRL(Learner):
 
     - `step`: a function `step(model, state, *inputs) -> (state, output)`. The state is a pytree of arrays.
     - `trainable`: a filter spec for the trained part of the model, as for `equinox.partition`.
-    - `untraced`: what to do if a parameter acts on the state without a trace, so that it only gets the
+    - `untraced`: what to do if a parameter acts on the state without a trace, so it only gets the
         gradient within a step: `"warn"`, `"allow"` or `"error"`.
     - `mixing`: what to do if the step mixes positions of the state: `"error"`, `"warn"` or `"allow"`.
 

@@ -42,7 +42,7 @@ class Mixed(Exception):
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
         self.around = [eqn]
-        """The equation, and those of the calls and loops that it is in: not all have lines."""
+        """The equation, and those of the calls and loops it is in: not all have lines."""
 
     def __str__(self) -> str:
         line = next((line for eqn in self.around for line in lines_of(eqn)), None)

@@ -311,7 +311,7 @@ etp_elemwise_p.register_etp_rules(
 @_takes_values
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
-    """Marks a weight that acts on the state elementwise, so that it is trained online.
+    """Marks a weight that acts on the state elementwise, so it is trained online.
 
     Functions of the parameter itself, such as a sigmoid, are differentiated as usual:
     `elementwise(jax.nn.sigmoid(log_decay)) * h`.

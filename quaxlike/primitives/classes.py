@@ -1,4 +1,4 @@
-"""Names of JAX primitives that behave alike, for rules that are written as tables.
+"""Names of JAX primitives that behave alike, for rules written as tables.
 
 JAX releases differ in a few primitives; each class only holds what the installed release has.
 

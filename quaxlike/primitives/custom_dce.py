@@ -38,7 +38,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# This is part of JAX's cache keys, so that a new rule retraces whatever was traced with the old one.
+# This is part of JAX's cache keys, so a new rule retraces whatever was traced with the old one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
@@ -50,12 +50,12 @@ class custom_dce(Generic[_P, _T]):
     `jax.jit` drops unused results, but it cannot look into a kernel, which computes all its results or none.
     With a rule, you can call another kernel for some of them. The rule is called when code is staged
     (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never eagerly, and never when
-    all results are used. Inputs that it does not need are not computed.
+    all results are used. Inputs it does not need are not computed.
 
-    The rule applies under every transform. JAX differentiates the rule's computation, so that results which
+    The rule applies under every transform. JAX differentiates the rule's computation, so results which
     neither the caller nor the backward pass needs are never computed. To this end, the backward pass starts
     from the inputs instead of residuals; XLA merges what both passes compute. If the function declares a
-    derivative, itself or in a function that it calls (by `jax.custom_vjp`, `jax.custom_jvp` or
+    derivative, itself or in a function it calls (by `jax.custom_vjp`, `jax.custom_jvp` or
     `jax.lax.stop_gradient`), then this derivative holds, whichever results are used.
 
     !!! example

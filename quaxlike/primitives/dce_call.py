@@ -1,7 +1,7 @@
 """The primitive behind `custom_dce`: calls a jaxpr, with a rule for computing some results.
 
 Every transform gives an equation of the same primitive, with the transformed jaxpr and rule; otherwise the
-rule would not survive `vmap` or `grad`. The derivative is a separate equation, so that the function computes
+rule would not survive `vmap` or `grad`. The derivative is a separate equation, so the function computes
 only its used results, and the derivative only its used tangents.
 """
 
@@ -22,7 +22,7 @@ from .forms import is_zero, merge, split, symbolic_tangents, zero_tangent
 
 Used = tuple[bool, ...]
 Narrowed = tuple[Any, Used]
-"""A closed jaxpr for the used results, and a mask of the operands that it takes."""
+"""A closed jaxpr for the used results, and a mask of the operands it takes."""
 
 Rule = Callable[[Used], Narrowed]
 """Computes some, but not all, of the results."""
@@ -38,7 +38,7 @@ dce_call_p.multiple_results = True
 
 
 def memoised(rule: Rule) -> Rule:
-    """Memoises a rule, so that equal equations carry the same jaxpr."""
+    """Memoises a rule, so equal equations carry the same jaxpr."""
     known: dict[Used, Narrowed] = {}
     lock = threading.Lock()
 

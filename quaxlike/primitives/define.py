@@ -44,7 +44,7 @@ def define_primitive(
     """Makes a function a JAX primitive, and derives all the rules that JAX needs.
 
     The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: the jaxpr contains it (or a
-    primitive derived from it), so that interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on it.
+    primitive derived from it), so interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on it.
     It is replaced by its function only when it is lowered.
 
     !!! example
@@ -91,7 +91,7 @@ def define_primitive(
         from the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
     - `replace`: whether an existing primitive with this name may be redefined, as when you run a notebook
-        cell again. Rules that were registered for the old primitive do not apply to the new one.
+        cell again. Rules registered for the old primitive do not apply to the new one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 

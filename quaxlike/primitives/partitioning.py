@@ -173,7 +173,7 @@ class Partitioning:
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            # A `vmap` owns these axes, and gathers anything else that is divided over them.
+            # A `vmap` owns these axes, and gathers anything else divided over them.
             mapped = compat.mapped_mesh_axes()
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)

@@ -105,7 +105,7 @@ class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
     This is an ordinary `jax.extend.core.Primitive`: equations carry it, and you can register rules for it.
-    Its derivatives and batched forms are primitives too, so that you can recognise them in a jaxpr and give
+    Its derivatives and batched forms are primitives too, so you can recognise them in a jaxpr and give
     them their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands),
     `transpose_p` (itself, transposed in its linear operands) and `batch_p` (itself, mapped over an axis).
     Each has the same four in turn. A derived primitive has its root's parameters, and in addition `forms`;

@@ -69,7 +69,7 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
     """Shards one more axis of an array, over the free mesh axes.
 
-    This is preferably an axis that is sharded already, so that an all-gather keeps its order; else the
+    This is preferably an axis sharded already, so an all-gather keeps its order; else the
     longest.
     """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]

@@ -89,7 +89,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """Reshards `x`, so that its last axis is not sharded."""
+    """Reshards `x`, so its last axis is not sharded."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x

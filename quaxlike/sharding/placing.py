@@ -121,7 +121,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """Replaces doubly quantised scales by float32 scales, so that more axes can be sharded."""
+    """Replaces doubly quantised scales by float32 scales, so more axes can be sharded."""
 
     def is_quantized(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)

@@ -137,7 +137,7 @@ def weights_to_adapt(
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
     """Selects the weights to adapt, without any that are trained directly.
 
-    **Returns:** the model, the selected weights, and the arrays that are trained directly. A tied output
+    **Returns:** the model, the selected weights, and the arrays trained directly. A tied output
     layer is separated from its embedding if only one of the two is chosen.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
@@ -215,7 +215,7 @@ def adapters_on(
     """Calls `make(name, w, layout, key)` for each weight, with a separate key if `key` is given."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # Keys follow the order of names, so that the same model starts from the same adapters in every
+        # Keys follow the order of names, so the same model starts from the same adapters in every
         # framework, whatever its order of fields. We index the keys instead of iterating over them, as JAX
         # compiles a separate program for each length to iterate.
         split = jax.random.split(key, len(targets))

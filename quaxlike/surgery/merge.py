@@ -62,7 +62,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
 @checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
-    """Subtracts adapters from the weights that they were merged into.
+    """Subtracts adapters from the weights they were merged into.
 
     **Arguments:**
 

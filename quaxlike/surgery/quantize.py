@@ -83,7 +83,7 @@ def quantize(
         [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the
         nearest codes.
     - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`. This also rounds the inputs
-        of a layer to 8 bits, with one scale per token, so that GPUs can multiply the codes directly.
+        of a layer to 8 bits, with one scale per token, so GPUs can multiply the codes directly.
         Gradients ignore the rounding, and adapters receive the exact inputs. Default: inputs are not rounded.
     - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
         [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
@@ -291,7 +291,7 @@ def fake_quantize(
 ) -> PyTree:
     """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
 
-    This is for quantisation-aware training: call it in the loss function, and train the weights that you pass
+    This is for quantisation-aware training: call it in the loss function, and train the weights you pass
     in. Gradients ignore the rounding (the straight-through estimator).
 
     **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded too, with the same
@@ -386,15 +386,15 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Whether a leaf is an adapter, and not a weight that is trained directly."""
+    """Whether a leaf is an adapter, and not a weight trained directly."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:
-    """Returns the order of axes with inputs last, so that blocks run along them.
+    """Returns the order of axes with inputs last, so blocks run along them.
 
     Embeddings are stored by row, because lookups read rows. A convolution's window precedes its
-    channels, so that the window can be reversed without splitting blocks.
+    channels, so the window can be reversed without splitting blocks.
     """
     if layout.kind == "embedding":
         return list(range(n))

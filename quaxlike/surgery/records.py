@@ -1,6 +1,6 @@
 """A record for each array of a model, with its layout and its bias.
 
-All functions of surgery read layouts from here, so that they agree about which axes are outputs and inputs.
+All functions of surgery read layouts from here, so they agree about which axes are outputs and inputs.
 Linen and Haiku keep their parameters in dicts without any modules; `traced_layouts` finds the layouts by
 tracing a call.
 """

@@ -115,7 +115,7 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
-    """Names the arrays that are fused or stacked into this one, as other checkpoints name them."""
+    """Names the arrays fused or stacked into this one, as other checkpoints name them."""
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
     own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]

@@ -1,7 +1,7 @@
 """Equal layers stacked into one module, for `jax.lax.scan` to compile only once.
 
 Only layers with the same structure, shapes and dtypes are stacked. A scan runs the same program for each of
-them, so that any other difference would be ignored silently.
+them, so any other difference would be ignored silently.
 """
 
 from collections.abc import Iterable, Sequence

@@ -48,7 +48,7 @@ def to_lora(
 
     The approximation is the best one, from the largest singular values of the change. A LoRA with at most
     this rank is kept as it is. DoRA does not change a weight by a matrix with low rank, so it is approximated
-    like any other adapter. Arrays that are trained directly (`modules_to_save`, biases, rows of embeddings)
+    like any other adapter. Arrays trained directly (`modules_to_save`, biases, rows of embeddings)
     are kept. Adapted biases become biases of the LoRA (`lora_bias`). Dropout is removed.
 
     **Raises:**

@@ -134,7 +134,7 @@ def _parts_of(x: Any) -> list[str]:
 
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
-    """Marks the leaves of one array of a model that are trained, except the fields in `freeze`."""
+    """Marks the trained leaves of an array of a model, except the fields in `freeze`."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))

@@ -64,7 +64,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Lists a path's keys, each with the node that it is applied to."""
+    """Lists a path's keys, each with the node it is applied to."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -141,7 +141,7 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 # Layers by name -----------------------------------------------------------------------------------
 
 # The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The layer's name means this
-# weight, so that the same name works in every framework.
+# weight, so the same name works in every framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 

@@ -1,7 +1,7 @@
 """Conventions about which axes of a weight are outputs and which are inputs.
 
 We look up the layer's class, or else the array's name. Classes are recognised by their name and
-package, so that none of these packages is imported. A wrong layout trains a wrong adapter without any error:
+package, so none of these packages is imported. A wrong layout trains a wrong adapter without any error:
 where two layouts are possible, the answer is `UNKNOWN` and the user has to state the layout.
 """
 

@@ -34,7 +34,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the Value and on
     its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and under
     `jax.grad` with respect to every inexact leaf. If the results differ, each step of the program is compared
-    with its primitive, so that the report names the first wrong rule.
+    with its primitive, so the report names the first wrong rule.
 
     A value may be materialised if its type has no rule; the table shows where. Inside `with
     quaxlike.on_materialise("error")`, and for types from [`quaxlike.testing.refuses`][], this is a failure.
@@ -121,7 +121,7 @@ class _Runner:
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
         self.wrong = wrong  # the first wrong hook
-        self.met: set[str] = set()  # rules that were used, by source location
+        self.met: set[str] = set()  # rules used, by source location
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)

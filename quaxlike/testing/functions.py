@@ -303,11 +303,11 @@ class _Tester:
                 plain = self._plain_for(case)
                 modes = [mode for mode in self.modes if not isinstance(plain(mode), Exception)]
                 table[f"{kind}, {where}"] = dataclasses.replace(case, modes=tuple(modes))
-        # Kinds that hold the arrays unchanged share them as operands, so that XLA sees that most of these
+        # Kinds that hold the arrays unchanged share them as operands, so XLA sees that most of these
         # programs are one.
         shared = {id(x): x for case in table.values() for x in case.leaves}
         at = {key: i for i, key in enumerate(shared)}
-        jitted = _jitted(self.fn)  # a single one, so that it is traced once
+        jitted = _jitted(self.fn)  # a single one, so it is traced once
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn

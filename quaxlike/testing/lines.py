@@ -21,7 +21,7 @@ _DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in it whenever
 
 
 def line_of(error: BaseException) -> str:
-    """The user's line that raised, and the library's line that it called; empty if unknown."""
+    """The user's line that raised, and the library's line it called; empty if unknown."""
     return _shown(lines_of_error(error))
 
 

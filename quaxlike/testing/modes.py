@@ -18,7 +18,7 @@ from .programs import Program
 from .refusing import reveal
 
 Results = dict[tuple[str, str], Any]
-"""For each program and mode: a tree of arrays, or the exception that was raised."""
+"""For each program and mode: a tree of arrays, or the exception raised."""
 
 
 def _vmap(run: Any, s: Subject) -> Any:

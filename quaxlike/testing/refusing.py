@@ -1,4 +1,4 @@
-"""Types that refuse to materialise, so that a program which drops the type is an error."""
+"""Types that refuse to materialise, so a program which drops the type is an error."""
 
 import contextlib
 import contextvars

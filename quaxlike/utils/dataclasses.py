@@ -171,7 +171,7 @@ def dataclass(
     """Makes a class a standard dataclass that is a pytree, frozen by default.
 
     - Fields are children, except that fields with `static=True` are part of the structure. JAX compares
-        structures, so that static fields must not contain arrays, and must not be mutated. Fields with
+        structures, so static fields must not contain arrays, and must not be mutated. Fields with
         `init=False` are kept too.
     - JAX rebuilds instances from their fields, without running `__init__` or `__post_init__` again.
     - `==` compares arrays by shape, dtype and values, as `eqx.tree_equal` does. It returns one boolean, which

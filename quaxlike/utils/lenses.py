@@ -47,7 +47,7 @@ class Lens(Generic[_S, _T]):
     def set(self, obj: _S, value: _T, /) -> _S:
         """Returns a copy of `obj` with `value` as this part.
 
-        A dataclass on the path is rebuilt by `dataclasses.replace`, so that its `__post_init__` runs. If it
+        A dataclass on the path is rebuilt by `dataclasses.replace`, so its `__post_init__` runs. If it
         has a hand-written `__init__`, then it is copied instead.
         """
         return cast(_S, _replaced(obj, self._path, value))
@@ -137,7 +137,7 @@ class LensField(Generic[_T]):
 
     This works in classes decorated with [`dataclass`][quaxlike.utils.dataclass]. Other dataclasses, such as
     `eqx.Module`s, need the base [`HasLensFields`][quaxlike.utils.HasLensFields]. At run time, `LensField[T]`
-    is `Annotated[T, LensField]`, so that run-time type checkers see a `T`.
+    is `Annotated[T, LensField]`, so run-time type checkers see a `T`.
 
     Lenses come from functional programming; see J. N. Foster et al., "Combinators for
     bidirectional tree transformations", 2007.
@@ -176,7 +176,7 @@ class LensField(Generic[_T]):
 class HasLensFields:
     """A base class that turns the [`LensField`][quaxlike.utils.LensField]s of a dataclass into lenses.
 
-    It has neither a metaclass nor fields, so that it can be combined with `eqx.Module` or any other base.
+    It has neither a metaclass nor fields, so it can be combined with `eqx.Module` or any other base.
 
     !!! example
 
@@ -204,7 +204,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
 
     `dataclasses` reads the class attribute twice. The first time, the field has no name yet, and we return
     the field. Then `dataclasses` names it, and reads it again: if this were still a field, it would be
-    replaced by its default. The second time we return the default, so that the descriptor stays in place.
+    replaced by its default. The second time we return the default, so the descriptor stays in place.
     """
 
     __slots__ = ()

@@ -75,7 +75,7 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
             f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
             "Use jnp.isin for other types."
         )
-    # Large unsigned numbers become negative in the widest type, so that they are outside too.
+    # Large unsigned numbers become negative in the widest type, so they are outside too.
     wide = items.astype(int if on_device else np.int64)
     return jnp.where((wide >= 0) & (wide < size), wide, size)
 

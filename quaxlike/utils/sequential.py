@@ -58,7 +58,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
-        # Closed-over values become operands, so that transforms see them.
+        # Closed-over values become operands, so transforms see them.
         opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
             lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)
@@ -91,7 +91,7 @@ def _batch(
     mapped = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(mapped, dims, strict=True)]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
-        # Bind again, so that an outer vmap is sequential too.
+        # Bind again, so an outer vmap is sequential too.
         return None, sequential_call_p.bind(*eqx.combine(items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
@@ -99,7 +99,7 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _Closed) -> tuple[list[Any], list[Any]]:
-    # Two calls, so that reverse mode evaluates the first and transposes the second.
+    # Two calls, so reverse mode evaluates the first and transposes the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
     tangents = [None if type(t) is ad.Zero else t for t in tangents]
     varying, fixed = eqx.partition(list(primals), [t is not None for t in tangents])

@@ -26,7 +26,7 @@ def as_lora(
     - `axes`: returns the weight's `out_axes` and `in_axes`, which a LoRA knows already.
 
     **Returns:** the adapter, and two Frobenius norms: the error relative to the change, and the change
-    relative to the weight; None for an array that is kept.
+    relative to the weight; None if the array is kept.
     """
     if isinstance(x, TransparentValue):
         return x, None

@@ -1,7 +1,7 @@
 """Rules for the axes of a `LoraArray`, where it differs from other adapters (`axis_rules`).
 
 Adapters with different ranks can be joined, also along outputs or inputs. Slices along the inputs of a DoRA,
-single rows, and rows that are looked up (embeddings) become dense.
+single rows, and rows looked up (embeddings) become dense.
 """
 
 import functools

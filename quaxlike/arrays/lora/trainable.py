@@ -1,4 +1,4 @@
-"""Arrays that are trained along with adapters: whole arrays, some rows of an embedding, biases."""
+"""Arrays trained along with adapters: whole arrays, some rows of an embedding, biases."""
 
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -30,7 +30,7 @@ from .dot import add
 class TransparentValue(AdaptedArray):
     """An adapted array that every computation uses like a plain one."""
 
-    # The contents decide this, so that models' files have no entries for it.
+    # The contents decide this, so models' files have no entries for it.
     gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod

@@ -1,6 +1,6 @@
 """`NamedArray`: an array with named axes.
 
-Names are counted from the last axis, so that they stay right if a transform adds or removes an axis in front.
+Names are counted from the last axis, so they stay right if a transform adds or removes an axis in front.
 A plain tuple for all axes would be wrong under every `vmap`.
 """
 

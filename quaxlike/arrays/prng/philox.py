@@ -17,7 +17,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
-# The counter's last word says what a block is for, so that no two uses share a block.
+# The counter's last word says what a block is for, so no two uses share a block.
 _BITS, _SPLIT, _FOLD_IN = 0, 1, 2
 
 

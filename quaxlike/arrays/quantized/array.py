@@ -1,6 +1,6 @@
 """The quantised types: NF4, FP4, int4, int8, any block format, and a cache that can be written.
 
-NF4 and FP4 are identical to bitsandbytes' bit for bit, so that files can be exchanged. Any change to
+NF4 and FP4 are identical to bitsandbytes' bit for bit, so files can be exchanged. Any change to
 rounding, nibble order or block layout breaks this.
 """
 

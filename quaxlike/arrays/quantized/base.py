@@ -1,4 +1,4 @@
-"""The base of quantised arrays: the layout of codes and scales, and the operations that it permits.
+"""The base of quantised arrays: the layout of codes and scales, and the operations it permits.
 
 The *stored* array is the logical one, with axes in the order in which they were quantised. Both leaves have
 its leading axes. Its trailing axes are flattened, row-major, into the last axis of `codes`, and cut into
@@ -129,7 +129,7 @@ class AbstractQuantizedArray(GradientsArray):
             Default: the codec's, which is 64 for these three, and one scale per channel for int8.
         - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default False.
         - `axis`: the axis along which blocks run. For a weight, use the contracted axis. Default -1.
-        - `stacked`: how many leading axes stack arrays that are quantised separately, for use with `vmap` or
+        - `stacked`: how many leading axes stack arrays quantised separately, for use with `vmap` or
             `lax.scan`. Default 0.
         - `train_scales`: whether gradients flow into floating scales. Default False.
 
@@ -278,7 +278,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The axes that are flattened into the last axis of `codes`."""
+        """The axes flattened into the last axis of `codes`."""
         return (self.codes.shape[-1] * 8 // self.codec.bits,) if self.inner is None else self.inner
 
     @property
@@ -329,7 +329,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def is_sum(self) -> bool:
-        """Whether elements are sums with separately scaled terms, so that an infinite factor gives NaN."""
+        """Whether elements are sums with separately scaled terms, so an infinite factor gives NaN."""
         return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
 
     @property
@@ -516,7 +516,7 @@ class AbstractQuantizedArray(GradientsArray):
         codes, scale, order = parts
         if self.flattens:
             block = self.block
-            # If no block crosses rows, we keep rows of codes, so that they can be sharded.
+            # If no block crosses rows, we keep rows of codes, so they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
 
             def flat(leaf: Any, size: Any) -> Any:
@@ -528,8 +528,8 @@ class AbstractQuantizedArray(GradientsArray):
         if shape[0] == 0 or rows % shape[0] or (order is not None and rows != shape[0]):
             return None
         leaves = codes, *(scale.parts() if isinstance(scale, BlockScales) else (scale, None, None, None))
-        flat = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
-        return flat, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
+        in_rows = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
+        return in_rows, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
 
     def requantized(self: _Q, dense: Array) -> _Q:
         """Quantises a dense array with the same shape in the format of this array."""

@@ -38,7 +38,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """Squares an array that is multiplied by itself. Other products have no codes."""
+    """Squares an array multiplied by itself. Other products have no codes."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)

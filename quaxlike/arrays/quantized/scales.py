@@ -138,7 +138,7 @@ def _stored(
         zero = None if zero is None else zero.astype(small)
         return BlockScales(scale.astype(small), outer, zero, outer_zero)
     if codec.scales in ("e8m0", "e8m0_half"):
-        # Rounded up to a power of two, so that nothing is clipped.
+        # Rounded up to a power of two, so nothing is clipped.
         raw = lax.bitcast_convert_type(jnp.maximum(scale, _TINY), jnp.uint32)
         up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
         byte = (raw >> 23) + up + np.uint32(codec.scales == "e8m0_half")

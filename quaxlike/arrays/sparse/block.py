@@ -81,9 +81,9 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         - `w`: `(*batch, N, K)`, any floating dtype.
         - `block_size`: the size of the blocks, which divides `N` and `K`. GPU kernels take 64 and 128, TPU
             kernels multiples of 128. Default 128.
-        - `density`: the fraction of blocks to keep, in (0, 1]. Default: all nonzero blocks, so that nothing
+        - `density`: the fraction of blocks to keep, in (0, 1]. Default: all nonzero blocks, so nothing
             changes.
-        - `balanced`: with a `density`, whether each block row keeps the same number, so that no slot is
+        - `balanced`: with a `density`, whether each block row keeps the same number, so no slot is
             empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many slots
             as the fullest row has blocks. Default True.
 

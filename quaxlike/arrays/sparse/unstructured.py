@@ -92,7 +92,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `x`: any array.
-        - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so that nothing
+        - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so nothing
             changes.
         - `stacked`: how many leading axes stack arrays that are sparse separately, for use with `vmap` or
             `lax.scan`. Default 0.

@@ -46,7 +46,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
     """
 
     is_sum: ClassVar[bool] = False
-    """Whether elements are sums, so that a factor must leave every term finite."""
+    """Whether elements are sums, so a factor must leave every term finite."""
 
     @property
     @abc.abstractmethod

@@ -164,7 +164,7 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
     return inside(solved, matrix, b)
 
 
-# Functions that we recognise as a whole ----------------------------------------------------------
+# Functions we recognise as a whole ----------------------------------------------------------
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
@@ -247,7 +247,7 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # Elements with equal magnitude, so that neither they nor the logarithm of their product overflow.
+    # Elements with equal magnitude, so neither they nor the logarithm of their product overflow.
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 

@@ -1,6 +1,6 @@
 """Units, and `Unitful`: an array with a unit.
 
-Units are static, so they cost nothing at run time. Exponents are fractions, so that equal
+Units are static, so they cost nothing at run time. Exponents are fractions, so equal
 units compare equal after any powers and roots.
 """
 

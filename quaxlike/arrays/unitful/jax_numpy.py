@@ -1,4 +1,4 @@
-"""Finds the jax.numpy functions that are running. Some treat numbers as if they had any unit.
+"""Finds the running jax.numpy functions. Some treat numbers as if they had any unit.
 
 There is no other way to tell: by the time a primitive is bound, its numbers look like the user's own.
 """
@@ -19,7 +19,7 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 def functions_of_jax_numpy() -> list[str]:
     """The names of the running jax.numpy functions, innermost first.
 
-    A jaxpr that is being interpreted counts as the function from which it was traced.
+    A jaxpr being interpreted counts as the function from which it was traced.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]

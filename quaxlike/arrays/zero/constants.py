@@ -1,6 +1,6 @@
 """`Zero` and `Full`, arrays with equal elements, and `Identity`, the identity matrix.
 
-Operations are simplified during tracing, and only by numbers that are static. A number that is traced is a
+Operations are simplified during tracing, and only by numbers that are static. A traced number is a
 leaf, and never read.
 """
 
@@ -115,7 +115,7 @@ class Full(ArrayOperators, ArrayValue):
         else:
             number = np.asarray(value, self._dtype).item()
             is_nan = isinstance(number, float) and math.isnan(number)
-            # Always the same NaN object, so that static fields compare equal.
+            # Always the same NaN object, so static fields compare equal.
             self.value, self.number = None, math.nan if is_nan else number
 
     def aval(self) -> jax.core.ShapedArray:
@@ -207,7 +207,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
     scalars = vary_alike([*map(jnp.asarray, scalars)])
-    if 0 in shape:  # no elements: compute nothing, so that no NaN or infinite gradient appears
+    if 0 in shape:  # no elements: compute nothing, so no NaN or infinite gradient appears
         out = jax.eval_shape(fn, *scalars)
         value = vary_alike([jnp.zeros(out.shape, out.dtype), *scalars])[0]
     else:

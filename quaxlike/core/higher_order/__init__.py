@@ -1,7 +1,7 @@
 """Primitives that carry code. Importing this package registers their rules.
 
 The invariant is that such a primitive is bound again with all its parameters (name, donation, shardings,
-unroll, policy, ...), adapted to the number of leaves. A parameter that were dropped here would silently
+unroll, policy, ...), adapted to the number of leaves. A parameter dropped here would silently
 change how the user's program is compiled.
 """
 

@@ -173,7 +173,7 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         used = tuple(map(any, per_slot))
         jaxpr, used_ins = (params["jaxpr"], (True,) * len(slots)) if all(used) else rule(used)
         taken = [slot for slot, is_used in zip(slots, used_ins, strict=True) if is_used]
-        # The remaining results keep the form that they have in the full computation.
+        # The remaining results keep the form they have in the full computation.
         targets = [slot for slot, is_used in zip(flat.out, used, strict=True) if is_used]
         narrowed = subjaxpr(level, jaxpr, taken, targets=targets, what=what)
         if narrowed.consts:

@@ -141,7 +141,7 @@ def _custom_vjp(
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
     # The leaves of Values among the operands are residuals too, since pulling back a dense cotangent needs
     # them. We forward them instead of storing them again. If other residuals hold them as well, they stay
-    # identical objects, so that patterns are recognised as equal.
+    # identical objects, so patterns are recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -322,7 +322,7 @@ class _Results:
     def decide_by(
         self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
-        """Traces the derivative of a function that is being staged, to learn the form of its results.
+        """Traces the derivative of a function being staged, to learn the form of its results.
 
         Once it is differentiated, it is too late to change that form. If the trace raises, nothing is
         decided, since the derivative may never be needed. Most derivatives call the function itself, which we
@@ -427,7 +427,7 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
 
 
 def _reset(fun: lu.WrappedFun) -> None:
-    """Forgets what a function stored when it was called, so that it can be called again."""
+    """Forgets what a function stored when it was called, so it can be called again."""
     for store in fun.stores:
         if store:
             store.reset()
@@ -451,7 +451,7 @@ def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
     """Puts `flat`, which calls `original`, in its place.
 
-    It counts as a transformation of `original`, so that it shares its stores: a level below, or a transform
+    It counts as a transformation of `original`, so it shares its stores: a level below, or a transform
     in between, calls it and then resets it.
     """
     return _in_place_of(original.with_unknown_names(), flat)

@@ -1,4 +1,4 @@
-"""Primitives that are evaluated inline.
+"""Primitives evaluated inline.
 
 These are composites, primitives made by `define_primitive` or Equinox's `create_vprim`, and JAX's high-level
 primitives with their jvp rules (since 0.12, `lax.custom_root` is one). Inlining must not replace the

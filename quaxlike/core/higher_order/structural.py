@@ -52,7 +52,7 @@ def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands,
 
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Makes each leaf vary over the axes that it does not vary over yet."""
+    """Makes each leaf vary over the axes it does not vary over yet."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
@@ -130,7 +130,7 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
 
 @builtin("convert_element_type")
 def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Converts a Value to the dtype that it already has, as loops do if a carry starts with weak types."""
+    """Converts a Value to the dtype it already has, as loops do if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:

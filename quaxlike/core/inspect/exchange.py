@@ -1,7 +1,7 @@
 """The bytes that devices exchange in a compiled program, read from its text.
 
 XLA decides on collectives during compilation, and JAX has no interface for them, so we parse the HLO text. A
-line that we do not recognise is skipped: an unknown collective would be missing from the report.
+line we do not recognise is skipped: an unknown collective would be missing from the report.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ class Event:
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so that if it
+    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so if it
     # is traced several times (a loop's body, for its carry), the last time counts.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 

@@ -45,7 +45,7 @@ class _Step:
 
 
 class _JaxprPlan:
-    """A jaxpr laid out once, so that running it needs no dict lookups."""
+    """A jaxpr laid out once, so running it needs no dict lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
@@ -273,7 +273,7 @@ def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, .
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _RAISES_IF_DENSE = on_materialise("error")
-_MOST_STRUCTURES = 1024  # structures of operands that we cache per rule
+_MOST_STRUCTURES = 1024  # structures of operands we cache per rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:

@@ -170,7 +170,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 def _gives_leaves_back(slot: LeafLayout) -> bool:
     """Whether `materialise`, followed by its transpose, returns the leaves.
 
-    If not, the cotangents of the leaves are not elements of the dense cotangent: for a leaf that is repeated,
+    If not, the cotangents of the leaves are not elements of the dense cotangent: for a repeated leaf,
     say, they are sums over several. If a type has a pattern, or refuses to materialise, we take its word.
     """
     if not all(map(has_tangent, slot.avals)):

@@ -2,7 +2,7 @@
 
 The invariant is that unification never changes a value: both sides are converted to a form that each can have
 exactly, or become dense under the policy, or an error names both. It reads only slots (statics and shapes),
-never data, so that a traced program and an eager one agree on the form.
+never data, so a traced program and an eager one agree on the form.
 """
 
 import dataclasses

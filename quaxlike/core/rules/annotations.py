@@ -1,4 +1,4 @@
-"""Annotations of a rule's operands: the types that dispatch it, and the arrays that it accepts.
+"""Annotations of a rule's operands: the types that dispatch it, and the arrays it accepts.
 
 Plain operands all dispatch as `jax.Array`, whatever they are, so `hint` never contains a number or a NumPy
 type. Otherwise a rule for `float` would match while JAX evaluates eagerly, and no longer under `jit`.

@@ -1,7 +1,7 @@
 """The registry of rules: `register` and `RuleSet`.
 
-The invariant is that a registration takes effect immediately, even in functions that are already jitted. The
-epoch counts registrations; our caches and JAX's are both keyed on it. A rule that was cached without it would
+The invariant is that a registration takes effect immediately, even in functions already jitted. The
+epoch counts registrations; our caches and JAX's are both keyed on it. A rule cached without it would
 outlive its replacement.
 
 Reading annotations is slow and imports plum, so our own rules wait until their primitive is first dispatched.
@@ -40,11 +40,11 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """A rule or a type that was written for another library works, but we can check less of it.
+    """A rule or a type written for another library works, but we can check less of it.
 
     A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or
     another shape, and its type refuses to materialise and says nothing about `own_shapes`. (Under
-    `jax_enable_checks`, both are a [`quaxlike.RuleError`][].) A rule replaces one that is written elsewhere.
+    `jax_enable_checks`, both are a [`quaxlike.RuleError`][].) A rule replaces one written elsewhere.
     A handler of an ImplicitArray can never match. A type that refuses to materialise is differentiated by its
     leaves, or its only leaf decides about control flow. Each rule and each type is warned about once.
     """
@@ -65,7 +65,7 @@ def warn_once(rule: Any, warning: Warning) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """One registered rule: the operand types that it applies to, and where it was written."""
+    """One registered rule: the operand types it applies to, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
@@ -94,7 +94,7 @@ class Rule:
 
     @functools.cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether dtypes or shapes matter, so that types alone do not tell if this matches."""
+        """Whether dtypes or shapes matter, so types alone do not tell if this matches."""
         return any(annotation.kinds for annotation in self.annotations(len(self.operands) + 1))
 
     def annotations(self, n: int) -> list[Annotation]:
@@ -119,7 +119,7 @@ class Rule:
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
             # JAX adds parameters in every release. We omit one that the rule does not name if it is unused
-            # (None), so that the rule keeps working.
+            # (None), so the rule keeps working.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -293,7 +293,7 @@ def register(
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
-        # Our own rules wait until they are needed, so that importing the package inspects none of them.
+        # Our own rules wait until they are needed, so importing the package inspects none of them.
         wait = (function.__module__ or "").startswith(_PACKAGE)
         with lock:
             for p in primitives:
@@ -328,7 +328,7 @@ def register_on_either_side(
     - `other`: the type of the operand on the other side. Default: anything.
     - `primitive`, `precedence`, `rules`: as in [`quaxlike.register`][].
 
-    A rule that is registered for exactly `(types, types)` takes priority over this one.
+    A rule registered for exactly `(types, types)` takes priority over this one.
 
     **Returns:**
 
@@ -535,10 +535,10 @@ def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
 
 
 def check_replacement(old: Rule, new: Rule) -> None:
-    """Raises a `RuleError` if a rule would replace one that is written in the same place.
+    """Raises a `RuleError` if a rule would replace one written in the same place.
 
-    If a definition runs again (a notebook cell, a reloaded module), it replaces the rule that it made before.
-    A rule that is written elsewhere is replaced with a warning.
+    If a definition runs again (a notebook cell, a reloaded module), it replaces the rule it made before.
+    A rule written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
     if was is now:
@@ -561,7 +561,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """The code in a module that is currently executing."""
+    """The currently executing code of a module."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:

@@ -89,7 +89,7 @@ active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.Context
 )
 
 
-# The same, as a setting in the keys of JAX's caches: a function that was traced with other rule sets is
+# The same, as a setting in the keys of JAX's caches: a function traced with other rule sets is
 # traced again.
 _jit_layers = jax.make_user_context((GLOBAL,))
 
@@ -259,7 +259,7 @@ class Checked:
         self._may_decline = may_decline
         self._right: set[Any] = set()  # trusted parameters; while tracing, with avals
         self._is_trusted = False  # with any parameters
-        # A trace, and the parameters that are trusted in it.
+        # A trace, and the parameters trusted in it.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ def nf4_matmul(
 
     - `x`: `(..., K)`, or `(..., N)` if `transpose`.
     - `packed`: the codes of `W`, flattened row-major, two per byte, high nibble first: `(N·K + 1) // 2`
-        bytes. If blocks do not cross rows, also `(N, K / 2)`, so that devices can share rows or columns.
+        bytes. If blocks do not cross rows, also `(N, K / 2)`, so devices can share rows or columns.
     - `absmax`: one float32 scale per block of `block_size` consecutive codes; blocks may cross rows. `(N, K /
         block_size)` for rows of codes. [`NestedScales`][quaxlike.kernels.NestedScales] if the scales are
         quantised, too.

@@ -51,7 +51,7 @@ class Codec:
     - `dtype`: the dtype of floating scales made by `quantize`.
     - `limits`: for integer scales, the smallest and the largest.
     - `high_first`: whether the first of two 4-bit codes is in the byte's high half.
-    - `flat`: whether products take rows of codes without gaps, so that blocks may cross matrix rows.
+    - `flat`: whether products take rows of codes without gaps, so blocks may cross matrix rows.
     - `all_values`: the values of codes 0, 1, …
     """
 
@@ -122,7 +122,7 @@ class Codec:
         return jnp.asarray(order.astype(np.uint8))[places]
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """Rounds stochastically to one of the two adjacent values, so that the mean is exact.
+        """Rounds stochastically to one of the two adjacent values, so the mean is exact.
 
         `random` is uniform between 0 and 1. Returns uint8 codes.
         """

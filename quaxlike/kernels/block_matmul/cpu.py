@@ -111,7 +111,7 @@ def _decode_and_multiply(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def tile(start: Array | int, count: int) -> list[Array]:
-        # `rows` is an operand, so that no weight is decoded long before it is needed.
+        # `rows` is an operand, so no weight is decoded long before it is needed.
         out = jax.ShapeDtypeStruct((count, k), x.dtype)
         first = rows, jnp.asarray(start, jnp.int32)
         return [_call("decode", out, *first, leaves=leaves, decode=decode, product=product)]

@@ -325,7 +325,7 @@ def _padded(z: Array) -> Array:
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
     """How many rows of a weight to decode at a time.
 
-    Large weights are split, so that no dense copy exists. All chunks have the same nonzero length, a multiple
+    Large weights are split, so no dense copy exists. All chunks have the same nonzero length, a multiple
     of `aligned`.
     """
     most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
@@ -351,7 +351,7 @@ def join_chunks(
     **Arguments:**
 
     - `part`: `part(weight, start, stop)` computes columns.
-    - `weight`: arrays that `part` decodes. They pass from chunk to chunk, so that chunks are decoded one
+    - `weight`: arrays that `part` decodes. They pass from chunk to chunk, so chunks are decoded one
         after the other, in the same memory.
     - `axis`: the result's axis for columns, or for rows to compute instead.
     """

@@ -117,7 +117,7 @@ class Warp:
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
-        # Groups of tokens with the same rows of `W` are adjacent, so that L2 serves all but one.
+        # Groups of tokens with the same rows of `W` are adjacent, so L2 serves all but one.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups

@@ -99,7 +99,7 @@ def _choose(
 def _kernel(
     run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
-    """Runs a kernel on codes and scales in the form that it takes."""
+    """Runs a kernel on codes and scales in the form it takes."""
     *operands, zeros = decode.operands(leaves, decoded=decoded)
     zero_points = {} if zeros is None else {"zeros": zeros}
     stored = decode.stored(product, decoded=decoded)

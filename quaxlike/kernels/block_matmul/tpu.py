@@ -1,7 +1,7 @@
 """The matmul with stored weights on TPUs.
 
 Codes are read as they are stored. A byte with two codes holds two adjacent columns of a row of `W`. Bytes lie
-along lanes, so that one half of every byte belongs to an even column, and the other half to an odd column. We
+along lanes, so one half of every byte belongs to an even column, and the other half to an odd column. We
 multiply the two planes separately, by the even and the odd columns of `x`: nothing is interleaved.
 
 4-bit codes are looked up along the 8 sublanes of two registers. Scales are looked up along the 128 lanes of

@@ -7,9 +7,9 @@ tensor cores (`mma.sync`).
     shared memory. The index is read one step before its copies start. A block or row that does not exist is
     not read: zeros are written instead.
 - *`ldmatrix` loads the fragments*, transposed if the contracted axis runs along the rows. Pieces of 16 bytes
-    are permuted within lines of 128, so that neither copies nor `ldmatrix` have bank conflicts. Copy and load
+    are permuted within lines of 128, so neither copies nor `ldmatrix` have bank conflicts. Copy and load
     must use the same permutation (`_permuted`).
-- *The result passes through shared memory*, so that adjacent threads write adjacent pieces.
+- *The result passes through shared memory*, so adjacent threads write adjacent pieces.
 
 Import this module only where a kernel is traced.
 """
@@ -106,7 +106,7 @@ class _Work(NamedTuple):
 
 def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, slots = p.block_size, p.slots
-    # Blocks of threads with the same tokens are adjacent, so that the L2 cache serves all but one.
+    # Blocks of threads with the same tokens are adjacent, so the L2 cache serves all but one.
     feature_tiles, parts = p.indexed[0] * b // tiling.width, b // tiling.width
     feature_tile = lanes.block_index() % feature_tiles
     token = lanes.block_index() // feature_tiles * tiling.height

@@ -38,7 +38,7 @@ class NativeError(RuntimeError):
 
 
 class Library(NamedTuple):
-    """The loaded library: its file, and the instruction set that it uses here."""
+    """The loaded library: its file, and the instruction set it uses here."""
 
     path: Path
     instructions: str
@@ -120,7 +120,7 @@ def _name(*key: str) -> str:
 def build(*, again: bool = False) -> Built:
     """Compiles the native library into the user's cache, unless it exists.
 
-    Programs that are compiled later, in this process or others, will use it. You can also run
+    Programs compiled later, in this process or others, will use it. You can also run
     `python -m quaxlike.kernels.native`.
 
     **Arguments:**

@@ -121,7 +121,7 @@ def read(
     - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. Files from
         bitsandbytes state the dtype of 4-bit weights.
     - `mesh`: a mesh, in one or many processes. Weights are read one by one, and each process keeps
-        the shards of its own devices. It only reads the rows that it needs, for plain tensors and formats
+        the shards of its own devices. It only reads the rows it needs, for plain tensors and formats
         that store rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default: the default
         device.
     - `sharding`: a rule for sharding weights, as for [`quaxlike.sharding.specs_for`][]: a dict of regular

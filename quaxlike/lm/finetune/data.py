@@ -120,9 +120,9 @@ class Examples(NamedTuple):
     cut: int
     """The number of texts that were too long, and were cut."""
     empty: int
-    """The number of examples that were left out, as nothing to learn remained after cutting."""
+    """The number of examples left out, as nothing to learn remained after cutting."""
     without_answer: int
-    """The number of lines that were left out, as they contain nothing to learn."""
+    """The number of lines left out, as they contain nothing to learn."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
@@ -165,7 +165,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """Returns the length for padding: a power of two, so that few programs are compiled."""
+    """Returns the length for padding: a power of two, so few programs are compiled."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
@@ -225,7 +225,7 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
     """Selects a batch's examples. Each epoch has a new order, without an incomplete last batch.
 
-    The result depends only on the arguments, so that training can stop and resume anywhere.
+    The result depends only on the arguments, so training can stop and resume anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

@@ -179,7 +179,7 @@ class Devices:
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:
-        """Replicates outputs inside a step, so that every process can read them."""
+        """Replicates outputs inside a step, so every process can read them."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:

@@ -133,7 +133,7 @@ def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices
 
 
 class Again(eqx.Module):
-    """A layer that is recomputed in the backward pass, except for what the policy saves."""
+    """A layer recomputed in the backward pass, except for what the policy saves."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -204,7 +204,7 @@ def optimiser_for(
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # Warm-up starts above zero, so that the first step has an effect.
+    # Warm-up starts above zero, so the first step has an effect.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(

@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json`: the entries that a model reads, and values that it does not support.
+"""A checkpoint's `config.json`: the entries that a model reads, and values it does not support.
 
 An entry with an unknown value must raise an error. Ignoring it would load a model that computes wrong logits.
 """
@@ -53,7 +53,7 @@ class Config:
         return cls(**values)
 
     def known_entries(self) -> set[str]:
-        """Returns the names of entries that are read or checked."""
+        """Returns the names of entries read or checked."""
         return {field.name for field in dataclasses.fields(self)}
 
 

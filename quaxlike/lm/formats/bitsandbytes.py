@@ -366,7 +366,7 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
-    # Each weight's tensors contain everything that we need.
+    # Each weight's tensors contain everything we need.
     without_effect=(
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",

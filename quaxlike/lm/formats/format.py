@@ -1,6 +1,6 @@
 """The record of a format of quantised weights, and helpers to read checked tensors and settings.
 
-Readers must check every shape, dtype and setting before they use it. A format that is read with wrong
+Readers must check every shape, dtype and setting before they use it. A format read with wrong
 assumptions gives a model that runs, but computes nonsense.
 """
 
@@ -61,7 +61,7 @@ class Format:
         names. Incomplete weights are listed too; reading one raises.
     - `codes`: suffixes of tensors that must belong to a weight. Otherwise the checkpoint is damaged.
     - `used`: the settings that `weights` uses.
-    - `without_effect`: further settings in files. They contain nothing else that we need.
+    - `without_effect`: further settings in files. They contain nothing else we need.
     - `by_rows`: whether `weights` can read a window of rows as if it were a file. The first axis of each
         tensor then consists of rows, or tiles of rows, or is shared by all rows.
     - `detect`: a function that recognises the format without settings.
@@ -69,7 +69,7 @@ class Format:
         `quantization_config`; it returns None if there are none.
     - `write`: a function that returns the tensors of weights by name, and their `quantization_config`. None
         if we can only read this format.
-    - `types`: the types of Values that are saved in this format. The first format with a Value's type is
+    - `types`: the types of Values saved in this format. The first format with a Value's type is
         used.
     - `codec`: the only codec of `BlockArray`s that this format can store; empty for any.
     """
@@ -272,7 +272,7 @@ def group_size(config: Mapping[str, Any], path: Path) -> int | None:
     return None if size == -1 else size
 
 
-# Reading by rows, so that a process only reads the rows of its own devices -------------------------
+# Reading by rows, so a process only reads the rows of its own devices -------------------------
 
 
 def dense_rows(tensors: Any, name: str) -> RowReader:

@@ -2,7 +2,7 @@
 
 The cache must always contain the keys and values of exactly the tokens before the next one, computed with the
 same adapters and rotary frequencies. Whenever one of these changes, the affected tokens are computed again.
-Shapes are rounded to powers of two, so that only a few programs are compiled.
+Shapes are rounded to powers of two, so only a few programs are compiled.
 """
 
 import functools
@@ -65,7 +65,7 @@ def generate(
         the next step runs.
     - `cache`: how to store keys and values: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][]. For
         example `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. With 4 bits or
-        fewer, keys are rotated first, so that a few large elements do not reduce the precision of the others.
+        fewer, keys are rotated first, so a few large elements do not reduce the precision of the others.
         Default: the model's dtype.
 
     **Returns:** the new tokens, `(batch, max_new_tokens)`. A text that has ended is padded with
@@ -189,7 +189,7 @@ def _tokens(
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
         reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
-        # Start the next step before reading the last token, so that the device never waits for us.
+        # Start the next step before reading the last token, so the device never waits for us.
         while len(made) < until:
             count = len(made)
             more = count + 1 < until
@@ -216,7 +216,7 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class _Leaves:
-    """A flattened model, so that it is not flattened again for each token."""
+    """A flattened model, so it is not flattened again for each token."""
 
     def __init__(self, model: Any) -> None:
         self._leaves, structure = jax.tree.flatten(model)
@@ -342,7 +342,7 @@ def _next(
 class Conversation:
     """A text that a decoder continues in turns, such as a chat.
 
-    Keys and values remain cached for the common prefix with the previous text, so that only new tokens are
+    Keys and values remain cached for the common prefix with the previous text, so only new tokens are
     computed. Before the invocation tokens of an activated LoRA, they remain valid too.
 
     **Arguments:**

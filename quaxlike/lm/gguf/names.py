@@ -90,7 +90,7 @@ def llama_cpp_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Maps transformers' names to llama.cpp's names; to the first name for a stack that it splits."""
+    """Maps transformers' names to llama.cpp's names; to the first name for a stack it splits."""
     family = family_of(metadata)
     halves = {name: gate_and_up(name) if family else None for name in names}
     return {name: pair[0] if pair else llama_cpp_name(name, family) for name, pair in halves.items()}

@@ -1,4 +1,4 @@
-"""Attention kernels from other libraries, and a table of the cases that they do not support."""
+"""Attention kernels from other libraries, and a table of the cases they do not support."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ Backend = Literal["cudnn", "splash"]
 _LANES = 128
 _EVERYTHING = Reach(None, None)
 
-# Part of JAX's trace context, so that a function traced with one backend is not reused with another.
+# Part of JAX's trace context, so a function traced with one backend is not reused with another.
 _asked = jax.make_user_context(default_value=None)
 
 

@@ -1,7 +1,7 @@
 """Softmax attention on one device: the scores of all tokens at once, or by blocks in linear memory.
 
 Blocks of queries attend to blocks of keys with a running softmax (Milakov and Gimelshein, 2018, as in Dao et
-al., FlashAttention, 2022). They are recomputed in the backward pass, so that scores are never stored for all
+al., FlashAttention, 2022). They are recomputed in the backward pass, so scores are never stored for all
 pairs of tokens.
 """
 

@@ -1,6 +1,6 @@
 """The decoder: one model for all architectures in the table.
 
-Every array has the same name as in transformers' checkpoints, so that checkpoints load without a table of
+Every array has the same name as in transformers' checkpoints, so checkpoints load without a table of
 names. Each token attends only to earlier tokens of its own segment. The mask and positions must agree with
 the cache.
 """

@@ -1,6 +1,6 @@
 """Feed-forward layers: plain, gated, and mixtures of experts.
 
-The matrices of experts are stacked, so that Values and shardings apply to all experts at once. No array may
+The matrices of experts are stacked, so Values and shardings apply to all experts at once. No array may
 have the size of tokens times experts: it would not fit into memory.
 """
 

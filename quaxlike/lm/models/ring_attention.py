@@ -27,7 +27,7 @@ def of_ring(
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
-        # Make all operands vary here, so that cotangents of replicated operands are summed here. Inside
+        # Make all operands vary here, so cotangents of replicated operands are summed here. Inside
         # `lax.cond`, not every device would take part in the sum.
         return ring(*vary_alike(operands))
 

@@ -42,7 +42,7 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
 
     The model with `n` rows in its embedding, and in its output layer unless it is tied. New rows are the mean
     of the other rows, after adaptation if there are adapters. Adapters are resized too. If a weight is
-    quantised, then rows that are kept have the same codes, unless a block spans rows.
+    quantised, then kept rows have the same codes, unless a block spans rows.
 
     **Raises:**
 
@@ -112,7 +112,7 @@ def _without_rows(name: str, x: Any) -> ValueError:
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
-    """Quantises a resized array like `x`. Blocks that are kept have the same codes."""
+    """Quantises a resized array like `x`. Kept blocks have the same codes."""
     stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))

@@ -202,7 +202,7 @@ def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[Adapte
 
     Otherwise this removes the repeated entries for the output layer from file and configuration. A model
     supports this with a method `with_separate_head`. By default, PEFT only changes the named layer, and not
-    the layer that is tied to it. With `ensure_weight_tying`, and for trained tokens, it changes both in the
+    the layer tied to it. With `ensure_weight_tying`, and for trained tokens, it changes both in the
     same way. Files may contain that change once or twice.
     """
     separated = getattr(model, "with_separate_head", None)
@@ -337,7 +337,7 @@ class _File:
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
-        """Moves embeddings and output layers that are saved but not trained from `trained` to `bases`.
+        """Moves embeddings and output layers saved but not trained from `trained` to `bases`.
 
         PEFT saves them by itself after `resize_token_embeddings`.
         """
@@ -509,7 +509,7 @@ def _read_stack(
 def _trained_in_full(
     config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]
 ) -> dict[str, str]:
-    """Returns the arrays that are trained directly, by names in the file."""
+    """Returns the arrays trained directly, by names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]

@@ -56,7 +56,7 @@ def save_adapter(
     - `model`: the result of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with a
         method in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written one by
         one.
-    - `base_model`: the name or path of the base model, so that PEFT can find it. Default: none.
+    - `base_model`: the name or path of the base model, so PEFT can find it. Default: none.
     - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
         Default: the names in transformers' model for the original checkpoint. For example, layers of a
         decoder inside Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`, a
@@ -374,7 +374,7 @@ def _embeddings(
 
 
 def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that are trained directly, by name."""
+    """Returns the arrays trained directly, by name."""
     own_biases: set[str] = set()
     trained: dict[str, Any] = {}
     for new, leaf in names.items():
@@ -437,7 +437,7 @@ def _targets(
 def _trained_config(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Makes the entries of the configuration for arrays that are trained directly."""
+    """Makes the entries of the configuration for arrays trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
     for new, leaf in names.items():
         if (
@@ -474,7 +474,7 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
-    """Rewrites the adapters, so that they give the same weights on top of `base`."""
+    """Rewrites the adapters, so they give the same weights on top of `base`."""
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

@@ -1,7 +1,7 @@
 """Names and layouts in PEFT's files, for layers of every framework.
 
 In PyTorch, weights of linear layers are `(out, in)`, kernels of convolutions are `(out, in, *window)`, and
-both are called `weight`. A bias has one axis. An array that is called `weight` already keeps its layout.
+both are called `weight`. A bias has one axis. An array called `weight` already keeps its layout.
 
 `target_parameters` are adapters of parameters that are no layers' weights, such as stacks of experts and
 matrices of recurrent cells. If several parameters of a module have adapters, their wrappers are nested, the
