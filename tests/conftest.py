@@ -4,6 +4,7 @@ import atexit
 import gc
 import math
 import os
+import re
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -52,6 +53,8 @@ from jaxtyping import install_import_hook
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
 
+_SLOW_FILE = re.compile(r"^pytestmark = .*\b(pytest\.mark\.(slow|frameworks)|client\()", re.MULTILINE)
+
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -59,6 +62,25 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles, so that a deadline per example says nothing.
 settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("quaxlike")
+
+
+def _leaves_out_slow(config):
+    return "not slow" in config.getoption("markexpr")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files of slow tests alone are not imported where those are left out, which takes most of collecting."""
+    if _leaves_out_slow(config) and collection_path.suffix == ".py":
+        return _SLOW_FILE.search(collection_path.read_text("utf-8")) is not None or None
+    return None
+
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    """A slow function has no cases where those are left out: to make them and drop them takes seconds."""
+    marks = getattr(obj, "pytestmark", ())
+    if _leaves_out_slow(collector.config) and any(mark.name == "slow" for mark in marks):
+        return []
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
