@@ -1,7 +1,8 @@
 """Random arrays, drawn by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,35 @@ def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Makes a folder the user's cache, for this process, which read it at import, and for those it starts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+
+
+def covering(*tables: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows with an entry of each table, such that any two entries of two tables meet in some row: a covering
+    array of strength two (Cohen et al., "The AETG System", 1997). A product of three tables asks many times
+    what two of them do together; this asks it about once.
+    """
+    entries = [list(table) for table in tables]
+    columns = list(itertools.combinations(range(len(entries)), 2))
+    missing = {pair: set(itertools.product(*(range(len(entries[i])) for i in pair))) for pair in columns}
+    rows: list[tuple[Any, ...]] = []
+    while first := next((pair for pair in columns if missing[pair]), None):
+        row = dict(zip(first, min(missing[first]), strict=True))
+        for column in sorted(set(range(len(entries))) - set(row), key=lambda i: -len(entries[i])):
+
+            def gain(entry: int, column: int = column) -> int:
+                met = (
+                    (tuple(sorted((column, other))), (entry, at) if column < other else (at, entry))
+                    for other, at in row.items()
+                )
+                return sum(pair in missing[places] for places, pair in met)
+
+            # Ties are broken by turns, so that no entry is in all rows that are free to choose.
+            turns = [(entry + len(rows)) % len(entries[column]) for entry in range(len(entries[column]))]
+            row[column] = max(turns, key=gain)
+        for places in columns:
+            missing[places].discard((row[places[0]], row[places[1]]))
+        rows.append(tuple(table[row[i]] for i, table in enumerate(entries)))
+    return rows
 
 
 class Lazy(Mapping[str, Any]):

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import Unitful, dimensionless
+from tests.samples import covering
 from tests.users import Bare, Passing, Rescaled
 
 # The types ----------------------------------------------------------------------------------------
@@ -258,9 +259,7 @@ def _functions(type_name: str, transform: str) -> list[str]:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize(("type_name", "transform", "levels"), covering(TYPES, TRANSFORMS, LEVELS))
 def test_programs_on_values_are_those_on_arrays(type_name, transform, levels):
     for name in _functions(type_name, transform):
         program = _program(FUNCTIONS[name], TRANSFORMS[transform], LEVELS[levels], ql.quaxify)
