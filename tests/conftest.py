@@ -64,37 +64,46 @@ settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomiz
 settings.load_profile("quaxlike")
 
 
-def _leaves_out_slow(config):
-    return "not slow" in config.getoption("markexpr")
+class WithoutSlow:
+    """Makes no cases of slow tests, and imports no files of them alone: to drop what was collected takes
+    seconds of each worker."""
+
+    def pytest_ignore_collect(self, collection_path):
+        slow = collection_path.suffix == ".py" and _SLOW_FILE.search(collection_path.read_text("utf-8"))
+        return True if slow else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj):
+        return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
 
 
-def pytest_ignore_collect(collection_path, config):
-    """Files of slow tests alone are not imported where those are left out, which takes most of collecting."""
-    if _leaves_out_slow(config) and collection_path.suffix == ".py":
-        return _SLOW_FILE.search(collection_path.read_text("utf-8")) is not None or None
-    return None
+def pytest_configure(config):
+    if "not slow" in config.getoption("markexpr"):
+        config.pluginmanager.register(WithoutSlow())
 
 
-def pytest_pycollect_makeitem(collector, name, obj):
-    """A slow function has no cases where those are left out: to make them and drop them takes seconds."""
-    marks = getattr(obj, "pytestmark", ())
-    if _leaves_out_slow(collector.config) and any(mark.name == "slow" for mark in marks):
-        return []
-    return None
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name, obj):
+    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
+    those of one marked `quick("id", ...)`, the cases with these ids."""
+    cases = yield
+    for mark in getattr(obj, "pytestmark", ()):
+        if mark.name == "quick" and cases:
+            own = [case for case in cases if not case.get_closest_marker("slow")]
+            for case in _not_quick(name, own, *mark.args):
+                case.add_marker(pytest.mark.slow)
+    return cases
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow."""
-    cases = {}
-    for item in items:
-        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for own in cases.values():
-        (n,) = own[0].get_closest_marker("quick").args
-        # Multiples of the golden ratio: however many are taken, they spread over every parameter.
-        for i in sorted(range(len(own)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)[n:]:
-            own[i].add_marker(pytest.mark.slow)
+def _not_quick(name, cases, *chosen):
+    if isinstance(chosen[0], str):
+        ids = [case.callspec.id for case in cases]
+        if missing := set(chosen) - set(ids):
+            raise pytest.UsageError(f"{name} has no cases {sorted(missing)}: they are {ids}")
+        return [case for case in cases if case.callspec.id not in chosen]
+    # Multiples of the golden ratio: however many are taken, they spread over every parameter.
+    order = sorted(range(len(cases)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)
+    return [cases[i] for i in order[chosen[0] :]]
 
 
 def pytest_collection_finish(session):
