@@ -49,14 +49,14 @@ def test_it_is_one_operand(value):
     assert type(value).__name__ in str(jax.typeof(_hi(value)))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("NamedArray-jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, ql.quaxify, lambda f: ql.quaxify(jax.jit(f))])
 def test_operators(value, transform):
     run = transform(lambda w: ql.materialise(getattr(y := w @ X, "value", y)))
     _close(run(_hi(value)), value.materialise() @ X)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("NF4Array")
 def test_it_is_returned(value):
     doubled = jax.jit(lambda w: w * 2.0)(_hi(value))
     assert isinstance(doubled, as_hitype(type(value)))
@@ -65,7 +65,7 @@ def test_it_is_returned(value):
     assert jax.tree.structure(made.value) == jax.tree.structure(value)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("NF4Array-eager-plain", "NamedArray-eager-quaxify")
 @pytest.mark.parametrize("around", [lambda f: f, ql.quaxify], ids=["plain", "quaxify"])
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients(value, around, inside):
@@ -97,6 +97,7 @@ def test_batches_and_loops():
         jax.vmap(lambda w: w @ X)(w)
 
 
+@pytest.mark.slow
 def test_functions():
     run = jax.jit(ql.hijax.quaxify(lambda w, x: jnp.tanh(jnp.matmul(x, jnp.transpose(w)))))
     _close(run(_hi(LORA), X), jnp.tanh(LORA.materialise() @ X))
@@ -165,7 +166,7 @@ def _product(theirs, w):
     return jnp.matmul(_Dense(jax.typeof(theirs))(theirs), w)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -185,6 +186,7 @@ def test_a_type_of_somebody_else_passes_untouched(program):
         _close(jax.jit(ql.quaxify(program))(THEIRS, LORA), DENSE @ LORA.materialise())
 
 
+@pytest.mark.slow
 def test_its_derivative_is_its_own():
     by_theirs, by_lora = jax.grad(
         lambda theirs, a: jnp.sum(ql.quaxify(_product)(theirs, LORA.replace(a=a))), argnums=(0, 1)
@@ -246,6 +248,7 @@ def test_a_rule_for_a_class():
         _close(found, jax.grad(lambda a: 9 * jnp.sum(LORA.replace(a=a).materialise() ** 2))(LORA.a))
 
 
+@pytest.mark.slow
 def test_a_rule_that_declines_is_followed_by_the_expansion():
     rules = ql.RuleSet()
     ql.register(_Halves, rules=rules)(_declines)

@@ -59,6 +59,7 @@ def both():
     return rules
 
 
+@pytest.mark.quick("jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_a_plain_vector_and_one_never_heard_of(only_lora, transform):
     f = transform(ql.quaxify(jnp.matmul, rules=only_lora))
@@ -77,6 +78,7 @@ def test_two_rules_that_both_match_are_an_error_that_lists_them(both):
         ql.check_ambiguities(Rank1, OneHotVector, rules=both)
 
 
+@pytest.mark.slow
 def test_nested_quaxify_fixes_the_order(both):
     is_lora = lambda x: isinstance(x, Rank1)
     is_one_hot = lambda x: isinstance(x, OneHotVector)
@@ -85,6 +87,7 @@ def test_nested_quaxify_fixes_the_order(both):
         np.testing.assert_array_equal(f(LORA, ONE_HOT), [10, 10, 10])
 
 
+@pytest.mark.slow
 def test_an_explicit_rule_resolves_it(both):
     @ql.register("dot_general", rules=both)
     def _(x: Rank1, y: OneHotVector, **params):

@@ -78,6 +78,7 @@ def _without_types(tree: ast.Module) -> ast.Module:
     return tree
 
 
+@pytest.mark.slow
 def test_no_module_comes_back_to_itself():
     """However deep an import stands in a function."""
     sorter = graphlib.TopologicalSorter(_package_arrows())
@@ -93,6 +94,7 @@ _SHARED_NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_the_name_of_a_class_has_one_meaning():
     classes = [
         node.name

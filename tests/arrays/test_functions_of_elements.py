@@ -104,6 +104,7 @@ def test_a_function_that_changes_the_unit(program, wrap):
         ql.quaxify(fn)(WRAPPERS[wrap](X))
 
 
+@pytest.mark.slow
 def test_any_function_of_numbers_without_a_unit():
     x = Unitful(X, "")
     for program, (fn, _) in CHANGE_THE_UNIT.items():

@@ -99,7 +99,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("with itself")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_never_form_the_matrix(name, model):
     rows, x = moved(model).embed_tokens.weight, normal(3, 4, seed=1)

@@ -68,7 +68,7 @@ def test_products_contract_by_name(left, right, data):
     same(out, expected, (*paired, *rest))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("sum")
 @pytest.mark.parametrize(
     "method", ["sum", "mean", "max", "min", "std", "var", "prod", "argmax", "argmin", "all", "any", "ptp"]
 )

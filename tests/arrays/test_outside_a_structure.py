@@ -128,7 +128,7 @@ MODES = {
 }
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

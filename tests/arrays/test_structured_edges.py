@@ -72,7 +72,7 @@ _STACKS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("(3, 1)-add-a tridiagonal and a diagonal")
 @pytest.mark.parametrize("names", _STACKS.values(), ids=_STACKS)
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p, jax.lax.mul_p], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
@@ -96,7 +96,7 @@ def test_updates_of_other_shapes_become_dense():
         _agrees(jax.lax.sub_p.bind, update, row)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("and a sum")
 @pytest.mark.parametrize(
     "f",
     [
@@ -217,7 +217,7 @@ def test_determinants_have_gradients_where_they_vanish():
         jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, atol=1e-12), grad, expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.relu6, jax.nn.softplus], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative(f):

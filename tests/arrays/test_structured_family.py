@@ -97,7 +97,7 @@ KEPT = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("sum over a stack")
 @pytest.mark.parametrize("program", KEPT)
 def test_a_type_of_somebody_else(program):
     fn, kind = KEPT[program]
@@ -186,6 +186,7 @@ def _nest(depth, rank):
     )
 
 
+@pytest.mark.slow
 def test_nested_updates_are_unified_level_by_level(monkeypatch):
     """The work for one more level is the same at every depth."""
     calls, widen = [], StructuredMatrix.widen

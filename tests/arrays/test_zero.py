@@ -170,6 +170,7 @@ def test_two_operands(f, x, y):
         np.testing.assert_allclose(ql.materialise(out), f(*ql.materialise((x, y))), rtol=1e-6)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["float16", "bfloat16", "float32", "int8", "int32", "complex64"]))
 def test_dtypes_are_those_of_the_arrays(dtype):
     z = Zero((2,), dtype)
@@ -191,7 +192,7 @@ def test_identity():
     agrees(lambda i, x: jnp.einsum("abj,ij->abi", x, i), EYE, jnp.ones((2, 3, 4)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("int8-ij,ij->")
 @pytest.mark.parametrize(
     "subscripts",
     ["ij,jk->ik", "ij,kj->ik", "abj,ij->abi", "ij,abj->iab", "bij,bkj->bik", "i,j->ij", "ij,ij->"],

@@ -78,6 +78,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 def test_a_function_for_any_kind_of_array_passes():
     report = check_program(_layer, X, Y, which=["refuses", "stacked"], transforms=["eager", "jit", "grad"])
     assert len(report.checks) == 6
@@ -217,7 +218,7 @@ def _marked_line(fn):
     return f"{__file__}:{found} ({fn.__name__})"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("_norm_of_numpy", "_dtype")
 @pytest.mark.parametrize("fn", WRONG)
 def test_the_line_is_named(fn):
     report = check_program(fn, X, transforms=["eager"])
@@ -286,6 +287,7 @@ def test_integers_are_not_differentiated():
     assert report.checks[0].results == dict.fromkeys(TRANSFORMS[:5], "ok") | {"jvp": "-", "grad": "-"}
 
 
+@pytest.mark.slow
 def test_derivatives_are_compared():
     def stops(x):
         if hasattr(x, "quax_value"):
@@ -309,6 +311,7 @@ def test_a_transform_that_does_not_compile_does_not_take_others_with_it():
     assert "not_lowered" in str(found["sine", "grad"])
 
 
+@pytest.mark.slow
 def test_kinds_of_ones_own():
     make = lambda x: ql.LoraArray(x, x[:1], x[:, :1]) if x.ndim == 2 else None
     report = check_program(lambda w, y: w @ y, X, Y, which={"LoRA": make})

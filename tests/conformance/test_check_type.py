@@ -225,6 +225,7 @@ def test_what_jax_cannot_do_is_no_failure(x, default_promotion):
     assert any("ok" in check.results.values() for check in report.checks)
 
 
+@pytest.mark.slow
 def test_programs_by_name_or_in_a_sequence():
     names = lambda programs: [
         c.name for c in check_type(pair(), programs=programs).checks if "jit" in c.results
@@ -263,6 +264,7 @@ class TestRefuses:
     def test_as_a_decorator(self):
         assert not check_type(strict(jnp.ones(3)), programs=MINUS).failures
 
+    @pytest.mark.slow
     def test_of_an_inferred_aval(self):
         class Half(ql.ArrayValue):
             x: Any

@@ -64,7 +64,7 @@ def _gradients(f: Any, make: Any, at: Any) -> tuple[Any, Any]:
         return found, jax.grad(lambda a: total(f(ql.materialise(make(a)))))(at)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("tangent-jit-LoraArray")
 @pytest.mark.parametrize(
     ("staged", "name"),
     [
@@ -173,7 +173,7 @@ def _numbers(x: Any) -> Any:
     return ql.materialise(x)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("index-names of a unit")
 @pytest.mark.parametrize("wrapped", WRAPPED)
 @pytest.mark.parametrize("function", PARTIAL)
 def test_cotangents_of_nested_annotations(function, wrapped):

@@ -176,7 +176,7 @@ class TestResultsOfRules:
         with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
             ql.quaxify(jnp.sin, rules=rules)(Own(X))
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("<lambda>1-Box")
     @pytest.mark.parametrize("result", [jnp.asarray, Box])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda *xs: jax.jit(f)(*xs)])
     def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap, trusting):
@@ -430,6 +430,7 @@ class TestValues:
         with pytest.raises((TypeError, ValueError)):
             ql.quaxify(lambda x: x + operand)(Box(X))
 
+    @pytest.mark.slow
     def test_outside_of_quaxify(self):
         with pytest.raises(RuntimeError, match=r"Box was passed to `sin` outside `quaxlike\.quaxify`"):
             jax.lax.sin(Box(X))

@@ -251,6 +251,7 @@ class Model(eqx.Module):
 
 
 class TestShapes:
+    @pytest.mark.slow
     def test_a_large_model_needs_no_memory(self):
         """80 layers of 32k × 32k: 320 GiB of weights."""
         n = 2**15

@@ -105,7 +105,7 @@ def short_stack():
     sys.setrecursionlimit(before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize("call", ON_THE_WAY.values(), ids=ON_THE_WAY)
 def test_a_rule_that_calls_itself(rules, call):
@@ -246,7 +246,7 @@ ASKED = {
 }
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(22)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(
     ("cls", "ask"),
@@ -312,6 +312,7 @@ def test_a_type_computes_on_after_an_endless_recursion():
         assert ql.quaxify(lambda x: x * 2.0, rules=rules)(Other(jnp.ones(3)))[0] == 2.0
 
 
+@pytest.mark.slow
 def test_other_recursion_is_what_it_was():
     def endless(x: Any) -> Any:
         return endless(x + 1)

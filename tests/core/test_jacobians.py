@@ -19,7 +19,7 @@ MAKE = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("SparseArray, vector-vector")
 @pytest.mark.parametrize("argument", [3.0, jnp.ones(3)], ids=["scalar", "vector"])
 @pytest.mark.parametrize("name", MAKE)
 def test_the_function_of_jacfwd_may_not_return_one(name, argument):
@@ -34,6 +34,9 @@ def test_the_function_of_jacfwd_may_not_return_one(name, argument):
     np.testing.assert_allclose(dense, want, rtol=1e-6)
 
 
+@pytest.mark.quick(
+    "SparseArray", "SparseArray, one element", "SparseArray, vector", "Int8Array", "OneHotVector"
+)
 @pytest.mark.parametrize("name", MAKE)
 def test_under_jit_it_is_not_used_as_an_array(name):
     x = MAKE[name]()
@@ -41,6 +44,7 @@ def test_under_jit_it_is_not_used_as_an_array(name):
         jax.jit(lambda s: ql.materialise(jax.jacfwd(lambda s: x * s)(s)))(3.0)
 
 
+@pytest.mark.quick("SparseArray", "SparseArray, one element", "SparseArray, vector")
 @pytest.mark.parametrize("name", [name for name in MAKE if "Sparse" in name])
 def test_a_pattern_of_zeros_is_not_used_as_an_array(name):
     x = MAKE[name]()

@@ -74,7 +74,7 @@ class TestIsLinear:
         assert not same_pattern(x, y)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.5 * x)])
 @pytest.mark.parametrize(
     "wrap",
@@ -94,6 +94,7 @@ def test_gradients_by_the_factors_of_what_a_wrapper_holds(f, wrap):
         np.testing.assert_allclose(jax.grad(loss)(a, w), jax.grad(dense)(a), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_custom_vjp_of_a_wrapped_product():
     @jax.custom_vjp
     def f(x, y):
@@ -135,7 +136,7 @@ class TestSums:
 
 
 class TestCustomDerivatives:
-    @pytest.mark.quick(1)
+    @pytest.mark.slow
     @patterns
     def test_cotangents_of_another_pattern(self, x, y):
         @jax.custom_vjp
@@ -156,7 +157,7 @@ class TestCustomDerivatives:
                 out = ql.materialise(eqx.combine(run(x, y), x))
                 np.testing.assert_allclose(out, jnp.where(kept, ql.materialise(y), 0.0))
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("BlockSparseArray")
     @patterns
     def test_cotangents_of_the_same_pattern_keep_their_type(self, x, y):
         @jax.custom_vjp
@@ -170,6 +171,7 @@ class TestCustomDerivatives:
                     out = eqx.combine(run(x), x)
                     np.testing.assert_allclose(ql.materialise(out), 2.0 * ql.materialise(x))
 
+    @pytest.mark.quick("SparseArray", "OneHotVector")
     @patterns
     def test_tangents_of_another_pattern(self, x, y):
         @jax.custom_jvp
@@ -230,7 +232,7 @@ BY_ELEMENTS = {
 class TestLeavesThatAreNotElements:
     """A leaf that is repeated, scaled or added to another: its cotangent is not that of an element."""
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_backward_function_sees_the_cotangent(self, x):
         @jax.custom_vjp
@@ -246,6 +248,7 @@ class TestLeavesThatAreNotElements:
             inside = ql.quaxify(jax.grad(loss))(x)
             np.testing.assert_allclose(ql.materialise(inside), jax.grad(loss)(ql.materialise(x)), rtol=1e-5)
 
+    @pytest.mark.quick("Doubled", "Pair", "of names")
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_linear_solve(self, x):
         a = jnp.eye(3) + 0.1 * MATRIX

@@ -68,6 +68,7 @@ class TestLinearSolve:
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
 
+    @pytest.mark.slow
     def test_forward_mode_and_jit(self):
         run = lambda m: jnp.sum(MAPPED["closure"](m, B, SOLVERS["lu"]))
         f = jax.jit(lambda d: ql.quaxify(run)(DiagonalMatrix(d)))
@@ -75,6 +76,7 @@ class TestLinearSolve:
         np.testing.assert_allclose(jax.jacfwd(f)(D), by_hand, rtol=1e-5)
         np.testing.assert_allclose(jax.grad(f)(D), by_hand, rtol=1e-5)
 
+    @pytest.mark.quick("lu")
     @pytest.mark.parametrize("solver", ["lu", "cg"])
     def test_a_derivative_keeps_a_type_that_refuses(self, solver):
         """Its tangents are of the type as well, and are solved for like it."""
@@ -87,6 +89,7 @@ class TestLinearSolve:
         report = check_program(run, SYSTEM, B[0], which=["refuses"], transforms=["eager", "jvp", "grad"])
         assert not report.failures, report
 
+    @pytest.mark.quick("units1")
     @pytest.mark.parametrize("units", [("m", "s"), ("", "m")])
     def test_a_derivative_of_a_system_with_units(self, units):
         def total(matrix, b):
@@ -130,7 +133,7 @@ times_p = eqxi.create_vprim(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>-0")
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
 def test_rules_of_somebody_elses_primitive(which, outer):

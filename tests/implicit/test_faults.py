@@ -75,6 +75,7 @@ def test_weights_stay_as_they_are(wrap, outside):
     np.testing.assert_allclose(f(X, Q), EXPECTED, rtol=1e-5)
 
 
+@pytest.mark.quick("jit", "<lambda>")
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f])
 def test_gradients_beside_weights(wrap):
     loss = implicit(wrap(lambda x, w: ((x @ w) ** 2).sum()))

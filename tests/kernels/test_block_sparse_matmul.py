@@ -144,6 +144,7 @@ def test_second_derivatives():
         assert relative_error(hvp(fused), hvp(product)) < 1e-5
 
 
+@pytest.mark.slow
 def test_vmap_over_rows_is_one_matmul():
     w = block_sparse(MASKS["mixed"], 8)
     x = _x(w, (2, 5))
@@ -277,6 +278,7 @@ def test_what_the_kernels_take(change, platform, reason):
     assert reason in choice.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("b", "dtype"), [(128, "float32"), (128, "bfloat16")])
 def test_the_sampled_product_on_tpus(b, dtype):
     y, x, w, expected = _sampled_case(b, 35, dtype)

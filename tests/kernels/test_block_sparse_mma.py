@@ -65,7 +65,7 @@ def _sampled(mask, b, m, dtype):
     return of_blocks, padded[np.arange(rows)[:, None], w.col_idx]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("b", "m", "dtype"), [(64, 150, "bfloat16"), (32, 5, "float16")])
 def test_the_program_computes_the_product(b, m, dtype, transpose):
@@ -73,7 +73,7 @@ def test_the_program_computes_the_product(b, m, dtype, transpose):
     assert relative_error(y, expected) < ROUNDED[dtype]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("b", "m", "dtype"), [(64, 35, "bfloat16"), (32, 5, "float16")])
 def test_the_program_computes_the_sampled_product(b, m, dtype):
     actual, expected = _sampled(MIXED, b, m, dtype)
@@ -81,6 +81,7 @@ def test_the_program_computes_the_sampled_product(b, m, dtype):
     assert not actual[expected == 0].any()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("transpose", [False, True])
 def test_padding_meets_nothing(transpose):
     """Infinite activations are not multiplied by the zeros of a slot without a block."""
@@ -214,6 +215,7 @@ def test_what_the_kernel_does_not_take(change, reason):
     assert reason in str(mma.choose_sampled(params.pop("platform"), y, x, index, block_size=b, **params))
 
 
+@pytest.mark.slow
 def test_slots_of_which_none_holds_a_block():
     """The index by columns has no slots at all."""
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -228,7 +230,7 @@ def test_slots_of_which_none_holds_a_block():
         np.testing.assert_array_equal(y, np.zeros((3, 16)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("density", [0.0, 0.4])
 def test_slices_give_the_products_of_the_reference(density, transpose):

@@ -46,7 +46,7 @@ class TestOnEachBackend:
         with kernels.backend(backend):
             yield
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize(("lead", "dtype"), [((), "float32"), ((3, 5), "bfloat16"), ((130,), "float32")])
     def test_equals_the_dense_product(self, backend, lead, dtype):
         w, x = quantised((N, K)), _x(lead, dtype)
@@ -66,7 +66,7 @@ class TestOnEachBackend:
         )
         assert relative_error(y, _expected(x, w, a, b, 0.5, index)) < TOLERANCE[dtype]
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     def test_adapters_are_cast_to_the_activations(self, backend):
         w, x = quantised((N, K)), _x((4,), "bfloat16")
         a, b = _adapters()

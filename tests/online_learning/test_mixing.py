@@ -155,6 +155,7 @@ def _gru(w, h, x):
     return z * h + (1 - z) * n, jax.nn.softmax(h)
 
 
+@pytest.mark.slow
 def test_usual_cells_are_accepted():
     DRTRL(_lif).init(W, (H, H), X)
     DRTRL(_gru, untraced="allow").init(jnp.ones((IN + HIDDEN, HIDDEN)), H, X)

@@ -135,7 +135,7 @@ def _closes_over(x, scale):
     return f(lambda x: x * jnp.cos(scale), x)[0].sum()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("jit")
 @pytest.mark.parametrize(
     "transform",
     [
@@ -223,7 +223,7 @@ def _with_vjp(f):
     return f
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("define", [_with_jvp, _with_jvps, _with_vjp])
 def test_a_function_with_a_derivative_of_its_own(define):
     f = define(lambda x: (jnp.sin(x), jnp.cos(x)))

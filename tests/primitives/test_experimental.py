@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("from results-jit")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", CASES)
 def test_of_the_function(case, wrap):

@@ -50,7 +50,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("checkpoint-strict_pair")
 @pytest.mark.parametrize("make", [strict, strict_pair])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_type_survives_in_function_and_rule(make, transform):

@@ -39,6 +39,7 @@ def _experts(architecture: str) -> Any:
     return jax.tree.map(raised, model, is_leaf=lambda w: isinstance(w, ql.LoraArray))
 
 
+@pytest.mark.slow
 def test_stacks_are_cut_by_their_number():
     model = _experts("GptOssForCausalLM")
     rule = expert_parallel(model, MESH)

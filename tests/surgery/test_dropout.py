@@ -40,7 +40,7 @@ def _grad(model, x=X, of=lambda f: f):
     return jax.grad(loss)(params)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_without_a_key_warns(kind):
     model = _adapted(kind)
@@ -53,7 +53,7 @@ def test_training_without_a_key_warns(kind):
         eqx.filter_jit(_grad)(model)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_else_warns(kind):
     model = _adapted(kind)

@@ -33,7 +33,7 @@ FORMS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_scanned_layers_are_the_layers_in_turn(form):
     layers = [FORMS[form](eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]
@@ -58,6 +58,7 @@ def test_scanned_layers_are_the_layers_in_turn(form):
     assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(layers)))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_layers():
     layers = [_qlora(eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]
 

@@ -291,6 +291,7 @@ def test_custom_init():
 # Static fields
 
 
+@pytest.mark.quick("value1", "value2")
 @pytest.mark.parametrize("value", [{"mode": "drop"}, ["a", {"b": {1}}], ({"a": []}, 2)])
 def test_static_fields_need_not_be_hashable(value):
     """JAX compares structures by them, no more."""

@@ -66,6 +66,7 @@ def test_numpy_and_jax(to_leaf, to_value, to_idxs):
     np.testing.assert_array_equal(leaf, np.zeros((3, 2)))
 
 
+@pytest.mark.slow
 def test_indices_of_any_shape():
     leaf = jnp.zeros((4, 2))
     np.testing.assert_array_equal(tree_scatter_set(leaf, jnp.ones(2), 1, {})[1], [1, 1])
@@ -76,6 +77,7 @@ def test_indices_of_any_shape():
 # Values
 
 
+@pytest.mark.slow
 def test_numbers_as_values():
     tree = {"f": jnp.zeros(3), "i": jnp.zeros((3, 2), int), "b": jnp.zeros(3, bool)}
     out = tree_scatter_set(tree, {"f": 2, "i": 3, "b": True}, jnp.array([1]), {})
@@ -110,6 +112,7 @@ def test_no_silent_cast(leaf, value, idxs):
         tree_scatter_set({"a": leaf}, {"a": value}, np.array(idxs, int), {})
 
 
+@pytest.mark.quick("leaf0-value0", "leaf1-value1", "leaf3-value3")
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [

@@ -130,6 +130,7 @@ def test_other_derivatives(transform):
 # Running one after the other
 
 
+@pytest.mark.slow
 def test_runs_once_for_each_item():
     shapes: list[tuple[int, ...]] = []
 
@@ -196,6 +197,7 @@ def test_unmapped_operands_are_not_copied():
 # Reverse mode, repeatedly
 
 
+@pytest.mark.slow
 def test_reverse_mode_repeatedly():
     g = jax.vmap(sequential_vmap_with_vjp(lambda x: jnp.sum(x**3)))
     grad = jax.grad(lambda x: jnp.sum(g(x)))
@@ -245,6 +247,7 @@ def test_closed_over_tracers(name, transform):
         assert_close(found, transform(closing_over(lambda fun: fun))(z, X[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("check_leaks")
 def test_no_tracer_is_left():
     h = closing_over(sequential_vmap_with_vjp)
@@ -272,6 +275,7 @@ def test_mapped_keyword_arguments():
     np.testing.assert_allclose(jax.vmap(lambda x, y: g(x, y=y))(Y, 2 * Y), -Y)
 
 
+@pytest.mark.slow
 def test_results_that_do_not_depend_on_anything():
     g = sequential_vmap_with_vjp(lambda x: (x, jnp.ones(4), jnp.zeros((), int)))
     out = jax.vmap(g)(Y)
@@ -280,6 +284,7 @@ def test_results_that_do_not_depend_on_anything():
     assert float(jnp.sum(jax.grad(lambda x: jnp.sum(jax.vmap(g)(x)[1]))(Y))) == 0.0
 
 
+@pytest.mark.slow
 def test_keys_and_integers():
     g = sequential_vmap_with_vjp(lambda key, n: jax.random.normal(key) * n.astype(float))
     keys, n = jax.random.split(jax.random.key(0), 3), jnp.arange(3)
@@ -314,6 +319,7 @@ def test_collectives_over_the_mapped_axis():
     np.testing.assert_allclose(jax.vmap(sequential_vmap_with_vjp(jnp.sin), axis_name="items")(Y), jnp.sin(Y))
 
 
+@pytest.mark.slow
 def test_a_function_with_a_vjp_of_its_own():
     @jax.custom_vjp
     def external(x):

@@ -41,6 +41,7 @@ def agrees(f, *args, rtol=1e-5):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_numbers_are_kept():
     w = jnp.zeros((8, 8)).at[0, 5].set(jnp.nan)
     np.testing.assert_array_equal(B.from_dense(w, block_size=4).materialise(), w)
@@ -242,6 +243,7 @@ def test_products_without_rows(stored):
         assert out.shape == (*shape[:-1], 24 - shape[-1])
 
 
+@pytest.mark.quick("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)

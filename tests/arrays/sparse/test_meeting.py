@@ -94,7 +94,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapping", WRAPPED)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_under_an_adapter_a_unit_and_names(kind, wrapping):
@@ -108,6 +108,7 @@ def test_under_an_adapter_a_unit_and_names(kind, wrapping):
     np.testing.assert_allclose(ql.materialise(out), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("kind", SPARSE)
 def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
     adapted, x = lora(SPARSE[kind]), X[:5]
@@ -152,6 +153,7 @@ def test_summary_counts_what_is_stored():
     assert rows["blocks"].stored_bytes < 64 * 64 * 4 * 0.26
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("kind", SPARSE)
 def test_activations_on_several_devices_under_jit(kind):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -192,6 +194,7 @@ def test_in_float64(kind, x64):
         )
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_stack_beside_an_array_of_as_many_axes(axis):
     dense = jnp.where(normal(2, 3, 4) > 0, normal(2, 3, 4), 0.0)

@@ -70,7 +70,7 @@ def _materialised(f, x):
     return jnp.sum(jnp.sin(out)), out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_factor_of_it_is_trained_by_what_is_held(case):
     make, numbers, empty = CASES[case]
@@ -79,6 +79,7 @@ def test_a_factor_of_it_is_trained_by_what_is_held(case):
     np.testing.assert_allclose(found, x.materialise().sum())
 
 
+@pytest.mark.slow
 def test_training_keeps_sum_and_array_together():
     data = ELEMENTS.data
     for _ in range(2):

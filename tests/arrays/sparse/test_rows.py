@@ -42,7 +42,7 @@ LOOKED_UP = {
 QUICK = ("elements", "blocks")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("blocks-one")
 @pytest.mark.parametrize("what", LOOKED_UP)
 @pytest.mark.parametrize(
     "matrix", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in MATRICES]
@@ -51,6 +51,7 @@ def test_are_those_of_the_dense_matrix(matrix, what):
     agrees(LOOKED_UP[what], MATRICES[matrix], IDS)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("matrix", QUICK)
 def test_have_gradients(matrix):
     """Of the stored elements, those of the dense matrix."""

@@ -65,6 +65,7 @@ def test_without_a_density_nothing_changes(shape, density, data):
     np.testing.assert_array_equal(again.materialise(), x)
 
 
+@pytest.mark.slow
 def test_the_largest_elements_are_kept():
     x = jnp.array([[1.0, -5.0, 2.0], [0.0, 4.0, 3.0]])
     np.testing.assert_array_equal(S.from_dense(x, density=0.5).materialise(), [[0, -5, 0], [0, 4, 3]])

@@ -47,7 +47,7 @@ def _forms(monkeypatch, f, *args):
     return out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
@@ -94,6 +94,7 @@ def test_divided_among_devices_it_is_the_same(sight, options, monkeypatch):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.slow
 def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     monkeypatch.setattr(attention_blocks, "_BLOCK", 16)
     operands = [jnp.stack([x, 2 * x]) for x in _operands(45, dtype="bfloat16")]
@@ -105,7 +106,7 @@ def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("softcap-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_query_sees_what_it_sees_among_others(options, dtype):
@@ -141,6 +142,7 @@ def _temporaries(tokens):
     return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_number_of_tokens():
     few, some, many = map(_temporaries, (2048, 8192, 32768))
     assert many <= 16 * few

@@ -36,6 +36,7 @@ def _one_row_differs(w):
     return out
 
 
+@pytest.mark.quick("gemma3-True-flipud")
 @pytest.mark.parametrize(
     ("name", "explicit", "change"),
     [
@@ -72,6 +73,7 @@ def test_an_equal_output_layer_stays_tied(tmp_path):
     assert "tie_word_embeddings" not in config
 
 
+@pytest.mark.slow
 def test_it_is_kept_in_gguf_and_from_there(tmp_path):
     """A file of llama.cpp beside a configuration that knows nothing of its output layer."""
     base, mixed = tmp_path / "base", tmp_path / "mixed"

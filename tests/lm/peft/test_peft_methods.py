@@ -118,7 +118,7 @@ def _cases():
             yield pytest.param(method, case, id=case, marks=() if case in FAST else pytest.mark.slow)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("llama/lokr", "llama/delora", "llama/randlora")
 @pytest.mark.parametrize("case", [cases[0] for cases in CASES.values()])
 def test_layers_compute_what_those_of_peft_compute(case):
     folder = fixture(f"peft_methods/{case}")
@@ -131,6 +131,7 @@ def test_layers_compute_what_those_of_peft_compute(case):
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), list(_cases()))
 def test_computes_what_peft_computes(method, case, tmp_path):
     kind = case.partition("/")[0]
