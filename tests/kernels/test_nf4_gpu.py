@@ -47,9 +47,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.quick(
-    "Problem(product=Product(shape=(40, 192), block_size=64, transpose=False, out_dtype=dtype('float32'), bits=4, bias=None, low_first=False, scales='float', zeros=None), m=64, dtype='bfloat16', out_dtype='float32', adapters=0, rank=0, scales='float32', zeros='uint8')-Tiling(row_tiles=1, row_warps=2, k_warps=2, unroll=2, splits=1)"
-)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("p", "tiling"), PROBLEMS, ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = execute(p, tiling)
