@@ -1,4 +1,4 @@
-"""What MkDocs asks of us: the version at the foot of every page, and CONTRIBUTING.md as a page."""
+"""Hooks of MkDocs: the version at the foot of pages, CONTRIBUTING.md as a page."""
 
 from pathlib import Path
 from typing import Any

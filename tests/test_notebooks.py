@@ -40,7 +40,7 @@ def test_a_notebook_is_kept_without_outputs(path: Path):
             assert cell["outputs"] == []
             assert cell["execution_count"] is None
             compile(_code(cell), str(path), "exec")
-            assert max(map(len, _code(cell).splitlines()), default=0) <= 88
+            assert max(map(len, _code(cell).splitlines()), default=0) <= 84
 
 
 @pytest.mark.slow
