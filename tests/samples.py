@@ -1,5 +1,6 @@
-"""Random arrays, drawn by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
+"""Arrays, made by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from quaxlike import _cache
 
@@ -27,6 +28,28 @@ def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32", scale: floa
     """Normal numbers of a shape, the same for the same seed."""
     numbers = scale * np.random.default_rng([seed, *shape]).standard_normal(shape)
     return jax.device_put(numbers.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
+
+
+def array(values: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
+    """What NumPy made, as an array of JAX: `jnp.array`, `jnp.arange` and the like compile a program each."""
+    return jax.device_put(np.asarray(values, dtype))
+
+
+def random_key(seed: int = 0) -> jax.Array:
+    """`jax.random.key(seed)`, of which nothing is compiled."""
+    return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
+
+
+def once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A constant of a test module that JAX has to make: made when it is first asked for, and not in a trace
+    that asks for it."""
+
+    @functools.cache
+    def made() -> Any:
+        with jax.ensure_compile_time_eval():
+            return make()
+
+    return made
 
 
 def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -16,6 +16,7 @@ from jax.experimental.ode import odeint
 
 import quaxlike as ql
 from quaxlike.sharding import specs_for
+from tests.samples import array
 from tests.strict import Through
 
 Y0 = (1.0, -2.0, 3.0, 0.5)
@@ -116,7 +117,7 @@ def _integrated_implicitly(layer, b):
 class TestReverseModeThroughSolvers:
     """With an adapted layer in what is solved."""
 
-    B = jnp.array([0.1, -0.4, 0.3, 0.2])
+    B = array([0.1, -0.4, 0.3, 0.2])
 
     @pytest.fixture
     def layer(self):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-import scipy.stats
 
 import quaxlike as ql
 from quaxlike.arrays import prng

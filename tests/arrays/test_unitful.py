@@ -31,12 +31,13 @@ from quaxlike.arrays.unitful import (
     to_pint,
 )
 from quaxlike.arrays.zero import Full, Identity
+from tests.samples import array
 
-X = Unitful(jnp.array([1.0, 2.0, 3.0]), "m")
-Y = Unitful(jnp.array([0.5, 4.0, 2.0]), "m")
-T = Unitful(jnp.array([2.0, 1.0, 0.5]), "s")
-NUMBERS = jnp.array([1.0, 2.0, 3.0])
-A = Unitful(jnp.array([[4.0, 1.0], [1.0, 3.0]]), "kg")
+X = Unitful(array([1.0, 2.0, 3.0]), "m")
+Y = Unitful(array([0.5, 4.0, 2.0]), "m")
+T = Unitful(array([2.0, 1.0, 0.5]), "s")
+NUMBERS = array([1.0, 2.0, 3.0])
+A = Unitful(array([[4.0, 1.0], [1.0, 3.0]]), "kg")
 
 
 def same(x, array, unit=""):
@@ -79,7 +80,7 @@ def test_a_unit_that_is_not_of_the_si_is_refused():
         metre.name = "metre"
 
 
-@pytest.mark.parametrize("number", [3.0, np.array([1.0, 2.0], np.float32), jnp.array([1.0, 2.0])])
+@pytest.mark.parametrize("number", [3.0, np.array([1.0, 2.0], np.float32), array([1.0, 2.0])])
 def test_numbers_and_arrays_times_units(number):
     same(number * newton, number, "N")
     same(number / second, number, "1/s")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 # Stiffness, friction, mass; the start; the end, the step.
 UNITS = (("N/m", "kg/s", "kg"), ("m", "m/s"), "s", "s")
 NUMBERS = ((2.0, 0.1, 1.0), (1.0, 0.0), 3.0, 0.1)
-VALUES = jax.tree.map(Unitful, NUMBERS, UNITS)
+VALUES = jax.tree.map(lambda x, unit: Unitful(jax.device_put(x), unit), NUMBERS, UNITS)
 
 
 def oscillator(t, state, args):

@@ -16,10 +16,11 @@ from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.testing import check_program
+from tests.samples import array
 
-D = jnp.array([2.0, 3.0, 4.0])
-B = jnp.arange(1.0, 7.0).reshape(2, 3)
-SYSTEM = jnp.array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
+D = array([2.0, 3.0, 4.0])
+B = array(np.arange(1.0, 7.0).reshape(2, 3))
+SYSTEM = array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
 
 MATRICES = {
     "DiagonalMatrix": (DiagonalMatrix, jnp.diag),

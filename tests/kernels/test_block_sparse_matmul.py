@@ -13,7 +13,7 @@ from quaxlike import kernels
 from quaxlike.kernels import block_sparse_matmul, transposed_index
 from quaxlike.kernels.block_sparse_matmul import hopper, tpu
 from tests.primitives.jaxprs import equations, names
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .weights import block_sparse, densify, relative_error, tpu_at_hand
 
@@ -216,12 +216,12 @@ def test_an_index_out_of_bounds():
     ("change", "match"),
     [
         (
-            {"x": jnp.ones((2, 7))},
+            {"x": array(np.ones((2, 7)))},
             r"last axis of x must be K = 24 of the weight's shape \(32, 24\)",
         ),
         ({"transpose": True}, r"last axis of x must be N = 32"),
-        ({"blocks": jnp.ones((4, 3, 8, 9))}, r"blocks must have shape \(N / b, slots, b, b\)"),
-        ({"blocks": jnp.ones((4, 2, 8, 8))}, r"col_idx must have the shape \(4, 2\)"),
+        ({"blocks": array(np.ones((4, 3, 8, 9)))}, r"blocks must have shape \(N / b, slots, b, b\)"),
+        ({"blocks": array(np.ones((4, 2, 8, 8)))}, r"col_idx must have the shape \(4, 2\)"),
     ],
 )
 def test_operands_that_do_not_fit(change, match):
