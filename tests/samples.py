@@ -1,6 +1,7 @@
 """Arrays, made by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -66,6 +67,16 @@ def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Makes a folder the user's cache, for this process, which read it at import, and for those it starts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+
+
+class Late:
+    """A package, imported when a test first asks for something of it: some of them take half a second."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 class Lazy(Mapping[str, Any]):

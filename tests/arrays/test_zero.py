@@ -386,7 +386,7 @@ def test_stacks_of_several_depths(f):
 
 CASES = {
     "arrays": (array(np.arange(4.0).reshape(2, 2)), array(np.ones((2, 2)))),
-    "constants": (Full(jax.device_put(3.0), (2, 2)), Zero((2, 2))),
+    "constants": (Full(array(3.0), (2, 2)), Zero((2, 2))),
     "diagonals": (DiagonalMatrix(array(np.ones(2))), DiagonalMatrix(array(np.arange(2.0)))),
     "both": (DiagonalMatrix(array(np.ones(2))), array(np.ones((2, 2)))),
 }
