@@ -83,6 +83,28 @@ def pytest_pycollect_makeitem(collector, name, obj):
     return None
 
 
+#: How many programs were compiled while a module was collected.
+_COMPILED = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            _COMPILED[collector.nodeid] = _COMPILED.get(collector.nodeid, 0) + 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        return (yield)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.fixture
+def compiled_while_collected():
+    return _COMPILED
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow."""

@@ -11,7 +11,6 @@ from tests.samples import Late
 
 # They import scikit-learn and Matplotlib.
 experiment = Late("quaxlike.demo.experiment")
-report = Late("quaxlike.demo.report")
 image = Late("matplotlib.image")
 
 
@@ -27,13 +26,15 @@ def test_tasks_hold_out_the_same_digits():
 
 
 def test_the_figure_shows_failures_as_well_as_successes():
+    from quaxlike.demo.report import _shown  # pyright: ignore[reportPrivateUsage]
+
     labels = np.arange(30) % 10
     right, wrong = labels.copy(), labels.copy()
     wrong[[3, 17, 29]] += 1
     result = lambda after: experiment.Result("QLoRA", None, 0, 0, labels, labels, after)
-    assert report._shown(result(wrong), 10) == [3, 17, 29, 0, 1, 2, 13, 4, 5, 6]
-    assert report._shown(result(right), 10) == list(range(10))
-    assert report._shown(result(labels + 1), 10) == list(range(5))
+    assert _shown(result(wrong), 10) == [3, 17, 29, 0, 1, 2, 13, 4, 5, 6]
+    assert _shown(result(right), 10) == list(range(10))
+    assert _shown(result(labels + 1), 10) == list(range(5))
 
 
 @pytest.mark.slow
