@@ -106,6 +106,28 @@ def _not_quick(name, cases, *chosen):
     return [cases[i] for i in order[chosen[0] :]]
 
 
+#: How many programs were compiled while a module was collected.
+_COMPILED = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            _COMPILED[collector.nodeid] = _COMPILED.get(collector.nodeid, 0) + 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        return (yield)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.fixture
+def compiled_while_collected():
+    return _COMPILED
+
+
 def pytest_collection_finish(session):
     # What is imported and collected lives as long as the process. Collections of garbage need not look at it.
     gc.collect()

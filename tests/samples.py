@@ -1,5 +1,7 @@
-"""Random arrays, drawn by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
+"""Arrays, made by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
+import functools
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from quaxlike import _cache
 
@@ -28,6 +30,28 @@ def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32", scale: floa
     """Normal numbers of a shape, the same for the same seed."""
     numbers = scale * np.random.default_rng([seed, *shape]).standard_normal(shape)
     return jax.device_put(numbers.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
+
+
+def array(values: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
+    """What NumPy made, as an array of JAX: `jnp.array`, `jnp.arange` and the like compile a program each."""
+    return jax.device_put(np.asarray(values, dtype))
+
+
+def random_key(seed: int = 0) -> jax.Array:
+    """`jax.random.key(seed)`, of which nothing is compiled."""
+    return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
+
+
+def once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A constant of a test module that JAX has to make: made when it is first asked for, and not in a trace
+    that asks for it."""
+
+    @functools.cache
+    def made() -> Any:
+        with jax.ensure_compile_time_eval():
+            return make()
+
+    return made
 
 
 def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -73,6 +97,18 @@ def covering(*tables: Iterable[Any]) -> list[tuple[Any, ...]]:
             missing[places].discard((row[places[0]], row[places[1]]))
         rows.append(tuple(table[row[i]] for i, table in enumerate(entries)))
     return rows
+
+
+class Late:
+    """A package, imported when a test first asks for something of it: some of them take half a second."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for fixtures behind every name of a module
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 class Lazy(Mapping[str, Any]):

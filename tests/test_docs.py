@@ -134,8 +134,12 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert not running.wrong, "\n".join(running.wrong)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_docstrings:  # to read every module takes half a second
+        metafunc.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
 def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An example sees the globals of its module, as doctest has it."""
     monkeypatch.chdir(tmp_path)

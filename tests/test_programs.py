@@ -3,20 +3,20 @@
 import functools
 from typing import Any
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import optax
-import optimistix as optx
 import pytest
 from jax.experimental.ode import odeint
 
 import quaxlike as ql
 from quaxlike.sharding import specs_for
+from tests.samples import Late, array
 from tests.strict import Through
+
+diffrax, lx, optx = Late("diffrax"), Late("lineax"), Late("optimistix")
 
 Y0 = (1.0, -2.0, 3.0, 0.5)
 
@@ -119,7 +119,7 @@ def _integrated_implicitly(layer, b):
 class TestReverseModeThroughSolvers:
     """With an adapted layer in what is solved."""
 
-    B = jnp.array([0.1, -0.4, 0.3, 0.2])
+    B = array([0.1, -0.4, 0.3, 0.2])
 
     @pytest.fixture
     def layer(self):

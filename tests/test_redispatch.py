@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
+from tests.samples import array
 
 MATVEC = (((1,), (0,)), ((), ()))
 
@@ -40,8 +41,8 @@ def one_hot_dot(x: ArrayLike | ql.ArrayValue, y: OneHotVector, *, dimension_numb
     return ql.quaxify(lambda x, v, i: x @ (jnp.zeros(4).at[i].set(v)))(x, y.value, y.index)
 
 
-LORA = Rank1(w=jnp.ones((3, 4)), b=jnp.ones(3), a=jnp.ones(4))
-ONE_HOT = OneHotVector(5.0, 2, length=4)
+LORA = Rank1(w=array(np.ones((3, 4))), b=array(np.ones(3)), a=array(np.ones(4)))
+ONE_HOT = OneHotVector(jax.device_put(5.0), jax.device_put(2), length=4)
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ class Thirds(Halves):
 class TestOfSomeOperands:
     """Where no rule is for all types, one is found for some of them, and the others are made dense."""
 
-    X = jnp.arange(1.0, 4.0)
+    X = array(np.arange(1.0, 4.0))
 
     def test_as_few_as_possible(self):
         rules, asked = ql.RuleSet(), []

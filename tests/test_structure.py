@@ -105,6 +105,12 @@ def test_the_name_of_a_class_has_one_meaning():
     assert {name for name in classes if classes.count(name) > 1} <= _SHARED_NAMES
 
 
+def test_nothing_is_compiled_while_tests_are_collected(compiled_while_collected: dict[str, int]):
+    """Every worker collects all tests, whichever it runs. Arrays are made by `tests.samples.array`, and what
+    JAX has to make by `once` or in a table that is `Lazy`."""
+    assert compiled_while_collected == {}
+
+
 _PRODUCT = """
 import sys, jax, jax.numpy as jnp, quaxlike as ql
 w = ql.NF4Array.quantize(jax.random.normal(jax.random.key(0), (256, 256)))

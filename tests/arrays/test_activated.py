@@ -8,9 +8,9 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.adapters import ALoRAArray
-from tests.samples import normal
+from tests.samples import array, normal
 
-IDS = jnp.array([3, 5, 9, 1, 5, 9, 9, 2])  # 5, 9 stands last at 4
+IDS = array([3, 5, 9, 1, 5, 9, 9, 2])  # 5, 9 stands last at 4
 ACTS = np.arange(8) >= 4
 
 

@@ -11,9 +11,9 @@ import pytest
 import quaxlike as ql
 from quaxlike import adapters as A
 from quaxlike.arrays.structured import BlockDiagonalMatrix, DiagonalMatrix, KroneckerMatrix
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 
 
 def _x(*shape, seed=0):

@@ -8,8 +8,9 @@ import pytest
 
 import quaxlike as ql
 from tests.array_types import TYPES
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 LAYOUTS = {"oihw": ("NCHW", "OIHW", "NCHW"), "hwio": ("NHWC", "HWIO", "NHWC")}
 
 

@@ -10,7 +10,7 @@ import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS, BlockArray, Codec
 from quaxlike.arrays.quantized.scales import encode
 from quaxlike.kernels import bits as bitstream
-from tests.samples import normal
+from tests.samples import array, normal
 
 
 def _ordered(k=0):
@@ -38,7 +38,7 @@ MAKE = {
 }
 
 X, Y = jnp.asarray(normal(3, 32, seed=5)), jnp.asarray(normal(3, 4, seed=6))
-INDEX = jnp.array([2, 0, 3])
+INDEX = array([2, 0, 3])
 SIGNAL = jnp.asarray(normal(2, 32, 5, seed=7))  # of 32 channels
 
 

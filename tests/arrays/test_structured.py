@@ -22,6 +22,7 @@ from quaxlike.arrays.structured import (
     logdet,
     solve,
 )
+from tests.samples import array
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -29,7 +30,7 @@ N = 6
 
 
 def _normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape))
+    return array(np.random.default_rng([seed, *shape]).normal(size=shape))
 
 
 def _tridiagonal(batch=()):

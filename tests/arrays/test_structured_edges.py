@@ -17,6 +17,7 @@ from quaxlike.arrays.structured import (
     TridiagonalMatrix,
 )
 from quaxlike.arrays.zero import Identity
+from tests.samples import array
 
 from .test_structured import KINDS, MAKERS, N
 from .test_structured import _normal as normal
@@ -136,9 +137,9 @@ def test_matrices_out_of_bounds_are_filled_whole(name):
 
 
 INTEGERS = {
-    "diagonal": DiagonalMatrix(jnp.array([2, -3, 1], jnp.int32)),
-    "tridiagonal": TridiagonalMatrix(jnp.array([1, 2]), jnp.array([0, 2, 1]), jnp.array([1, -1])),
-    "kronecker": KroneckerMatrix(jnp.array([[1, 2], [3, 4]]), jnp.array([[2, 1], [0, 1]])),
+    "diagonal": DiagonalMatrix(array([2, -3, 1], jnp.int32)),
+    "tridiagonal": TridiagonalMatrix(array([1, 2]), array([0, 2, 1]), array([1, -1])),
+    "kronecker": KroneckerMatrix(array([[1, 2], [3, 4]]), array([[2, 1], [0, 1]])),
 }
 
 

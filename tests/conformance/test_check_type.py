@@ -14,7 +14,7 @@ import quaxlike as ql
 from quaxlike.testing import check_type, refuses
 from quaxlike.testing.compare import disagreement
 from quaxlike.testing.programs import LINEAR
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 from tests.strict import strict
 
 
@@ -216,7 +216,9 @@ def test_nothing_is_wrong_with_a_type_that_is_right(default_promotion):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "x", [jnp.array(1.0), jnp.arange(4), jnp.ones((2, 0))], ids=["scalar", "integers", "empty"]
+    "x",
+    [jax.device_put(1.0), array(np.arange(4)), array(np.ones((2, 0)))],
+    ids=["scalar", "integers", "empty"],
 )
 def test_what_jax_cannot_do_is_no_failure(x, default_promotion):
     """Rows of a scalar, gradients by integers."""

@@ -13,7 +13,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.testing import check_type
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
 
 class Boxed(ql.ArrayValue):
@@ -475,12 +475,12 @@ IS_STATIC = r"is declared with `eqx.field\(static=True\)`: `{}` of {} is not"
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (_NumPy(jnp.ones(4)), "NumPy cannot compute with what is traced: use `jax.numpy` in the hook"),
-        (_Length(jnp.ones(4), 4), IS_STATIC.format("length", "_Length")),
-        (_Sizes(jnp.ones(4), (2, 2)), IS_STATIC.format("sizes", "_Sizes")),
-        (_Sliced(jnp.ones(4), 2), IS_STATIC.format("stop", "_Sliced")),
-        (_Nested(jnp.ones(4), _Options(3)), IS_STATIC.format("options.length", "_Nested")),
-        (_Asking(jnp.ones(4)), "does not know the numbers in the arrays: compute with `jax.numpy`"),
+        (_NumPy(array(np.ones(4))), "NumPy cannot compute with what is traced: use `jax.numpy` in the hook"),
+        (_Length(array(np.ones(4)), 4), IS_STATIC.format("length", "_Length")),
+        (_Sizes(array(np.ones(4)), (2, 2)), IS_STATIC.format("sizes", "_Sizes")),
+        (_Sliced(array(np.ones(4)), 2), IS_STATIC.format("stop", "_Sliced")),
+        (_Nested(array(np.ones(4)), _Options(3)), IS_STATIC.format("options.length", "_Nested")),
+        (_Asking(array(np.ones(4))), "does not know the numbers in the arrays: compute with `jax.numpy`"),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -524,7 +524,9 @@ def test_static_fields_hold_what_can_be_compared():
         Hidden(jnp.ones(3), {metre: np.ones(3), _Unordered(): 2})
 
 
-@pytest.mark.parametrize("static", [np.ones(3), jnp.ones(3), {"shift": np.ones(3)}, [jnp.ones(3)]], ids=type)
+@pytest.mark.parametrize(
+    "static", [np.ones(3), array(np.ones(3)), {"shift": np.ones(3)}, [array(np.ones(3))]], ids=type
+)
 def test_arrays_in_static_fields_are_refused_each_time(static):
     class Tagged(Boxed):
         tags: Any = eqx.field(static=True)

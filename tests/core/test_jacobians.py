@@ -8,6 +8,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import DiagonalMatrix
+from tests.samples import array
 
 MAKE = {
     "SparseArray": lambda: ql.SparseArray.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]])),
@@ -20,7 +21,7 @@ MAKE = {
 
 
 @pytest.mark.quick("SparseArray, vector-vector")
-@pytest.mark.parametrize("argument", [3.0, jnp.ones(3)], ids=["scalar", "vector"])
+@pytest.mark.parametrize("argument", [3.0, array(np.ones(3))], ids=["scalar", "vector"])
 @pytest.mark.parametrize("name", MAKE)
 def test_the_function_of_jacfwd_may_not_return_one(name, argument):
     x = MAKE[name]()

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import Unitful, dimensionless
-from tests.samples import covering
+from tests.samples import array, covering
 from tests.users import Bare, Passing, Rescaled
 
 # The types ----------------------------------------------------------------------------------------
@@ -80,8 +80,8 @@ def _(primitive: Primitive, x: Units, **params):
     return [Units(row, x.power) for row in out] if primitive.multiple_results else Units(out, x.power)
 
 
-X = jnp.array([[-1.0, 0.5], [2.0, -0.25]])
-Y = jnp.array([[0.5, 1.5], [-1.0, 2.0]])
+X = array([[-1.0, 0.5], [2.0, -0.25]])
+Y = array([[0.5, 1.5], [-1.0, 2.0]])
 
 TYPES = {
     "Rescaled": lambda x: Rescaled(0.5 * x),

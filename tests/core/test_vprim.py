@@ -5,9 +5,7 @@ from typing import Any
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
-import optimistix as optx
 import pytest
 from jax.interpreters import ad
 
@@ -16,10 +14,13 @@ from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.testing import check_program
+from tests.samples import Late, Lazy, array
 
-D = jnp.array([2.0, 3.0, 4.0])
-B = jnp.arange(1.0, 7.0).reshape(2, 3)
-SYSTEM = jnp.array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
+lx, optx = Late("lineax"), Late("optimistix")
+
+D = array([2.0, 3.0, 4.0])
+B = array(np.arange(1.0, 7.0).reshape(2, 3))
+SYSTEM = array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
 
 MATRICES = {
     "DiagonalMatrix": (DiagonalMatrix, jnp.diag),
@@ -40,7 +41,12 @@ MAPPED = {
     "twice": lambda m, b, solver: jax.vmap(jax.vmap(lambda b: _solve(m, b, solver)))(b[None]),
     "batches": lambda m, b, solver: jax.lax.map(lambda b: _solve(m, b, solver), b, batch_size=2),
 }
-SOLVERS = {"lu": lx.AutoLinearSolver(well_posed=True), "gmres": lx.GMRES(rtol=1e-6, atol=1e-6)}
+SOLVERS = Lazy(
+    {
+        "lu": lambda: lx.AutoLinearSolver(well_posed=True),
+        "gmres": lambda: lx.GMRES(rtol=1e-6, atol=1e-6),
+    }
+)
 
 
 @pytest.mark.usefixtures("default_promotion")

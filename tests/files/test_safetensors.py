@@ -19,9 +19,9 @@ from quaxlike.files import CheckpointError
 from quaxlike.files import safetensors as st
 from quaxlike.files.tensors import open_tensors, write_tensors
 from tests.fuzz import tensors as files
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-_KEY = jax.random.key(0)
+_KEY = random_key(0)
 
 
 def _mlp():

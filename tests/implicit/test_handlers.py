@@ -18,7 +18,7 @@ from quaxlike.implicit import (
     register,
     use_implicit,
 )
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .types import Codes, Strict
 
@@ -30,7 +30,7 @@ class Box(ImplicitArray, warn_on_materialize=False):
         return self.array
 
 
-X = jnp.arange(3.0)
+X = array(np.arange(3.0))
 
 
 class TestImplicit:

@@ -13,7 +13,7 @@ from quaxlike.kernels.block_matmul import NIBBLES, gpu
 from quaxlike.kernels.block_matmul import tpu as nf4_tpu
 from quaxlike.kernels.block_matmul.product import Product
 from tests.primitives.jaxprs import names
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .weights import quantised, relative_error, tpu_at_hand
 
@@ -225,11 +225,11 @@ def test_chunks_of_a_large_weight():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"x": jnp.ones((2, 63))}, r"last axis of x must be K = 64 .* got x of shape \(2, 63\)"),
+        ({"x": array(np.ones((2, 63)))}, r"last axis of x must be K = 64 .* got x of shape \(2, 63\)"),
         ({"transpose": True}, r"last axis of x must be N = 48"),
-        ({"packed": jnp.zeros(7, jnp.uint8)}, r"packed .* must have shape \(1536,\), got \(7,\)"),
-        ({"absmax": jnp.ones(7)}, r"absmax .* must have shape \(48,\), got \(7,\)"),
-        ({"codebook": jnp.ones(8)}, r"codebook .* must have shape \(16,\), got \(8,\)"),
+        ({"packed": array(np.zeros(7, jnp.uint8))}, r"packed .* must have shape \(1536,\), got \(7,\)"),
+        ({"absmax": array(np.ones(7))}, r"absmax .* must have shape \(48,\), got \(7,\)"),
+        ({"codebook": array(np.ones(8))}, r"codebook .* must have shape \(16,\), got \(8,\)"),
         ({"block_size": 63}, r"block_size must be a positive even number, got 63"),
     ],
 )

@@ -28,11 +28,11 @@ from quaxlike.online_learning import (
     register_primitive,
 )
 from quaxlike.primitives import DefinedPrimitive, MissingRuleError
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
 from ..primitives.jaxprs import primitives
 
-X, W = jnp.arange(12.0).reshape(4, 3), jnp.arange(6.0).reshape(3, 2)
+X, W = array(np.arange(12.0).reshape(4, 3)), array(np.arange(6.0).reshape(3, 2))
 
 
 def _scaled(x, w, *, scale=1.0):

@@ -12,11 +12,11 @@ import quaxlike as ql
 from quaxlike.files import safetensors
 from quaxlike.optim import QuantizedState, quantize_state
 from quaxlike.sharding import fsdp, shard
-from tests.samples import normal
+from tests.samples import array, normal
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-PARAMS = {"weight": normal(96, 64, seed=1), "window": normal(40, 40, 3, seed=2), "bias": jnp.zeros(96)}
+PARAMS = {"weight": normal(96, 64, seed=1), "window": normal(40, 40, 3, seed=2), "bias": array(np.zeros(96))}
 
 
 def gradients(number, params=None):

@@ -12,10 +12,11 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 from quaxlike.primitives import custom_dce
+from tests.samples import array
 
 from .jaxprs import equations
 
-X, Y = jnp.array([0.3, -0.7, 1.1]), jnp.array([2.0, 0.5, -1.5])
+X, Y = array([0.3, -0.7, 1.1]), array([2.0, 0.5, -1.5])
 
 
 def _both(x, y):

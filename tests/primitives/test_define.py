@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from quaxlike.primitives import DefinedPrimitive, define_primitive
-from tests.samples import normal
+from tests.samples import array, normal, random_key
 
 from .jaxprs import equations, names, primitives
 
@@ -32,10 +32,10 @@ def _split(x, params, n, shift):
 gate_p = define_primitive("test_gate", _gate)
 split_p = define_primitive("test_split", _split, multiple_results=True)
 
-key = jax.random.key(0)
+key = random_key(0)
 X, W = normal(3), normal(3, 2)
-TREE = {"w": normal(3, seed=2), "v": [jnp.array([0.3, 2.0])]}
-N = jnp.array([1, 2])
+TREE = {"w": normal(3, seed=2), "v": [array([0.3, 2.0])]}
+N = array([1, 2])
 
 
 def _gate_loss(gate, x, w):

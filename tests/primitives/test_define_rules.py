@@ -12,11 +12,12 @@ from jax.interpreters import ad, mlir
 
 import quaxlike
 from quaxlike.primitives import MissingRuleError, define_primitive
+from tests.samples import array
 
 from .jaxprs import names, primitives
 
-X = jnp.arange(1.0, 4.0)
-W = jnp.arange(6.0).reshape(3, 2) / 6
+X = array(np.arange(1.0, 4.0))
+W = array(np.arange(6.0).reshape(3, 2) / 6)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quaxlike.primitives import Partitioning, define_primitive
+from tests.samples import array
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-X = jnp.arange(32.0).reshape(4, 8)
-W = jnp.arange(64.0).reshape(8, 8)
+X = array(np.arange(32.0).reshape(4, 8))
+W = array(np.arange(64.0).reshape(8, 8))
 
 
 def _opaque(x, w):

@@ -16,9 +16,9 @@ from quaxlike.lm.models import DecoderConfig
 from quaxlike.lm.models.feed_forward import Experts
 from quaxlike.lm.sharding import usual_rule
 from quaxlike.sharding import fsdp, shard, specs_for
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 2), ("data", "expert"), axis_types=AUTO)
 

@@ -12,10 +12,10 @@ import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import constrain, fsdp, shard
-from tests.samples import normal
+from tests.samples import normal, random_key
 from tests.sharding.test_communication import exchanged
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 X = normal(8, 64)
 

@@ -13,8 +13,9 @@ import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import abstract, fsdp, shard, specs_for
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 LLAMA = DecoderConfig.from_json(
     {"architectures": ["LlamaForCausalLM"],

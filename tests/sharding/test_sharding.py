@@ -13,9 +13,9 @@ from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
 from tests.array_types import TYPES
 from tests.differential.program import under
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 # Megatron's layout of two layers: rows of the first and columns of the second are spread out.
 RULE = {

@@ -10,11 +10,11 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
 from ..primitives.jaxprs import equations
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
 
 def _mlp(**options):
-    return drawn(eqx.nn.MLP, 4, 3, 8, depth=1, key=jax.random.key(0), **options)
+    return drawn(eqx.nn.MLP, 4, 3, 8, depth=1, key=random_key(0), **options)
 
 
 BASE = _mlp()

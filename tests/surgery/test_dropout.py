@@ -5,13 +5,15 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.lora import DropoutWarning
+from tests.samples import array, random_key
 
-KEY = jax.random.key(0)
-X = jnp.ones(64)
+KEY = random_key(0)
+X = array(np.ones(64))
 
 
 class Conv(eqx.Module):

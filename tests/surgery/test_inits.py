@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import drawn
+from tests.samples import drawn, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 
 

@@ -12,8 +12,9 @@ import pytest
 import quaxlike as ql
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 z = lambda shape: jax.device_put(np.zeros(shape, np.float32))  # which compiles nothing
 
 

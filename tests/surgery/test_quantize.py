@@ -8,9 +8,10 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.implicit import ste
+from tests.samples import random_key
 
 SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
-KEY = jax.random.key(1)
+KEY = random_key(1)
 X = np.linspace(-1, 1, 64, dtype=np.float32)
 
 

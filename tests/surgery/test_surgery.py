@@ -11,7 +11,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS
-from tests.samples import normal, wrong_types
+from tests.samples import normal, random_key, wrong_types
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def mlp():
 
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
-KEY = jax.random.key(1)
+KEY = random_key(1)
 WEIGHTS = ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
 
 OPTIONS = {

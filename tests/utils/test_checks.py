@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from quaxlike.utils import NotJaxCompatibleError, dataclass, is_traced, no_jax_tracing, non_differentiable
+from tests.samples import array
 
 X = np.arange(1.0, 4.0, dtype=np.float32)
 
@@ -22,7 +23,9 @@ class Data:
 # is_traced
 
 
-@pytest.mark.parametrize("x", [1.0, X, jnp.ones(2), [X, {"a": jnp.ones(2)}], Data(X, None), "text", None])
+@pytest.mark.parametrize(
+    "x", [1.0, X, array(np.ones(2)), [X, {"a": array(np.ones(2))}], Data(X, None), "text", None]
+)
 def test_nothing_traced(x):
     assert is_traced(x) is False
 

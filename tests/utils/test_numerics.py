@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from quaxlike.utils import dataclass, isin, kahan_summation
-from tests.samples import normal
+from tests.samples import array, normal, random_key
 
 from . import fast_math
 from .fast_math import assert_compensated
@@ -54,7 +54,7 @@ def test_items_outside_of_the_table():
 
 
 @pytest.mark.quick("empty1", "empty2")
-@pytest.mark.parametrize("empty", [[], jnp.array([], int), np.array([], int)])
+@pytest.mark.parametrize("empty", [[], array([], int), np.array([], int)])
 def test_empty(empty):
     assert isin(empty, [1, 2], 5).shape == (0,)
     assert not jnp.any(isin([1, 2], empty, 5))
@@ -96,9 +96,9 @@ def test_isin_under_transforms():
     ("bad", "found"),
     [
         ([1.0], "float64"),
-        (jnp.ones(2), "float32"),
+        (array(np.ones(2)), "float32"),
         ([True], "bool"),
-        (jnp.array(True), "bool"),
+        (array(True), "bool"),
         (["a"], "<U1"),
     ],
 )
@@ -331,9 +331,9 @@ def test_no_summands():
     ("leaf", "found"),
     [
         (True, "bool"),
-        (jnp.array([True]), "bool"),
+        (array([True]), "bool"),
         ("a", "str"),
-        (jax.random.key(0), r"key<fry>"),
+        (random_key(0), r"key<fry>"),
         (len, "builtin_function_or_method"),
     ],
 )

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quaxlike.utils import HasScatterArgs, ScatterArgs, dataclass, field, tree_scatter_set
+from tests.samples import array
 
 
 @dataclass
@@ -96,13 +97,13 @@ def test_one_number_for_all_leaves():
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [
-        (jnp.zeros(3, int), 1.5),
-        (jnp.zeros(3, int), jnp.ones(1)),
+        (array(np.zeros(3, int)), 1.5),
+        (array(np.zeros(3, int)), array(np.ones(1))),
         (np.zeros(3, np.int32), np.ones(1, np.float32)),
-        (jnp.zeros(3, bool), 1),
-        (jnp.zeros(3), 1j),
-        (jnp.zeros(3, jnp.bfloat16), jnp.ones(1)),
-        (jnp.zeros(3, jnp.int8), jnp.ones(1, jnp.int32)),
+        (array(np.zeros(3, bool)), 1),
+        (array(np.zeros(3)), 1j),
+        (array(np.zeros(3, jnp.bfloat16)), array(np.ones(1))),
+        (array(np.zeros(3, jnp.int8)), array(np.ones(1, jnp.int32))),
     ],
 )
 @pytest.mark.parametrize("idxs", [[1], []])
@@ -116,11 +117,11 @@ def test_no_silent_cast(leaf, value, idxs):
 @pytest.mark.parametrize(
     ("leaf", "value"),
     [
-        (jnp.zeros(3), jnp.ones(1, int)),
-        (jnp.zeros(3), jnp.ones(1, jnp.bfloat16)),
-        (jnp.zeros(3, jnp.bfloat16), 1.5),
-        (jnp.zeros(3, jnp.bfloat16), jnp.ones(1, jnp.int32)),
-        (jnp.zeros(3, complex), 1.5),
+        (array(np.zeros(3)), array(np.ones(1, int))),
+        (array(np.zeros(3)), array(np.ones(1, jnp.bfloat16))),
+        (array(np.zeros(3, jnp.bfloat16)), 1.5),
+        (array(np.zeros(3, jnp.bfloat16)), array(np.ones(1, jnp.int32))),
+        (array(np.zeros(3, complex)), 1.5),
     ],
 )
 def test_casts_that_lose_no_kind(leaf, value):

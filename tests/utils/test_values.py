@@ -33,9 +33,10 @@ from quaxlike.utils import (
     vectorize,
 )
 from tests.primitives.jaxprs import names
+from tests.samples import array
 from tests.strict import Strict, StrictPair, strict, strict_pair
 
-X = jnp.arange(1.0, 7.0).reshape(3, 2)
+X = array(np.arange(1.0, 7.0).reshape(3, 2))
 MAKERS = [strict, strict_pair]
 
 
@@ -228,7 +229,7 @@ def test_sequential_without_vmap(make, outer):
     assert_value(outer(ql.quaxify(sequential))(make(w), X[0]), type(make(w)), product(w, X[0]))
 
 
-W = jnp.arange(12.0).reshape(3, 2, 2)
+W = array(np.arange(12.0).reshape(3, 2, 2))
 
 
 @pytest.mark.quick("<lambda>-quaxify of vmap-strict", "jit-vmap of quaxify-strict_pair")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.primitives.classes import ZERO_PRESERVING
-from tests.samples import normal
+from tests.samples import array, normal
 
-SINGLE = OneHotVector(5.0, 2, length=4)
-STACKED = OneHotVector(jnp.array([5.0, 3.0, 2.0]), jnp.array([2, -1, 7]), length=4)  # the last: nowhere
+SINGLE = OneHotVector(jax.device_put(5.0), jax.device_put(2), length=4)
+STACKED = OneHotVector(array([5.0, 3.0, 2.0]), array([2, -1, 7]), length=4)  # the last: nowhere
 
 
 def agrees(f, *args):

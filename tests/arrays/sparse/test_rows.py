@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.samples import Lazy
+from tests.samples import Lazy, array
 
-from .test_unstructured import W, agrees, thinned
+from .test_unstructured import a_matrix, agrees, thinned
 
 
 def _blocks(balanced):
@@ -19,15 +19,15 @@ def _blocks(balanced):
 
 MATRICES = Lazy(
     {
-        "elements": lambda: W,
-        "elements, transposed": lambda: ql.quaxify(jnp.transpose)(W),
+        "elements": a_matrix,
+        "elements, transposed": lambda: ql.quaxify(jnp.transpose)(a_matrix()),
         "blocks": lambda: _blocks(balanced=True),
         "blocks, transposed": lambda: _blocks(balanced=True).T,
         "ragged blocks": lambda: _blocks(balanced=False),
         "nothing": lambda: ql.SparseArray.from_dense(jnp.zeros((8, 12))),
     }
 )
-IDS = jnp.array([[3, 0, 7], [3, 3, 1]])
+IDS = array([[3, 0, 7], [3, 3, 1]])
 LOOKED_UP = {
     "take": lambda w, ids: jnp.take(w, ids, axis=0),
     "columns": lambda w, ids: jnp.take(w, ids, axis=1),
@@ -72,7 +72,7 @@ def test_embeddings_of_tokens(matrix):
 
 
 def test_of_elements_in_no_order_are_those_of_the_whole():
-    unordered = W.placed(W.data, W.indices, W.sizes)
+    unordered = a_matrix().placed(a_matrix().data, a_matrix().indices, a_matrix().sizes)
     with ql.on_materialise("allow"):
         found = ql.quaxify(jnp.take)(unordered, IDS, axis=0)
-    np.testing.assert_allclose(found, jnp.take(ql.materialise(W), IDS, axis=0))
+    np.testing.assert_allclose(found, jnp.take(ql.materialise(a_matrix()), IDS, axis=0))

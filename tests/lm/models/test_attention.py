@@ -10,21 +10,23 @@ import pytest
 
 from quaxlike.lm.models import attention_blocks
 from quaxlike.lm.models.attention import Sight, attend
-from tests.samples import normal
+from tests.samples import Lazy, array, normal
 
 HEADS, SHARED, SIZE = 4, 2, 8
 PADDED = np.arange(45) >= 7
-TEXTS = jnp.asarray(np.repeat([0, 1, 2], [11, 20, 14]), jnp.int32)
-SIGHTS = {
-    "all": Sight.of(jnp.ones(45, bool)),
-    "causal": Sight.of(jnp.ones(45, bool), after=0),
-    "window": Sight.of(jnp.ones(45, bool), before=9, after=0),
-    "near": Sight.of(jnp.asarray(PADDED), before=5, after=5),
-    "padded before": Sight.of(jnp.asarray(PADDED), after=0),
-    "padded after": Sight.of(jnp.asarray(PADDED[::-1].copy()), after=0),
-    "packed": Sight.of(jnp.ones(45, bool), after=0, texts=(TEXTS, TEXTS)),
-    "cached": Sight.of(jnp.arange(45) < 33, 20 + jnp.arange(13), after=0),
-}
+TEXTS = array(np.repeat([0, 1, 2], [11, 20, 14]), jnp.int32)
+SIGHTS = Lazy(
+    {
+        "all": lambda: Sight.of(array(np.ones(45, bool))),
+        "causal": lambda: Sight.of(array(np.ones(45, bool)), after=0),
+        "window": lambda: Sight.of(array(np.ones(45, bool)), before=9, after=0),
+        "near": lambda: Sight.of(array(PADDED), before=5, after=5),
+        "padded before": lambda: Sight.of(array(PADDED), after=0),
+        "padded after": lambda: Sight.of(array(PADDED[::-1]), after=0),
+        "packed": lambda: Sight.of(array(np.ones(45, bool)), after=0, texts=(TEXTS, TEXTS)),
+        "cached": lambda: Sight.of(array(np.arange(45) < 33), array(20 + np.arange(13)), after=0),
+    }
+)
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 3.0},

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,8 +12,9 @@ from quaxlike.lm import load, loading, save
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import MODELS, folder
 from tests.lm.models.made import checkpoint
+from tests.samples import array
 
-_IDS, _SEEN = jnp.arange(5, 15), jnp.ones(10, bool)
+_IDS, _SEEN = array(np.arange(5, 15)), array(np.ones(10, bool))
 _WARNING = r"config\.json ties the output layer .* Its lm_head\.weight is the output layer, untied"
 
 

@@ -5,7 +5,6 @@ import shutil
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,9 +15,9 @@ from quaxlike.lm.models import Bert, BertConfig, BertForSequenceClassification
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
 from tests.lm.models.fixtures import folder
-from tests.samples import normal
+from tests.samples import array, normal
 
-IDS, SEEN = jnp.arange(6), jnp.ones(6, bool)
+IDS, SEEN = array(np.arange(6)), array(np.ones(6, bool))
 
 
 def logits(model):

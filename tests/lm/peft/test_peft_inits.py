@@ -12,9 +12,9 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.lm import peft
 from quaxlike.surgery.trees import named_arrays, replace
-from tests.samples import drawn
+from tests.samples import array, drawn, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 RANK, ALPHA = 3, 12
 
 
@@ -64,7 +64,7 @@ OPTIONS = {
     "dora": {"dora": True},
     "ranks": {"rank_pattern": {"lin.1": 5}, "alpha_pattern": {"lin.0": 2}},
     "head": {"modules_to_save": ["conv"]},
-    "bfloat16": {"base": jax.tree.map(lambda x: x.astype(jnp.bfloat16), NET)},
+    "bfloat16": {"base": jax.tree.map(lambda x: array(x, jnp.bfloat16), NET)},
 }
 
 
