@@ -28,7 +28,7 @@ class Axis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind:
-    """The dtypes and shapes that an annotation such as `Float[Array, "n m"]` allows.
+    """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
     The names of axes are not kept; only which axes share a name.
     """
@@ -142,7 +142,7 @@ def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _dtypes(wanted: Any) -> frozenset[Any]:
-    """The JAX dtypes that a jaxtyping class allows."""
+    """The JAX dtypes of a jaxtyping class."""
     return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
 
 

@@ -1,4 +1,4 @@
-"""Rules that match after materialising some, but not all, of the Values.
+"""Rules for some Values, after materialising the others.
 
 A rule found here takes at least one operand as a Value. So `Sparse @ Foreign` becomes `Sparse @ array`,
 rather than a dense product.
@@ -35,9 +35,9 @@ class Beyond:
 
 
 def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
-    """The rules that apply to these operand types after materialising some Values.
+    """Finds rules for these operand types after materialising some Values.
 
-    A user's rules come before ours, and rules that keep more Values come first.
+    A user's rules come before ours, and rules which keep more Values come first.
     """
     if (known := resolver.beyond.get(key)) is not None:
         return known
@@ -45,7 +45,7 @@ def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
     primitive, *types = key
     values = sum(t is not None for t in types)
     ranked: list[tuple[Any, Beyond]] = []
-    declined: set[Callable[..., Any]] = set()  # rules that matched as they are: they were asked
+    declined: set[Callable[..., Any]] = set()  # rules tried before without materialising
     made_at = epoch()
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:

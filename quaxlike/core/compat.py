@@ -1,4 +1,4 @@
-"""Everything that depends on JAX's private modules or on its version.
+"""Access to JAX's private modules, and differences between its versions.
 
 Nothing else in this package touches `jax._src` or branches on a version; a lint rule (TID251) enforces this.
 So a new JAX release can break only this file, and tests/core/test_compat.py says where.
@@ -41,7 +41,7 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# Marks a sharding that was not passed to jit. It has no public name.
+# Marks an absent sharding in jit. It has no public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 
@@ -58,7 +58,7 @@ def hide_file(path: str) -> None:
 def drops_frames(error: Exception) -> bool:
     """Whether `jax_traceback_filtering` lets us drop frames from this error.
 
-    If so, this also removes the traceback that JAX prints first, which shows where an equation was made.
+    If so, this also removes JAX's first traceback, which shows where an equation was made.
     """
     if traceback_util._filtering_mode() == "off":
         return False
@@ -100,7 +100,7 @@ def bind_with_trace(
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-# All JAX settings that affect the jaxpr of a function (mesh, x64, axis names, ...).
+# All JAX settings with an effect on jaxprs (mesh, x64, axis names, ...).
 trace_context: Callable[[], Hashable] = config.trace_context
 
 
@@ -110,7 +110,7 @@ def x64_enabled() -> bool:
 
 
 def set_user_context(context: Any, value: Any) -> None:
-    """Sets a context made by `jax.make_user_context`, without a `with` that would restore it."""
+    """Sets a context made by `jax.make_user_context`, and never restores it."""
     context._obj.set_local(value)
 
 
@@ -179,7 +179,7 @@ def trace_to_jaxpr(
 
     A jaxpr without constants, and the constants, which are its first inputs.
     """
-    # We drop the names of arguments and results. JAX checks how many there are, and that changes here.
+    # We drop the names of arguments and results. JAX checks their number, and it changes here.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
@@ -222,7 +222,7 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """The transpose rule of a primitive, as a function that returns cotangents.
+    """The transpose rule of a primitive, as a function returning cotangents.
 
     Some rules in JAX add to accumulators instead; these are wrapped.
     """
@@ -237,7 +237,7 @@ def _returning(rule: Callable[..., Any], cts: Any, *operands: Any, **params: Any
 
 
 def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Memoises a function on its first argument, for as long as that object lives."""
+    """Memoises a function on its first argument, for the lifetime of this object."""
     return util.weakref_lru_cache(fun, trace_context_in_key=False)
 
 
@@ -247,25 +247,25 @@ def all_invars(jaxpr: Any) -> list[Any]:
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation was traced under a setting that matters even eagerly."""
+    """Whether an equation was traced under a setting with an effect even when running eagerly."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def is_differentiated(x: Any) -> bool:
-    """Whether an array shows that it is being differentiated."""
+    """Whether an array is visibly being differentiated."""
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
 
 
 def source_of(eqn: jexc.JaxprEqn) -> Any:
-    """A context that gives staged equations the source line and name stack of `eqn`."""
+    """A context in which staged equations get the source line and name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """Wraps a list in the container that shard_map uses for results and their metadata."""
+    """Wraps a list in shard_map's container for results and their metadata."""
     return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
@@ -342,7 +342,7 @@ BWD_RETURNS_LOGS = flattree is not None
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
     """Every primitive in JAX's tables of rules, by name.
 
-    There are several if libraries chose the same name, but only JAX's if that is a public one.
+    There are several if libraries chose the same name, but only JAX's if it is public.
     """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
@@ -352,7 +352,7 @@ def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    """The primitives that `jax.extend.core.primitives` exports."""
+    """The primitives in `jax.extend.core.primitives`."""
     shown = {n: p for n, p in vars(jexc.primitives).items() if isinstance(p, jexc.Primitive)}
     return {name: (p,) for n, p in shown.items() for name in (n.removesuffix("_p"), p.name)}
 
@@ -367,7 +367,7 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """How many operands a primitive takes; None if that varies, or its rules do not show it."""
+    """How many operands a primitive takes; None if this varies, or its rules do not show it."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
@@ -388,7 +388,7 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
     return len(operands) if clear and not varies else None
 
 
-# Private functions, variables and error texts in JAX 0.10 to 0.12 that we identify by name. There is no
+# Private functions, variables and error texts in JAX 0.10 to 0.12, identified by name. There is no
 # public way to ask these questions. Each has a test in tests/core/test_compat.py, which fails if a new JAX
 # version changes it.
 
@@ -422,7 +422,7 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """The recorded traceback of the equation that this frame interprets, or None.
+    """The recorded traceback of the equation interpreted by this frame, or None.
 
     JAX's interpreters hold it in a variable `eqn`, and ours in `step`.
     """
@@ -433,7 +433,7 @@ def traceback_of_equation(frame: types.FrameType) -> Any:
 
 
 def is_jacfwd(frame: types.FrameType) -> bool:
-    """Whether this frame is the function that `jax.jacfwd` returns."""
+    """Whether this frame is a function from `jax.jacfwd`."""
     return frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname
 
 
@@ -448,7 +448,7 @@ def wants_concrete(error: Exception) -> bool:
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """Puts `aval` on the mesh of the leaves, varying over every axis that any leaf varies over."""
+    """Puts `aval` on the mesh of the leaves, varying over the axes of all leaves."""
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval
@@ -476,7 +476,7 @@ def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Whether a tracer is the zeros that `jax.jacfwd` puts where there is no tangent."""
+    """Whether a tracer is `jax.jacfwd`'s zeros for a missing tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
@@ -487,7 +487,7 @@ def lowers_with_devices(jaxpr: Any) -> bool:
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
-    """Lowers with operands that vary over no `shard_map` axis.
+    """Lowers with operands which vary over no `shard_map` axis.
 
     A kernel cannot declare which axes its results vary over, and they do not change how it is lowered.
     """
@@ -587,11 +587,11 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def named_axes() -> dict[Hashable, int]:
-    """The named axes of `vmap` and `shard_map` that collectives can use here, with their sizes."""
+    """The named axes of `vmap` and `shard_map` for collectives here, with their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 
-def mapped_mesh_axes() -> frozenset[Any]:  # explicit mesh axes that a `vmap` has taken
+def mapped_mesh_axes() -> frozenset[Any]:  # explicit mesh axes used by a `vmap`
     return core.get_axis_env().explicit_mesh_axis_names
 
 

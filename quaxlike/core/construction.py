@@ -1,6 +1,6 @@
-"""Fast construction of Values, with a check that static fields hold no arrays.
+"""Fast construction of Values, with a check for arrays in static fields.
 
-An instance built by the fast path must equal the one that Equinox would build. We therefore use it only if
+An instance built by the fast path must equal the one Equinox would build. We therefore use it only if
 the class does nothing but set its fields. The check keeps every Value usable as a cache key: an array in a
 static field cannot be hashed, and would make `jit` fail far from the mistake.
 """
@@ -107,7 +107,7 @@ def _is_frozen(instance: Any) -> bool:
     return False
 
 
-# For each class that has been instantiated: its field names if construction only sets them, else None. (JAX's
+# For each instantiated class: its field names if construction only sets them, else None. (JAX's
 # pytree registry keeps these classes alive anyway.)
 _plain_fields: dict[type, tuple[str, ...] | None] = {}
 

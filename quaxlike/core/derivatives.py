@@ -16,7 +16,7 @@ from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves (or avals) belong to a derivative that lacks its integer leaves."""
+    """Whether these leaves (or avals) belong to a derivative without its integer leaves."""
     return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
 
 
@@ -31,14 +31,14 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Whether traced leaves of a Value are the zeros that `jax.jacfwd` substitutes."""
+    """Whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Whether this frame's function returns the result that `jax.jacfwd` differentiates.
+    """Whether this frame's function returns the result to `jax.jacfwd`.
 
     This holds if no frame of another function lies between them.
     """

@@ -93,7 +93,7 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RunningHooks(threading.local):
-    """The hooks that this thread is inside, outermost first."""
+    """The hooks this thread is inside, outermost first."""
 
     def __init__(self) -> None:
         self.materialising: list[tuple[Callable[..., Any], Any]] = []  # each with its Value
@@ -115,7 +115,7 @@ def as_dense(out: Any, hook: str) -> Any:
 
 
 def remedy(value: Any, error: Exception) -> str:
-    """What to do about a hook that fails because it is traced; empty if that is not the reason.
+    """What to do about a hook which fails because it is traced; empty for other reasons.
 
     We trace hooks to infer shapes, and so does the user under `jit`.
     """
@@ -140,7 +140,7 @@ def remedy(value: Any, error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """Fields that are not static, but hold (or held before tracing) Python numbers."""
+    """Non-static fields which hold (or held before tracing) Python numbers."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
@@ -179,14 +179,14 @@ class Endless(ValueError):
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """The code that determines the shape of a class: its own `aval`, or `materialise`."""
+    """The code for the shape of a class: its own `aval`, or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
 
 
 def computes_with_itself(hook: types.CodeType) -> str:
-    """The message for a hook that calls itself endlessly."""
+    """The message for endless recursion of a hook."""
     name = hook.co_qualname.rpartition("<locals>.")[2]
     return (
         f"`{name}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, and so calls "
@@ -196,12 +196,12 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """The error to raise for a hook that calls itself: unchanged inside other hooks, else a `RuleError`."""
+    """The error for recursion of a hook: unchanged inside other hooks, else a `RuleError`."""
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """The error for a field that is not an array. (JAX would replace a `TypeError` by its own.)"""
+    """The error for a field other than an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -221,8 +221,8 @@ class ValueMeta(QuickMeta):
 class _Probing:
     """A context for calling hooks outside every trace.
 
-    Contexts in `asides`, such as the one that suspends the policy, are entered as well. Hook results are
-    cached, so a policy that saw the hook's operations would see them only the first time.
+    Contexts in `asides`, for example to suspend the policy, are entered as well. Hook results are
+    cached, so a policy would see the hook's operations only the first time.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Makes `jax.experimental.checkify` see indices into Values.
 
-Rules clamp and shift a program's indices, and read leaves that have other shapes than the array. If checkify
-saw only these, it would miss out-of-bounds indices, or report ones that are fine. So an equation that stands
+Rules clamp and shift a program's indices, and read leaves with other shapes than the array. If checkify
+saw only these, it would miss out-of-bounds indices, or report valid ones. So an equation which stands
 for the check precedes the rule: checkify reports for it what it reports for the array. It returns the
 indices, and compiles to nothing.
 """
@@ -66,9 +66,9 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 
 
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    """Adds checks to the operands of a primitive that indexes into its first operand.
+    """Adds checks to the operands of a primitive which indexes into its first operand.
 
-    Only indices that might be out of bounds get one. There are none when running eagerly: checkify traces.
+    Only indices which might be out of bounds get one. There are none when running eagerly: checkify traces.
     """
     if compat.is_eval_trace(compat.current_trace()):
         return operands

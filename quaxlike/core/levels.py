@@ -30,7 +30,7 @@ def level_of(value: Any | None = None) -> Any:
 
 
 class _Running(threading.local):
-    """The traces of the `quaxify` calls that this thread is inside, outermost first."""
+    """The traces of the `quaxify` calls this thread is inside, outermost first."""
 
     def __init__(self) -> None:
         self.levels: list[Any] = []
@@ -42,7 +42,7 @@ running = _Running()
 def has_operators(value: Any) -> bool:
     """Whether this Value has operators here, if its type does not define any.
 
-    It has them if a level dispatches on it. Inside a rule, so do the Values that operands are made of.
+    It has them if a level dispatches on it. Inside a rule, so do the Values inside operands.
     """
     if level_of(value) is not None:
         return True
@@ -56,7 +56,7 @@ def has_operators(value: Any) -> bool:
 
 
 def not_dispatched(value: Any, what: str) -> str:
-    """The error message for a Value that no `quaxify` dispatches on."""
+    """The error message for a Value outside every `quaxify`."""
     return (
         f"{type(value).__name__} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")

@@ -1,4 +1,4 @@
-"""Operators, methods and functions of arrays that accept Values, inside `quaxify` or not.
+"""Operators, methods and functions of arrays for Values, inside `quaxify` or not.
 
 An operator outside `quaxify` opens a level for itself. Inside, it must join the running level: under
 a new level, the Values of the running one would be plain arrays, and their rules would be skipped.
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn(value, ...)` under the level that dispatches on `value`, or under a new one."""
+    """Calls `fn(value, ...)` under the level for `value`, or under a new one."""
     check_complete(value)
     level = level_of(value)
     if level is not None and level.holds(value):

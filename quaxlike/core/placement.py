@@ -16,7 +16,7 @@ from .values import Value, aval_of
 
 
 def devices(value: Value) -> set[Any]:
-    """Like `jax.Array.devices`: the devices that hold leaves.
+    """Like `jax.Array.devices`: the devices of the leaves.
 
     A Value without leaves would be materialised on the default device.
     """
@@ -67,7 +67,7 @@ def _arrays(value: Value) -> list[Any]:
 
 
 def _require_placed(value: Value, name: str) -> None:
-    """Raises the error that JAX raises for tracers: nothing traced has a device yet."""
+    """Raises JAX's error for tracers: nothing traced has a device yet."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
         hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
         raise AttributeError(

@@ -1,6 +1,6 @@
-"""Two hooks for types that need to know what fills the plain arrays next to them.
+"""Two hooks for types whose rules depend on the contents of plain arrays next to them.
 
-Zeros are zeros in any unit, and a library that starts a loop from zeros does not say which unit they have. So
+Zeros are zeros in any unit, and a library starting a loop from zeros does not say which unit they have. So
 quantities with units follow the numbers that fill plain arrays (arrays/unitful/placeholders.py). Both hooks
 are empty until a type is defined whose `promote` works without `like`. Until then, all this costs a few
 `if`s.
@@ -20,7 +20,7 @@ def takes_no_like(cls: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """The trace's hook: it sees each primitive on plain arrays, in a level with a Value that asks for it."""
+    """The trace's hook: it sees each primitive on plain arrays, in a level where a Value asks for it."""
 
     asked_for_by: Callable[[Any], bool]  # a Value from outside, or one inside it
     asked_for_by_type: Callable[[Any], bool]
@@ -59,5 +59,5 @@ def either(a: Any, b: Any) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """Replaces a slot that is only guessed by that of a plain array; returns others unchanged."""
+    """Replaces a guessed slot by the slot of a plain array; returns others unchanged."""
     return hooks.placeholders.without_guess(slot) if hooks.placeholders else slot

@@ -1,6 +1,6 @@
 """What happens if no rule matches: a `default`, or materialising under the policy.
 
-The invariant is that nothing becomes dense unnoticed: a Value materialised for want of a rule goes
+Nothing may become dense unnoticed: a Value materialised for want of a rule goes
 through `_densify`, which raises, warns or records. A second path would break the promise of
 `on_materialise("error")`.
 
@@ -51,7 +51,7 @@ class on_materialise(contextlib.ContextDecorator):
 
     This is a context manager and a decorator. The innermost one wins, and each overrides the class attribute
     `on_materialise`. It is local to the thread and the context, so each asyncio task has its own. (A
-    thread that runs in a copy of a context, as with `asyncio.to_thread`, has to enter its own.)
+    thread running in a copy of a context, as with `asyncio.to_thread`, has to enter its own.)
 
     A jitted function is traced once for each mode. It materialises, warns or raises during tracing.
 
@@ -133,7 +133,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 
     **Arguments:**
 
-    - `what`: the primitive that needs it, or a phrase such as "bool()".
+    - `what`: the primitive, or a phrase such as "bool()".
     - `operands`: all operands of the primitive, for the message. Default: only `value`.
     - `hint`: the reason, or what can be done. Default: register a rule for the primitive `what`.
     """
@@ -160,7 +160,7 @@ def dense_operands(
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """The result if no rule matches.
 
-    We try an overridden `default`, then a rule that needs only some operands dense, and finally make all
+    We try an overridden `default`, then a rule for only some dense operands, and finally make all
     operands dense.
     """
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
@@ -188,7 +188,7 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """A rule that matches after making some operands dense, preferably none that refuses."""
+    """Finds a rule which matches after making some operands dense, preferably none which refuses."""
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
         return None
@@ -197,7 +197,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
     once = _places_of_first(operands)
 
     def keeps_twins_together(rule: Beyond) -> bool:
-        # A Value that occurs twice is kept in both places or in neither: see `map_values`.
+        # If a Value occurs twice, it is kept in both places or in neither: see `map_values`.
         made_dense = {once[i] for i in rule.places}
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
 
@@ -208,7 +208,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
     """Replaces the Values among `operands` by the results of `f`.
 
-    A Value that occurs twice is passed to `f` only once. If it were computed twice, the compiler might fuse
+    If a Value occurs twice, it is passed to `f` only once. If it were computed twice, the compiler might fuse
     each copy differently, and the two could differ in their last digits. Then `x != x`, which tests for NaN,
     would be true.
     """
@@ -325,7 +325,7 @@ class _Materialisation:
 
     @property
     def remedy(self) -> str:
-        """The rule that the type's author can write."""
+        """The rule the type's author can write."""
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
@@ -350,7 +350,7 @@ class _Materialisation:
         return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
 
     def _ranked(self) -> list[tuple[int, Rule]]:
-        """The primitive's rules, each with the number of operands that do not fit.
+        """The primitive's rules, each with the number of mismatching operands.
 
         Rules for the operands' own types come first, and among them the best fits.
         """

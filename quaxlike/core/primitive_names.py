@@ -17,7 +17,7 @@ MODULES = {
     "jax.numpy.linalg": jnp.linalg,
     "jax.scipy.special": jax.scipy.special,
 }
-# Arguments that a function may accept, in the order in which we try them: floats, integers and booleans, all
+# Possible arguments of a function, in the order in which we try them: floats, integers and booleans, all
 # 2x2. (No strings: `jax.numpy.save` would write a file.)
 CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x),
@@ -44,7 +44,7 @@ def function_called(name: str) -> tuple[str, Any] | None:
 
 
 def primitives_of(function: Any) -> list[str]:
-    """The names of the primitives that compute a JAX or NumPy function.
+    """The names of the primitives of a JAX or NumPy function.
 
     We find them by calling it with small arrays. If no call works, or for any other function, returns none.
     """

@@ -1,8 +1,8 @@
 """`quaxify`: runs a function with Values in place of arrays.
 
-The invariant is that a level is closed exactly once, whatever the function raises. `levels` and JAX's current
+A level must be closed exactly once, whatever the function raises. `levels` and JAX's current
 trace are restored in a `finally`, and the trace is marked as ended, so a leaked tracer raises instead of
-computing with a trace that is gone.
+computing with a dead trace.
 """
 
 import functools
@@ -138,7 +138,7 @@ def quaxify(
 ) -> Callable[..., _T]:
     """Wraps a function so that Values may be passed where it expects arrays.
 
-    Every primitive that meets a Value is dispatched, by the types of all its operands, to the rule registered
+    Every primitive with a Value is dispatched, by the types of all its operands, to the rule registered
     for them. If no rule matches, the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain
     arrays are never wrapped: they reach the primitive unchanged.
 
@@ -148,7 +148,7 @@ def quaxify(
     - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
         (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
         pass through untouched, so a nested `quaxify` can dispatch on them; apart from that they behave
-        as outside `quaxify`. A Value that `fn` closes over or builds is treated like one that `fn` holds.
+        as outside `quaxify`. A Value `fn` closes over or builds is treated like one inside `fn`.
         Default: all Values.
     - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A nested `quaxify` inherits it.
 
@@ -181,7 +181,7 @@ def quaxify(
 
 
 def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
-    """Raises a `TypeError` for a filter that holds arrays, Values or other data.
+    """Raises a `TypeError` for a filter with arrays, Values or other data in it.
 
     These are usually arguments that were meant for the function.
     """
@@ -247,7 +247,7 @@ def _select(
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note if an argument has no shape, for the reason that the error gives."""
+    """Adds a note if an argument has no shape, for the reason in the error."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
     except Exception:  # not a pytree, which may be what the error says
@@ -286,7 +286,7 @@ def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value
 def value_of(x: Any) -> Any:
     """The Value behind an operand inside a quaxified function; returns anything else unchanged.
 
-    Use this to inspect a Value (its static fields, for instance), or to compute something that no primitive
+    Use this to inspect a Value (its static fields, for instance), or to compute something no primitive
     expresses. The arrays inside the Value belong to the level outside the `quaxify`.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x

@@ -1,7 +1,7 @@
 """Recording for `explain`: the active recorder, and how messages describe operands and places.
 
 Recording must not change what a program does, nor be skipped by JAX's caches. Each recording is therefore
-part of JAX's cache keys, so a function already traced is traced again.
+part of JAX's cache keys, so an already traced function is traced again.
 """
 
 import collections
@@ -60,7 +60,7 @@ values.probing.asides.append(_not_recording)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
-    """Decorates a function that dispatches by itself: its events are shown inside `what`."""
+    """Decorates a function with its own dispatch: its events are shown inside `what`."""
 
     def decorator(function: _Fn) -> _Fn:
         @functools.wraps(function)
@@ -78,7 +78,7 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 def note(text: str) -> None:
     """Adds a remark to the row of [`quaxlike.explain`][] for the running rule.
 
-    Call this inside a rule, for anything that the signature does not show, such as the kernel that was
+    Call this inside a rule, for anything not in the signature, such as the kernel that was
     chosen. It does nothing unless `explain` is running.
     """
     if (recorder := active()) is not None:
@@ -108,15 +108,15 @@ def user_source() -> tuple[SourceLine, SourceLine | None]:
     return first or SourceLine("<unknown>", 1, "?"), None
 
 
-# Hooks that may end up calling themselves. Functions with the same names in the core merely call them.
+# Hooks which may end up calling themselves. Functions with the same names in the core merely call them.
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
 
 def endless(error: RecursionError) -> str | None:
-    """The message for a rule or hook that calls itself endlessly; None if none does.
+    """The message for endless recursion of a rule or hook; None if there is none.
 
-    Little of Python's stack is left here, so we may not call anything that memoises errors, as beartype does
+    Little of Python's stack is left here, so we may not call anything which memoises errors, as beartype does
     for plum.
     """
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,6 +1,6 @@
 """Finds the user's own lines and frames among those of JAX, libraries and this package.
 
-Every message names a line that the user wrote. So this must never report one of our own lines, nor JAX's:
+Every message names a line of the user's. So this must never report one of our own lines, nor JAX's:
 both are recognised by their folders.
 """
 
@@ -40,7 +40,7 @@ class SourceLine(NamedTuple):
 def source_lines() -> Iterator[SourceLine]:
     """The lines outside JAX and this package being executed, innermost first.
 
-    An equation of a jaxpr is not on Python's stack, but it keeps the lines that staged it.
+    An equation of a jaxpr is not on Python's stack, but it keeps the lines where it was staged.
     """
     yield from _recorded_lines(compat.current_traceback())
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -50,13 +50,13 @@ def source_lines() -> Iterator[SourceLine]:
 
 
 def lines_of_error(error: BaseException) -> list[SourceLine]:
-    """The lines outside JAX and this package that an error passed through, innermost first."""
+    """The lines of an error's traceback outside JAX and this package, innermost first."""
     frames = reversed([*traceback.walk_tb(error.__traceback__)])
     return [line for frame, number in frames for line in _lines_in(frame, number)]
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """The line that this frame executes, or the lines that staged the equation it interprets."""
+    """The line of this frame, or the lines where its equation was staged."""
     file = frame.f_code.co_filename
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
@@ -65,7 +65,7 @@ def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
 
 
 def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
-    """The lines outside JAX and this package that staged an equation, innermost first."""
+    """The lines outside JAX and this package where an equation was staged, innermost first."""
     return _recorded_lines(eqn.source_info.traceback)
 
 
@@ -81,13 +81,13 @@ def _folders(*packages: str) -> tuple[str, ...]:
     return tuple(f"{pathlib.Path(spec.origin).parent}{os.sep}" for spec in specs)
 
 
-# Libraries that wrap functions only to check the types of arguments.
+# Libraries which wrap functions only to check the types of arguments.
 _CHECKERS = (*_folders("jaxtyping", "beartype"), "<@beartype")
 _MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
 
 
 def calling_frame() -> types.FrameType:
-    """The frame that called our caller, skipping frames that only check annotations."""
+    """The frame of our caller's caller, skipping frames which only check annotations."""
     frame: Any = sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
     for _ in range(2):
         frame = frame.f_back
@@ -112,7 +112,7 @@ def is_library(file: str) -> bool:
 
 
 def shorten_traceback(error: Exception) -> None:
-    """Cuts the traceback at the user's last frame, for an error whose message names that line."""
+    """Cuts the traceback at the user's last frame, for an error with this line in its message."""
     if not compat.drops_frames(error):
         return
     kept = None

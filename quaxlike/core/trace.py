@@ -1,6 +1,6 @@
-"""The trace that dispatches primitives on Values, and the tracer that stands for a Value.
+"""The trace for dispatching primitives on Values, and the tracer of a Value.
 
-The invariant is that a plain array is never boxed: only a Value becomes a `ValueTracer`, and a primitive with
+A plain array must never be boxed: only a Value becomes a `ValueTracer`, and a primitive with
 no Value among its operands is bound on the parent trace, with its raw result returned. Without this, every
 intermediate in a quaxified function would pay for dispatch, and concrete `if`s on plain arrays would fail.
 
@@ -72,13 +72,13 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for anything that may be differentiated, so no derivative is closed over it.
+        # JAX searches these for anything differentiable, so no derivative is closed over it.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # bool(x), int(x), ...: materialise. We do not define `to_concrete_value`, because JAX calls that without
+    # bool(x), int(x), ...: materialise. We do not define `to_concrete_value`, because JAX calls it without
     # being asked by the user.
 
     def __bool__(self) -> bool:
@@ -158,7 +158,7 @@ class Level(jexc.TraceTag):
 
     **Arguments:**
 
-    - `dispatches_on`: whether the level dispatches on a Value that was not passed in. Default: on any.
+    - `dispatches_on`: whether the level dispatches on a Value from elsewhere. Default: on any.
     """
 
     # Called with each primitive on plain arrays, once a Value in this level asks for it.
@@ -232,7 +232,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of the first rule that does not decline; `NotImplemented` if all do."""
+        """The result of the first rule which does not decline; `NotImplemented` if all do."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -254,7 +254,7 @@ class QuaxTrace(jax.core.Trace):
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
     def dispatches_on(self, value: Value) -> bool:
-        """Whether this level dispatches on a Value that was not passed in."""
+        """Whether this level dispatches on a Value from elsewhere."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
@@ -266,7 +266,7 @@ class QuaxTrace(jax.core.Trace):
         return _lives_below(self, value)
 
     def adopt(self, value: Value) -> Any:
-        """Turns a late Value into an operand: a tracer of this level, or an equation that makes one."""
+        """Turns a late Value into an operand: a tracer of this level, or an equation for making one."""
         check_complete(value)
         return self.enter_late(value) if self.holds(value) else stage(value)
 
@@ -285,7 +285,7 @@ class QuaxTrace(jax.core.Trace):
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
-    # Primitives that carry functions; JAX calls a method for each.
+    # Primitives which carry functions; JAX calls a method for each.
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
         with jexc.set_current_trace(self.parent_trace):
@@ -315,7 +315,7 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """Turns a rule's result into something that JAX code can use."""
+        """Turns a rule's result into something JAX code can use."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
@@ -349,7 +349,7 @@ def _is_no_array(x: Any) -> bool:
     """Whether `x` has another JAX type, such as a token."""
     try:
         return not isinstance(jax.typeof(x), jax.core.ShapedArray)
-    except TypeError:  # perhaps something that can be converted
+    except TypeError:  # perhaps something convertible
         return False
 
 
@@ -377,7 +377,7 @@ _staged = False  # whether any exists: until then no level looks for them
 
 
 def stage(value: Value) -> Any:
-    """Binds an array that stands for `value` until a level dispatches on it."""
+    """Binds an array in place of `value` until a level dispatches on it."""
     global _staged
     _staged = True
     leaves, treedef = jtu.tree_flatten(value)
@@ -385,7 +385,7 @@ def stage(value: Value) -> Any:
 
 
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
-    """Whether a primitive is (or carries) an equation that makes a Value.
+    """Whether a primitive is (or carries) an equation for making a Value.
 
     A custom derivative counts as well, since its functions may make one when they run.
     """
@@ -402,7 +402,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value, found among the operands of a primitive, in the level that takes it."""
+    """Boxes a Value, found among the operands of a primitive, in its level."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -429,7 +429,7 @@ def value_types(operands: Sequence[Any]) -> list[type | None]:
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# What the interpreter itself does with primitives that carry code, and with structural ones, if no rule
+# What the interpreter itself does with primitives which carry code, and with structural ones, if no rule
 # matches. `higher_order` fills this. Keyed by the primitive's name (JAX does not export all of them), or by
 # its attribute `family`.
 BUILTIN: dict[str, Callable[..., Any]] = {}

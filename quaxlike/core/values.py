@@ -1,8 +1,8 @@
 """`Value` and `ArrayValue`: the base of every new kind of array.
 
-The invariant is that `aval_of(value)` is the shape and dtype of `value.materialise()`, whatever transform is
+`aval_of(value)` must be the shape and dtype of `value.materialise()`, whatever transform is
 running. Every transform asks it, so it is memoised, keyed by the class, the statics and the avals of the
-leaves. A key that left one of these out would give a Value the shape of another.
+leaves. A key without one of these would give a Value the shape of another.
 
 Nothing in this file computes with a Value. `is_value` is the hottest function of the package: it runs for
 every operand of every primitive.
@@ -50,11 +50,11 @@ on_new_type: list[Callable[[Any], None]] = []
 
 
 class Value(eqx.Module, metaclass=ValueMeta):
-    """Anything that can stand in for a JAX array inside a function wrapped in `quaxify`.
+    """Anything standing in for a JAX array inside a function wrapped in `quaxify`.
 
-    Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things that are not arrays. A
+    Subclass [`quaxlike.ArrayValue`][] for arrays; subclass this only for things other than arrays. A
     `Value` is an Equinox module. Its array fields are its leaves. Everything that decides its shape, dtype or
-    dispatch is a static field, which may hold anything that can be compared, but never an array. Annotate a
+    dispatch is a static field, which may hold anything comparable, but never an array. Annotate a
     field as optional if it may be None.
 
     Everything below `materialise` is optional; each docstring says what happens without the hook.
@@ -113,7 +113,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """The JAX type that code using this value sees."""
+        """The JAX type of this value, as seen by code using it."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
@@ -133,7 +133,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         **Arguments:**
 
-        - `primitive`: the JAX primitive that was bound.
+        - `primitive`: the bound JAX primitive.
         - `values`: its operands; Values are passed unwrapped.
         - `params`: its parameters.
 
@@ -156,7 +156,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         A loop often starts from zeros before their form is known. If `like` has the default None, and rules
         of this type raise [`quaxlike.OperandMismatch`][] in a loop, this is called on those zeros without
-        `like`. It must then return a placeholder that is compatible with any value, and whose one leaf is
+        `like`. It must then return a placeholder compatible with any value, and whose one leaf is
         `array`; the first iteration determines the real type.
 
         Without this hook, the Value side is materialised under the policy.
@@ -164,7 +164,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """Converts this value to a form that `like` has, or can be widened to in turn.
+        """Converts this value to the form of `like`, or to a form `like` can be widened to in turn.
 
         This is called if two branches of a `cond`, or a loop carry before and after an iteration, are Values
         that differ in class, static fields or leaf shapes. It may read only the statics and shapes of `like`.
@@ -187,7 +187,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return ct
 
     def cotangent_factor(self, dtype: Any) -> Any:
-        """A scalar, with this type and `dtype`, that turns a cotangent of this value into one for its leaves.
+        """A scalar of this type and `dtype`, for turning a cotangent of this value into one for its leaves.
 
         This is needed for a value made inside a derivative, such as one in the same unit. By default
         None: the cotangent is used as it is.
@@ -202,7 +202,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return True
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
-        """For each array leaf, the axis that is the logical leading axis, or None if all rows share the leaf.
+        """For each array leaf, its axis for the logical leading axis, or None if all rows share the leaf.
 
         This lets `lax.scan` and `lax.map` run over rows. Without it, leaves with the array's shape are sliced
         along their first axis, provided that the slices materialise to the rows; otherwise the value is
@@ -211,10 +211,10 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        """For each array leaf, the partition spec that follows from the logical array's `spec`.
+        """For each array leaf, the partition spec for the logical array's `spec`.
 
         Without this hook, leaves with the logical shape take `spec` itself, if slicing them slices the array,
-        and an empty `spec` replicates all leaves. Anything else raises an error that names this hook.
+        and an empty `spec` replicates all leaves. Anything else raises an error naming this hook.
         """
         return NotImplemented
 
@@ -300,7 +300,7 @@ class ArrayValue(Value):
 
 
 class NoArrayError(TypeError, RuntimeError):
-    """A Value was passed to a function that asks for an array, outside `quaxify`.
+    """A Value was passed to a function for arrays, outside `quaxify`.
 
     This is also a `RuntimeError`, because JAX replaces a `TypeError` by its own when a primitive is bound.
     """
@@ -351,7 +351,7 @@ def is_value(x: Any) -> bool:
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Whether parts of a Value are missing, as in the halves that `eqx.partition` makes.
+    """Whether parts of a Value are missing, as after `eqx.partition`.
 
     A part counts as missing if it is None (or holds None), its field neither allows None nor defaults to it,
     and the Value cannot be materialised without it. The masks that optax substitutes for arrays are missing,
@@ -373,7 +373,7 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """The fields of a module or named tuple that may not be None."""
+    """The fields of a module or named tuple which may not be None."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # a local class, or no types: then any field may be missing
@@ -436,7 +436,7 @@ def refuses(value: Value) -> bool:
     leaves, treedef = jtu.tree_flatten(value)
     try:
         avals = tuple(map(jax.typeof, leaves))
-    except TypeError:  # leaves that are not arrays
+    except TypeError:  # leaves other than arrays
         return True
     try:
         return _refuses(treedef, avals)
@@ -491,7 +491,7 @@ def as_shapes(value: Value) -> Value:
 
 
 class OfType:
-    """A leaf that only has a type: like `jax.ShapeDtypeStruct`, for hijax types inside a Value."""
+    """A leaf with only a type: like `jax.ShapeDtypeStruct`, for hijax types inside a Value."""
 
     __slots__ = ("aval",)
 
@@ -512,7 +512,7 @@ def aval_of(value: Value) -> Any:
     leaf_avals: list[Any] = []
     try:
         _describe(value, statics, leaf_avals)
-    except TypeError:  # a leaf that is not an array
+    except TypeError:  # a leaf other than an array
         for leaf in jtu.tree_leaves(value):
             if not hasattr(leaf, "shape") and not _is_array(leaf):
                 raise not_an_array(value, leaf) from None
@@ -538,7 +538,7 @@ _checked: set[type] = set()  # classes whose `aval` was compared with `materiali
 def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
     """Computes an aval, or raises if computing it asks for the same aval again.
 
-    Waiting for Python's recursion limit would be too late: code that catches an error on the way and asks
+    Waiting for Python's recursion limit would be too late: code catching an error on the way and asks
     again would double the time at each turn. For the same reason, once one such call is found, the class is
     marked as endless until the outermost call returns.
     """
@@ -562,7 +562,7 @@ def _infer_aval(value: Value, key: Any, leaf_avals: Sequence[Any]) -> Any:
 
 
 def _describe(value: Value, statics: list[Any], leaf_avals: list[Any]) -> None:
-    """Appends everything that determines an aval: class, statics, and leaf avals."""
+    """Appends everything an aval depends on: class, statics, and leaf avals."""
     cls = type(value)
     fields = _fields.get(cls)
     if fields is None:

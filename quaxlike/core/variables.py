@@ -1,7 +1,7 @@
 """Variables of Flax NNX among the arguments of a quaxified function.
 
-The invariant is that a Variable has one copy, however often it occurs, so shared parameters stay shared;
-and that writes to the copy reach the original.
+A Variable must have one copy, however often it occurs, so shared parameters stay shared;
+and writes to the copy must reach the original.
 """
 
 import sys
@@ -42,7 +42,7 @@ class Copies:
 
         **Arguments:**
 
-        - `unwrap`: turns the content of a Variable inside the function into that outside.
+        - `unwrap`: turns the content of a Variable inside the function into its content outside.
         """
         for variable, copy, before in self._of.values():
             if (after := copy.get_raw_value()) is not before:

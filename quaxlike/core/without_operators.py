@@ -1,7 +1,7 @@
 """Operators, methods and attributes of arrays, on types without `ArrayOperators`.
 
-A Value has all of them wherever a level of `quaxify` dispatches on it; inside a rule, so do the Values that
-its operands are made of. Elsewhere it has none: `hasattr` says so, and the error that Python raises says what
+A Value has all of them wherever a level of `quaxify` dispatches on it; inside a rule, so do the Values
+its operands are made of. Elsewhere it has none: `hasattr` says so, and Python's error says what
 to write.
 
 `==` never compares Values as pytrees. Equinox's own `__eq__` would, and would silently return one bool where
@@ -41,7 +41,7 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 class MissingOperator(TypeError, AttributeError):
-    """Python looked for an operator that this Value lacks.
+    """Python looked for an operator this Value does not have.
 
     As a `TypeError`, this is what users expect; as an `AttributeError`, `hasattr` returns False.
     """

@@ -1,6 +1,6 @@
 """Primitives that carry code. Importing this package registers their rules.
 
-The invariant is that such a primitive is bound again with all its parameters (name, donation, shardings,
+Such a primitive must be bound again with all its parameters (name, donation, shardings,
 unroll, policy, ...), adapted to the number of leaves. A parameter dropped here would silently
 change how the user's program is compiled.
 """

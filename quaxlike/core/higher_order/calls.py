@@ -52,7 +52,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """For each leaf, the sharding that follows from the logical array's."""
+    """The sharding of each leaf, from the sharding of the logical array."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -105,7 +105,7 @@ def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
 
 @builtin("sequential_call")
 def _sequential_call(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    if compat.is_eval_trace(trace.parent_trace):  # no vmap that must stay sequential
+    if compat.is_eval_trace(trace.parent_trace):  # no sequential vmap
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what="sequential_vmap_with_vjp")

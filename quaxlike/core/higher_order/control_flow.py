@@ -101,11 +101,11 @@ def carry_fixed_point(
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
-    """Finds a form that a loop's carry keeps from one iteration to the next.
+    """Finds a form of a loop's carry which is the same after each iteration.
 
-    A plain array that becomes a Value is lifted by the type's `promote`, or else the Value is materialised.
-    Two different Values are converted to a common form; if there is none, the error names the carry. If the
-    form of a Value, or of a part, changes in every iteration, it is materialised.
+    If a plain array becomes a Value, then it is lifted by the type's `promote`, or else the Value is
+    materialised. Two different Values are converted to a common form; if there is none, the error names the
+    carry. If the form of a Value, or of a part, changes in every iteration, it is materialised.
 
     **Arguments:**
 
@@ -262,7 +262,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """The position of each leaf among the inputs. Leaves that all rows share become constants of the loop."""
+    """The position of each leaf among the inputs. Leaves shared by all rows become constants of the loop."""
     if not any(shared):
         return None
     first_carried = n_consts + sum(shared)

@@ -397,7 +397,7 @@ class _Results:
 
 
 class _Residuals:
-    """The layout of the residuals, and of the results' leaves that have no tangents."""
+    """The layout of the residuals, and of the results' leaves without tangents."""
 
     slots: tuple[LeafLayout, ...] = ()
     places: tuple[int | None, ...] = ()  # for each leaf, its index if it is an operand's leaf
@@ -443,7 +443,7 @@ def _may_be_differentiated(trace: Any) -> bool:
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """Stops the gradient at leaves that the array does not depend on, such as frozen weights."""
+    """Stops the gradient at leaves without an effect on the array, such as frozen weights."""
     live = [flag for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 

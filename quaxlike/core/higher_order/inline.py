@@ -151,7 +151,7 @@ def _with_transpose(
 
 
 def _zero(x: Any, like: Any) -> Any:
-    """Replaces any form of zero by the form that primitives' rules take."""
+    """Replaces any form of zero by the form expected in primitives' rules."""
     return ad.Zero(like.aval.to_tangent_aval()) if x is None or _is_zero(x) else x
 
 
@@ -174,7 +174,7 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
-    """The implementation that Equinox maps when it batches one of its primitives.
+    """The implementation to map when Equinox batches one of its primitives.
 
     `primitive.impl` may refuse to be mapped, because Equinox uses it to catch tracers that were closed over.
     There is no public name for this (as of Equinox 0.13).

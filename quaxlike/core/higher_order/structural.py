@@ -1,4 +1,4 @@
-"""Primitives that move data without looking at it, and so act on each leaf; and a few others.
+"""Primitives which only move data, and so act on each leaf; and a few others.
 
 Some of these are Equinox's own primitives, which have no public names. Debug callbacks receive the Value
 itself. (`pure_callback` and `io_callback` take arrays: for them a Value is materialised, under the policy, as
@@ -104,7 +104,7 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Writes a Value into a buffer that a library allocated, which is first lifted to its type."""
+    """Writes a Value into a library's buffer. First, the buffer is lifted to the Value's type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
@@ -146,7 +146,7 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """If indices are a Value of an outer level, that level checks them where it uses them."""
+    """If indices are a Value of an outer level, the outer level checks them when it uses them."""
     return operands[0]
 
 

@@ -98,7 +98,7 @@ def _linear_part(x: Value) -> Any:
 def _of_inexact(
     f: Callable[[Value], Any], slot: LeafLayout, leaves: Sequence[Any], inexact: Sequence[bool]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """`f` as a function of the leaves that have tangents, followed by these leaves."""
+    """`f` as a function of the leaves with tangents, followed by these leaves."""
 
     def fun(*moving: Any) -> Any:
         leaf = iter(moving)
@@ -209,7 +209,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Whether making `ct` dense discards nothing that a cotangent needs.
+    """Whether a cotangent loses nothing if `ct` is made dense.
 
     It may be an array with names or a unit, which mean nothing here.
     """
@@ -217,14 +217,14 @@ def _has_leaf_of_its_shape(ct: Any) -> bool:
 
 
 def _dense_cotangent(ct: Any) -> Any:
-    """A cotangent as an array. For a Value that refuses to materialise, this is its only leaf."""
+    """A cotangent as an array. If a Value refuses to materialise, this is its only leaf."""
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
     return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
 
 
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
-    """The leaves' cotangents for a Value that refuses to materialise, and so is differentiated by its leaves.
+    """The leaves' cotangents, for a Value which refuses to materialise and is differentiated by its leaves.
 
     These are the leaves of a cotangent with its class, whatever the static fields are (a product has another
     unit), or a dense cotangent. None if they do not correspond.

@@ -1,4 +1,4 @@
-"""The equation that makes a Value from its leaves, bound by `trace.stage` inside a transform.
+"""The equation for making a Value from its leaves, bound by `trace.stage` inside a transform.
 
 If a level meets this equation, its result is the Value. If the transform meets it, we provide its derivative
 and its batching rule, which must equal those of `materialise`: to the transform, the Value *is* an array.

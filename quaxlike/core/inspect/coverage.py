@@ -1,6 +1,6 @@
 """Lists the rules for a type, and finds ambiguous pairs.
 
-An ambiguity is found before any operand meets it, by asking the same functions that dispatch asks. A second
+An ambiguity is found before any operand meets it, by asking the same functions as dispatch. A second
 implementation would sooner or later disagree with dispatch.
 """
 
@@ -44,7 +44,7 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
     """Whether the rule is about this type.
 
-    Parameters that accept any Value do not count, unless all parameters do.
+    Parameters for any Value do not count, unless all parameters are like this.
     """
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
@@ -118,12 +118,12 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
-    """Checks that no two rules can match the same operands without one being the better match.
+    """Checks for pairs of rules which match the same operands, with neither being the better match.
 
     **Arguments:**
 
     - `types`: the Value types to consider as operands, in every combination with each other and with plain
-        arrays. Default: every concrete type that a rule mentions.
+        arrays. Default: every concrete type in a rule.
     - `rules`: a [`quaxlike.RuleSet`][] to check in addition to the global one.
 
     **Raises:**

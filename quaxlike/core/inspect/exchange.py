@@ -1,4 +1,4 @@
-"""The bytes that devices exchange in a compiled program, read from its text.
+"""The bytes exchanged by devices in a compiled program, read from its text.
 
 XLA decides on collectives during compilation, and JAX has no interface for them, so we parse the HLO text. A
 line we do not recognise is skipped: an unknown collective would be missing from the report.
@@ -13,22 +13,22 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """All collectives of one kind that give each device an array with one shape."""
+    """All collectives of one kind with the same shape of result."""
 
     kind: str
     """`"all-gather"`, `"all-reduce"`, `"all-to-all"`, `"collective-permute"`, `"reduce-scatter"`."""
     dtype: str
     """XLA's name for the dtype: `"u8"`, `"f32"`, ..."""
     shape: tuple[int, ...]
-    """The shape that each device has afterwards."""
+    """The shape of each device's result."""
     count: int
     """How often this occurs in the program; once for the body of a loop."""
     bytes: int
-    """The bytes that each device has afterwards, over all `count` occurrences."""
+    """The bytes of each device's results, over all `count` occurrences."""
     packed: bool
     """Whether this gathers a weight's codes, or arrays stored with them.
 
-    We recognise these by dtype and size: they must match an array in a Value that holds integers.
+    We recognise these by dtype and size: they must match an integer array in a Value.
     """
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
     **Arguments:**
 
     - `text`: the program's text (`jax.stages.Compiled.as_text`).
-    - `packed`: the arrays that make up packed weights.
+    - `packed`: the arrays in packed weights.
     """
     parts = {(_short(x.dtype), math.prod(x.shape)) for x in packed}
     counts: dict[tuple[str, str, tuple[int, ...]], int] = {}

@@ -1,7 +1,7 @@
 """`explain`: reports how a quaxified function treats Values, without running it.
 
 The report must show what a real call would do. So we trace the function through the same dispatch, with a
-recorder that looks on; nothing is simulated.
+recorder; nothing is simulated.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Row:
     results: tuple[str, ...]
     outcome: Outcome
     """`"rule"`: a registered rule. `"default"`: a type's own `default`. `"built-in"`: quaxlike itself handles
-    control flow, and primitives that only move data. `"materialised"`: there was no rule.
+    control flow, and primitives which only move data. `"materialised"`: there was no rule.
     """
     rule: str | None
     """Where the rule was written, as `file:line`."""
@@ -53,7 +53,7 @@ class Row:
     """How many bytes are materialised, over all `count` occurrences."""
     notes: tuple[str, ...]
     hint: str
-    """For a materialisation: the rule that the type's author can write."""
+    """For a materialisation: the rule the type's author can write."""
 
 
 class Report:
@@ -70,7 +70,7 @@ class Report:
     def exchanged(self) -> tuple[Exchange, ...]:
         """What the devices exchange, largest first: one [`Exchange`][quaxlike.Exchange] per kind of array.
 
-        This is for arguments that are spread over a mesh. The compiler decides what to exchange, so accessing
+        This is for arguments on a mesh. The compiler decides what to exchange, so accessing
         this compiles the program for these devices.
         """
         return self._exchange()
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The counts in one line, then the first materialisation and the rule that would prevent it."""
+        """The counts in one line, then the first materialisation and the rule to prevent it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
@@ -183,7 +183,7 @@ def explain(
 
     **Returns:**
 
-    A function that takes the same arguments as `fn` and returns a [`Report`][quaxlike.Report]. JAX arrays and
+    A function with the same arguments as `fn` which returns a [`Report`][quaxlike.Report]. JAX arrays and
     `ShapeDtypeStruct`s among the arguments are abstract; anything else is passed unchanged. If they are
     spread over a mesh, `exchanged` lists what its devices exchange, and above all which weights they gather.
 
@@ -229,7 +229,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """How many devices the arguments are spread over, and a function that finds what they exchange."""
+    """The number of devices with arguments, and a function for finding what they exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -254,7 +254,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
 
 
 def _packed(tree: Any) -> list[Any]:
-    """The arrays in Values that hold integers."""
+    """The integer arrays in Values."""
     out: list[Any] = []
     for value in filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)):
         parts = jax.tree.leaves(value, is_leaf=lambda x, value=value: x is not value and is_value(x))
@@ -288,7 +288,7 @@ def _rows(events: Any) -> list[Row]:
 
 # As a table ---------------------------------------------------------------------------------------
 
-#: The width of a table that is not printed to a terminal.
+#: The width of a table outside a terminal.
 _WIDTH = 160
 _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "count", "bytes", "notes")
 

@@ -1,6 +1,6 @@
 """Reports as tables: plain text, or self-contained HTML pages.
 
-Everything that comes from the user's program is escaped, since file names and messages may hold any text.
+Everything from the user's program is escaped, since file names and messages may hold any text.
 """
 
 import html
@@ -57,7 +57,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
     **Arguments:**
 
-    - `rows`: the report's rows, for anything that the cells omit.
+    - `rows`: the report's rows, for anything omitted in the cells.
     - `table`: the column heads, then each row's cells.
     """
     columns, *lines = table

@@ -17,7 +17,7 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """One primitive that met Values."""
+    """One primitive with Values as operands."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -29,7 +29,7 @@ class Event:
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # What ran inside, directly or in a jaxpr that the primitive carries. The key is that jaxpr, so if it
+    # What ran inside, directly or in a jaxpr of the primitive. The key is that jaxpr, so if it
     # is traced several times (a loop's body, for its carry), the last time counts.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
@@ -92,9 +92,9 @@ class Recorder:
     def record_materialisation(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
-        """Records that operands are materialised.
+        """Records a materialisation of operands.
 
-        This belongs to the current primitive's event, if that is what needs them.
+        This belongs to the current primitive's event, if it needs them.
         """
         event = self._open
         asks = event is not self.root and primitive.startswith(event.primitive)
@@ -107,7 +107,7 @@ class Recorder:
         event.notes += notes
 
     def by_default_of(self, cls: type) -> None:
-        """Records that the current primitive uses a type's own `default`."""
+        """Records the use of a type's own `default` by the current primitive."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
 

@@ -1,6 +1,6 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
-The invariant is that a cached program was traced under exactly the settings that are in force now. Keys hold
+A cached program must have been traced under exactly the current settings. Keys hold
 the jaxpr object itself (weakly), the slots, the rules, the policy and JAX's trace context. If one were
 missing, a call would replay rules or shapes that no longer apply. We never store a program that closes over a
 tracer: it would outlive its trace.
@@ -37,9 +37,9 @@ class _Step:
     params: dict[str, Any]
     inputs: list[int]
     outputs: list[int]
-    dead: list[int]  # variables that are not read again
+    dead: list[int]  # variables never read again
     named: bool  # has its own name stack
-    in_context: bool  # traced under a setting that matters even eagerly
+    in_context: bool  # traced under a setting with an effect even when running eagerly
     takes_functions: bool  # custom derivatives and shard_map take functions when bound
     makes_values: bool  # from plain arrays
 
@@ -186,7 +186,7 @@ def subjaxpr(
 
     **Arguments:**
 
-    - `trace`: the level that supplies the rules.
+    - `trace`: the level with the rules.
     - `targets`: for each result, the slot to convert it to; None leaves it unchanged.
     - `order`: where each leaf of the operands is among the flat inputs. Default: in order.
     - `what`: the caller's name, for messages.
@@ -343,7 +343,7 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
-    # Everything that a rule materialises must be reported where it happens, so we only cache rules that
+    # Every materialisation in a rule must be reported where it happens, so we only cache rules that
     # materialise nothing. Such a trace serves every policy, hence we set the mode without changing JAX's
     # cache keys: that would take longer than tracing a small rule.
     token = entered.set((*entered.get(), _RAISES_IF_DENSE))

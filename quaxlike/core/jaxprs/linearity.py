@@ -1,4 +1,4 @@
-"""Linearity of Values in their leaves, and leaves of two Values that correspond.
+"""Linearity of Values in their leaves, and corresponding leaves of two Values.
 
 Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the indices of
 stored elements. They are never added or differentiated. Two Values may be added leaf by leaf, or have leaves
@@ -60,7 +60,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Memoises `fn`, except for arguments that cannot be hashed, such as unhashable statics."""
+    """Memoises `fn`, except for unhashable arguments, such as unhashable statics."""
     cached = functools.lru_cache(maxsize=4096)(fn)
 
     @functools.wraps(fn)
@@ -82,7 +82,7 @@ def held(value: Value) -> list[Value]:
 
 
 def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
-    """Applies `f` to each field that is a Value."""
+    """Applies `f` to each field with a Value."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return replace_fields(value, **{name: f(x) for name, x in fields.items() if is_value(x)})
 

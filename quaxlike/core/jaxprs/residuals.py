@@ -1,4 +1,4 @@
-"""Reduces the residuals that a scan stores for its gradient.
+"""Reduces the residuals of a scan, stored for its gradient.
 
 JAX stacks everything that the derivative of a body needs, once per iteration, even if it equals an input or
 was computed twice. For a frozen weight this would store a copy per layer. So an input that only passes

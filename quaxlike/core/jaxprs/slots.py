@@ -1,9 +1,9 @@
-"""Values as flat arrays: how the operands and results of a primitive that carries code are laid out.
+"""Values as flat arrays: the layout of operands and results of primitives which carry code.
 
 A *slot* describes one logical operand or result: a Value's treedef and the avals of its leaves, or no treedef
 and one aval for a plain array. Slots are hashable and contain no data, so they may be cache keys.
 
-The invariant is that slots are equal only if their contents may take each other's place in a compiled
+Slots must be equal only if their contents may take each other's place in a compiled
 program. `LeafLayout.__eq__` is therefore written by hand: a treedef compares statics by `==`, and cannot be
 compared with None.
 """
@@ -86,7 +86,7 @@ class LeafLayout:
 
     @functools.cached_property
     def linear(self) -> bool:
-        """Whether this slot holds a Value that is linear in its leaves."""
+        """Whether this slot holds a Value linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
@@ -143,9 +143,9 @@ def is_a_space(x: Any) -> bool:
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Whether a Value that decides about control flow is read by its only leaf.
+    """Whether a Value in a predicate of control flow is read by its only leaf.
 
-    That is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
+    This is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
     written for quax rely on this.
     """
     form = [(a.shape, a.dtype) for a in slot.avals]
@@ -399,7 +399,7 @@ def per_slot(slots: Sequence[LeafLayout], items: Sequence[Any]) -> list[Sequence
 
 
 def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
-    """For each leaf, the partition spec that follows from the logical array's."""
+    """The partition spec of each leaf, from the spec of the logical array."""
     if slot.treedef is None or len(slot) == 0:
         return (spec,) * len(slot)
     specs = slot.like.shard_spec(spec)

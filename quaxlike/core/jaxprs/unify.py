@@ -1,6 +1,6 @@
-"""Unifies the two sides of branches, loop carries and buffers that hold Values.
+"""Unifies the two sides of branches, loop carries and buffers with Values.
 
-The invariant is that unification never changes a value: both sides are converted to a form that each can have
+Unification never changes a value: both sides are converted to a form each can have
 exactly, or become dense under the policy, or an error names both. It reads only slots (statics and shapes),
 never data, so a traced program and an eager one agree on the form.
 """
@@ -41,7 +41,7 @@ class OperandMismatch(TypeError):
 
 
 class StructureError(OperandMismatch):
-    """Branches, or a loop carry before and after an iteration, hold Values that cannot be unified."""
+    """Branches, or a loop carry before and after an iteration, hold Values with no common form."""
 
 
 def without_placeholder(x: Any) -> Any:
@@ -86,7 +86,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to a form that `like` has or can be widened to. If there is none, returns `x`.
+    """Converts `x` to the form of `like`, or to a form `like` can be widened to; else returns `x`.
 
     **Arguments:**
 
@@ -127,13 +127,13 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value that cannot take the other's form: dense, under the policy."""
+    """The result of `widen` for a Value without the other's form: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Makes the parts of `a` dense that have another form in `b`; all of it if more than parts differ."""
+    """Makes the parts of `a` dense if they differ in `b`; all of `a` if more than parts differ."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -212,13 +212,13 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Makes the parts of `x` dense that are arrays in `like`, under the policy."""
+    """Makes parts of `x` dense if they are arrays in `like`, under the policy."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 
 def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
-    """Applies `f` to the Values in `x` that are arrays in `like`."""
+    """Applies `f` to the Values in `x` which are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {

@@ -1,4 +1,4 @@
-"""Annotations of a rule's operands: the types that dispatch it, and the arrays it accepts.
+"""Annotations of a rule's operands: the types for dispatch, and the accepted arrays.
 
 Plain operands all dispatch as `jax.Array`, whatever they are, so `hint` never contains a number or a NumPy
 type. Otherwise a rule for `float` would match while JAX evaluates eagerly, and no longer under `jit`.
@@ -32,7 +32,7 @@ class Annotation:
     hint: Any
     """The operand's class, or a union of classes."""
     classes: tuple[Any, ...]
-    """The classes that the annotation names."""
+    """The classes in the annotation."""
     written: Any
     kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
     """Each class with its dtypes and shapes, if these matter, as in jaxtyping's `Float[Array, "n"]`."""
@@ -58,13 +58,13 @@ class Annotation:
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Whether an operand that dispatches as `cls`, with this aval, has an accepted dtype and shape."""
+        """Whether an operand dispatching as `cls`, with this aval, has an accepted dtype and shape."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
 
     def implies(self, other: "Annotation") -> bool:
-        """Whether `other` accepts every dtype and shape that this accepts."""
+        """Whether `other` accepts every dtype and shape accepted here."""
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
@@ -76,7 +76,7 @@ class Annotation:
         )
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
-        """Whether no operand with this class has a dtype and shape that both accept."""
+        """Whether no operand with this class has a dtype and shape accepted by both."""
         own, others = (
             [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
             for x in (self, other)
@@ -88,7 +88,7 @@ class Annotation:
 
 
 class Nothing:
-    """The class of an annotation that no operand can match, such as `list`."""
+    """The class of an annotation without possible operands, such as `list`."""
 
 
 def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
@@ -175,7 +175,7 @@ def _is_number_or_numpy(cls: type) -> bool:
         return True
     try:
         return any(issubclass(number, cls) for number in _NUMBERS)
-    except TypeError:  # a protocol that does not support issubclass
+    except TypeError:  # a protocol without support for issubclass
         return False
 
 

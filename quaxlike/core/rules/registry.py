@@ -1,6 +1,6 @@
 """The registry of rules: `register` and `RuleSet`.
 
-The invariant is that a registration takes effect immediately, even in functions already jitted. The
+A registration must take effect immediately, even in functions already jitted. The
 epoch counts registrations; our caches and JAX's are both keyed on it. A rule cached without it would
 outlive its replacement.
 
@@ -118,7 +118,7 @@ class Rule:
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # JAX adds parameters in every release. We omit one that the rule does not name if it is unused
+            # JAX adds parameters in every release. We omit a parameter unknown to the rule if it is unused
             # (None), so the rule keeps working.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
@@ -224,7 +224,7 @@ _in_use = False
 
 
 def epoch() -> int:
-    """The number of registrations so far. Caches that depend on rules are keyed on it."""
+    """The number of registrations so far. Caches depending on rules are keyed on it."""
     return _epoch
 
 
@@ -240,7 +240,7 @@ def register(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a rule: what a primitive does with operands that have the annotated types.
+    """Registers a rule: what a primitive does with operands of the annotated types.
 
     The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays, Python
     scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`. Or use jaxtyping, as in
@@ -255,7 +255,7 @@ def register(
 
     **Returns:**
 
-    A decorator that returns the rule unchanged. The rule takes the operands by position and the primitive's
+    A decorator. It returns the rule unchanged. The rule takes the operands by position and the primitive's
     parameters by keyword. It returns an array or a Value (a sequence of them if the primitive has multiple
     results), or `NotImplemented` to pass on to the next matching rule. If its first parameter is annotated
     `jax.extend.core.Primitive`, it also receives the primitive. A rule for a `HiPrim` takes the leaves of its
@@ -263,9 +263,9 @@ def register(
 
     **Raises:**
 
-    `ValueError` for a name that no primitive has, with near misses. `TypeError` for operands without
-    annotations, unless another operand has a Value type, and for a rule that can never match: it takes one of
-    the primitive's parameters as an operand, too many operands, or an operand with an impossible type.
+    `ValueError` for a name without a primitive, with near misses. `TypeError` for operands without
+    annotations, unless another operand has a Value type, and for a rule which can never match: it takes one
+    of the primitive's parameters as an operand, too many operands, or an operand with an impossible type.
     `RuleError` for a second rule for the same operands in the same place.
 
     !!! example
@@ -332,7 +332,7 @@ def register_on_either_side(
 
     **Returns:**
 
-    A decorator that returns the rule unchanged. The rule takes the primitive, then the two operands by
+    A decorator. It returns the rule unchanged. The rule takes the primitive, then the two operands by
     position, and the primitive's parameters by keyword.
     """
 
@@ -440,7 +440,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
 
 
 def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns a function that evaluates names in quotes, as in the bound of a type variable."""
+    """Returns a function for evaluating names in quotes, as in the bound of a type variable."""
 
     def evaluate(name: str) -> Any:
         def quoted() -> None: ...
@@ -456,12 +456,12 @@ def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = Non
 
     **Arguments:**
 
-    - `of`: another function whose annotations to evaluate, using the names that `function` sees.
+    - `of`: another function whose annotations to evaluate, using the names visible in `function`.
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     around: dict[str, Any] = {}
     for name, cell in zip(getattr(code, "co_freevars", ()), cells, strict=True):
-        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+        with contextlib.suppress(ValueError):  # an empty cell
             around[name] = cell.cell_contents
     try:
         if of is not None:
@@ -493,10 +493,10 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` for a rule that can never match.
+    """Raises a `TypeError` for a rule which can never match.
 
     That is so if it takes one of the primitive's parameters by position, has another number of operands, or
-    an annotation that no operand can have. This only warns if the function has an attribute
+    an annotation without possible operands. This only warns if the function has an attribute
     `may_never_match`.
     """
     if (why := _never_matches(rule, params)) is None:

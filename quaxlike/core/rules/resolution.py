@@ -1,6 +1,6 @@
 """The choice of a rule for a primitive, and the checks on its results.
 
-The invariant is that the cache only answers what resolution would answer again. It is keyed by types alone,
+The cache may only answer what resolution would answer again. It is keyed by types alone,
 so rules that also look at dtypes, shapes or values are stored as one `RulesByOperands`, which decides on
 every call. An entry is stored only if no rule was registered while it was computed.
 """
@@ -62,7 +62,7 @@ class Resolver:
         A key is a primitive followed by one entry per operand: the class of a Value, or None for anything
         else.
 
-        **Raises:** `TypeError` for a rule that takes one of the primitive's `params` by position.
+        **Raises:** `TypeError` for a rule which takes one of the primitive's `params` by position.
         """
         require_stack_depth()
         primitive, *types = key
@@ -167,7 +167,7 @@ def depends_on_operands(rule: Rule) -> bool:
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Whether a rule may match operands that dispatch as these types."""
+    """Whether a rule may match operands dispatching as these types."""
     if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
@@ -216,7 +216,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 
 def _implies(a: Rule, b: Rule) -> bool:
-    """Whether rule `b` matches all operands that `a` matches."""
+    """Whether rule `b` matches all operands of `a`."""
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1
@@ -358,7 +358,7 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """The avals that the primitive returns for arrays with these shapes; None if unknown."""
+    """The avals of the primitive's results for arrays with these shapes; None if unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
     except Exception:  # the primitive itself may not accept what its rule accepts
