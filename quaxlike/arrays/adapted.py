@@ -348,11 +348,10 @@ def _labels(
 ) -> tuple[int, dict[str, Labels]]:
     """The number of axes of the whole array, and the labels."""
     size = {"out": len(out_axes), "in": len(in_axes)}
-    parts = {  # with the number of their batch axes
-        name: (words, ndim - sum(size.get(word, 1) for word in words))
-        for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True)
-        if ndim is not None
-    }
+    parts: dict[str, Any] = {}  # their words, and the number of their batch axes
+    for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
+        if ndim is not None:
+            parts[name] = words, ndim - sum(size.get(word, 1) for word in words)
     n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
     axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
     batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]

@@ -249,18 +249,15 @@ class Step:
             if jnp.issubdtype(aval.dtype, jnp.inexact):
                 members.setdefault(root(i), []).append(i)
 
-        def parts(i: Any) -> Any:
-            return (False, True) if jnp.iscomplexobj(self.state_avals[i]) else (False,)
+        return [self._group(states) for states in members.values()]
 
-        return [
-            Group(
-                tuple(m),
-                self.state_avals[m[0]].shape,
-                tuple((i, part) for i in m for part in parts(i)),
-                widest(*(np.empty(0, self.state_avals[i].dtype).real.dtype for i in m)),
-            )
-            for m in members.values()
-        ]
+    def _group(self, states: Sequence[int]) -> Group:
+        avals = [self.state_avals[i] for i in states]
+        components: list[tuple[int, bool]] = []
+        for i, aval in zip(states, avals, strict=True):
+            components += [(i, False), (i, True)] if jnp.iscomplexobj(aval) else [(i, False)]
+        dtype = widest(*(np.empty(0, aval.dtype).real.dtype for aval in avals))
+        return Group(tuple(states), avals[0].shape, tuple(components), dtype)
 
     def _find_relations(self) -> list[Relation]:
         relations = []

@@ -93,12 +93,10 @@ def balance(
     records = records_of(model, layout)
     arrays = {name: record.array for name, record in records.items()}
     layers = {layer_of(name): name for name in arrays if layer_of(name) != name}
-    pairs = [
-        (layer, [match.expand(later) for later in laters])
-        for pattern, laters in folds.items()
-        for layer in layers
-        if (match := re.fullmatch(pattern, layer))
-    ]
+    pairs: list[tuple[str, list[str]]] = []
+    for pattern, laters in folds.items():
+        matches = (re.fullmatch(pattern, layer) for layer in layers)
+        pairs += [(match[0], [match.expand(later) for later in laters]) for match in matches if match]
     if not pairs:
         raise ValueError(f"No layer of the model matches `folds`: {', '.join(folds)}.")
     new: dict[str, Any] = {}

@@ -52,9 +52,10 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
     out = flats[0].out
     if any(flat.out != out for flat in flats):
+        of_branches = zip(*(flat.out for flat in flats), strict=True)
         out = tuple(
             functools.reduce(lambda a, b, i=i: unify(a, b, f"Result {i} of the branches of cond"), outs)
-            for i, outs in enumerate(zip(*(flat.out for flat in flats), strict=True))
+            for i, outs in enumerate(of_branches)
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]

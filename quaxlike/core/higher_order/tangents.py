@@ -209,7 +209,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Whether a cotangent loses nothing if `ct` is made dense.
+    """Whether making `ct` dense discards nothing needed in a cotangent.
 
     It may be an array with names or a unit, which mean nothing here.
     """

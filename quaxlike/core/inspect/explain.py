@@ -229,7 +229,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """The number of devices with arguments, and a function for finding what they exchange."""
+    """The number of devices the arguments are on, and a function for finding what they exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -274,16 +274,13 @@ def _rows(events: Any) -> list[Row]:
         rule = None if e.rule is None else e.rule.source
         key = (e.primitive, e.operands, e.results, e.outcome, rule, e.source, e.through, where)
         alike.setdefault(key, []).append(e)
-    return [
-        Row(
-            *key,
-            count=len(group),
-            bytes=sum(e.size for e in group),
-            notes=tuple(dict.fromkeys(note for e in group for note in e.notes)),
-            hint=group[0].hint,
-        )
-        for key, group in alike.items()
-    ]
+    return [_row(key, group) for key, group in alike.items()]
+
+
+def _row(key: tuple[Any, ...], group: Sequence[Event]) -> Row:
+    notes = dict.fromkeys(note for e in group for note in e.notes)
+    size = sum(e.size for e in group)
+    return Row(*key, count=len(group), bytes=size, notes=tuple(notes), hint=group[0].hint)
 
 
 # As a table ---------------------------------------------------------------------------------------

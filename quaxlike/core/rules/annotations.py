@@ -68,12 +68,16 @@ class Annotation:
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
-        return all(
-            any(
-                _is_subclass(a, b) and (y is None or (x is not None and x.implies(y))) for b, y in other.kinds
-            )
-            for a, x in own
-        )
+
+        def is_accepted(cls: Any, kind: Any) -> bool:
+            for each, wanted in other.kinds:
+                if _is_subclass(cls, each) and (
+                    wanted is None or (kind is not None and kind.implies(wanted))
+                ):
+                    return True
+            return False
+
+        return all(is_accepted(cls, kind) for cls, kind in own)
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
         """Whether no operand with this class has a dtype and shape accepted by both."""

@@ -76,14 +76,12 @@ def matmul(
 
     x = as_rows(x)
     packed = packed.reshape(n, product.row_bytes)
-    of_blocks = [
-        jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
-        for z in (
-            z.reshape(n, product.row_blocks).astype(jnp.float32)
-            for z in (dense_scales(absmax), zeros)
-            if z is not None
-        )
-    ]
+
+    def by_blocks(z: Any) -> Any:
+        z = z.reshape(n, product.row_blocks).astype(jnp.float32)
+        return jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
+
+    of_blocks = [by_blocks(z) for z in (dense_scales(absmax), zeros) if z is not None]
     if product.bits == 4 and _looks_up_along_sublanes(interpret):
         table = jnp.broadcast_to(jnp.pad(codebook, (0, 16 - codebook.size))[:, None], (16, _LANES))
     else:
