@@ -85,6 +85,8 @@ class _Quaxified(Generic[_T]):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
+        # Move our rule set to the front. It may already be further back, if a nested function quaxifies with
+        # the same rules.
         if self._rules is not None and self._rules is not layers[0]:
             with use_rule_sets((self._rules, *(x for x in layers if x is not self._rules))):
                 return self._call(*args, **kwargs)
@@ -93,6 +95,7 @@ class _Quaxified(Generic[_T]):
         trace = QuaxTrace(parent, Level(), resolver(layers))
         copies = Copies() if "flax.nnx" in sys.modules else None
         levels = running.levels
+        # Rules and operators look for the running level here. It must be removed even if the function raises.
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
@@ -107,8 +110,11 @@ class _Quaxified(Generic[_T]):
         finally:
             compat.set_trace(parent)
             levels.pop()
+            # A tracer that escapes (stored in a global, say) raises from now on, instead of computing with a
+            # dead trace.
             trace.ended = True
         if copies is not None:
+            # Only after success, as a failed call must leave the Variables unchanged.
             copies.write_back(trace.unwrap_tree)
         out = trace.unwrap_tree(out)
         return check_jacobian(out, is_value) if type(parent) is compat.JVPTrace else out
@@ -228,6 +234,7 @@ def _select(
         plain = kind == "array" or isinstance(tree, types.FunctionType)
         return tree if plain else shared(tree, jtu.tree_map(box, tree, is_leaf=_is_instance))
 
+    # Fast path for the default: box each argument separately, without building one tree of all of them.
     if filter_spec is True:
         return box_tree(fn), map(box_tree, args), {k: box_tree(v) for k, v in kwargs.items()}
     tree = (fn, args, kwargs)
@@ -241,6 +248,7 @@ def _select(
             f"{' '.join(str(error).split())}"
         ) from None
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
+    # Values from elsewhere are subject to the filter too, so remember what it has passed by.
     trace.tag.dispatches_on = functools.partial(_dispatches_on, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))

@@ -119,6 +119,7 @@ def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callab
     Two Values with the same aval need no promotion, so this binds the primitive directly instead of going
     through jax.numpy, which takes several times as long. Everything else is left to JAX.
     """
+    # JAX's own operator, for everything but the fast path.
     forward = getattr(jax.core.Tracer, method)
     dtypes = jnp.inexact if only_inexact else jnp.number
 
@@ -190,6 +191,8 @@ class QuaxTrace(jax.core.Trace):
     def process_primitive(
         self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
+        # This runs for every primitive, also on plain arrays. So it builds the cache key while it unwraps,
+        # and compares tags instead of calling methods.
         tag = self.tag
         unwrapped = list(operands)
         key: list[Any] = [primitive]
@@ -201,11 +204,15 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
+        # Without Values there is nothing to dispatch. The exception is a primitive that makes a Value from
+        # plain arrays, directly or in a jaxpr that it carries.
         if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follow is not None:
                 tag.follow(primitive, operands, params, out)
             return out
+        # Rules run under the parent trace: a primitive that a rule binds on its leaves must reach JAX, and
+        # must not be dispatched on this level again.
         before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
         self.in_rule = True
@@ -237,6 +244,8 @@ class QuaxTrace(jax.core.Trace):
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
+        # `operands` is changed in place, so that the default uses the checked indices too if all rules
+        # decline.
         if rules and primitive in TAKE_INDICES:
             operands[:] = with_checks(primitive, operands, params)
         if (recorder := recording.active()) is not None:
@@ -282,6 +291,8 @@ class QuaxTrace(jax.core.Trace):
         JAX caches what it traces. If a function made outside closes over a Value, and goes through `jax.jit`
         or a scan within `quaxify`, then the cached constants include the tracer of that first call.
         """
+        # A tracer of a level that is still running below belongs to that level, and is an ordinary operand
+        # here.
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
@@ -318,6 +329,8 @@ class QuaxTrace(jax.core.Trace):
         """Turns a rule's result into something JAX code can use."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
+        # A Value may ask to follow plain arrays only after it was made inside the level, so results are
+        # checked too.
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, x)

@@ -49,6 +49,7 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
+    # First trace each branch with results of any form. Only if these differ, trace again with a common form.
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
     out = flats[0].out
     if any(flat.out != out for flat in flats):
@@ -59,6 +60,7 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
+    # JAX passes the same operands to every branch, so each takes the constants of all branches.
     flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
@@ -79,6 +81,7 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     slots, what = (*cond_slots, *carry), "the condition of while_loop"
     cond = subjaxpr(trace, params["cond_jaxpr"], slots, what=what)
     if not is_read_by_its_leaf(cond.out[0], what):
+        # The condition returned a Value, but the loop needs a plain boolean.
         targets = [LeafLayout(None, (predicate,))]
         cond = subjaxpr(trace, params["cond_jaxpr"], slots, targets=targets, what=what)
     params = params | {
@@ -143,6 +146,7 @@ def carry_fixed_point(
 
     while True:
         try:
+            # Trace the body with the carry's present form, and see in which form it comes out.
             body = body_for(carry, None)
         except OperandMismatch as mismatch:
             if hooks.placeholders is None:
@@ -157,6 +161,7 @@ def carry_fixed_point(
             carry = lifted
             continue
         after = body.out[: len(carry)]
+        # The usual case: the form is already the same, and nothing has to be converted.
         if all(map(LeafLayout.admits, carry, after)):
             break
         unified = tuple(
@@ -168,6 +173,7 @@ def carry_fixed_point(
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
+    # The initial values have another form than the carry: convert them once, in front of the loop.
     if carry != slots:
         leaves, _ = flatten([convert_to(x, slot, what) for x, slot in zip(init, carry, strict=True)])
     return leaves, carry, body
@@ -192,6 +198,8 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
         flat = body(targets)
         ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
+        # Results that are stacked must be Values whose leaves can be stacked. Trace again if some must be
+        # made dense.
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -203,6 +211,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
     leading = [*body.consts, *const_leaves, *before]
     carried = range(len(leading), len(leading) + len(carry_leaves))
+    # Otherwise the backward pass would store a copy of every frozen weight per iteration.
     jaxpr, constants = with_few_residuals(body.jaxpr, carried)
     inputs = [*leading, *carry_leaves, *rows]
     inputs = [jax.lax.stop_gradient(x) if i in constants else x for i, x in enumerate(inputs)]
@@ -246,6 +255,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
                 f"{type(x).__name__}.leading_axis() must name one axis (or None) for each of its "
                 f"{len(parts)} array leaves; found {axes}."
             )
+        # A scan slices its operands along their first axis.
         parts = [p if a is None else jnp.moveaxis(p, a, 0) for p, a in zip(parts, axes, strict=True)]
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)

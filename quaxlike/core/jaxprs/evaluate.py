@@ -68,6 +68,9 @@ class _JaxprPlan:
         self.outvars = list(map(place, opened.outvars))
         self.steps: list[_Step] = []
         alive = set(self.outvars)
+        # Backwards, so that `alive` is what later equations read. A variable is dropped after its last use:
+        # else the whole list of intermediate arrays would stay alive, and eager programs would need more
+        # memory than in JAX.
         for eqn, inputs, outputs in reversed(placed):
             dead = {*inputs, *outputs} - alive
             alive |= set(inputs)
@@ -96,17 +99,22 @@ def evaluate(
     parent = compat.current_trace()
     eager = compat.is_eval_trace(parent)
     level = trace
+    # A transform has been entered since the level began (the jaxpr is run inside `grad`, for example). Rules
+    # must run under it, so we use a second trace of the same level.
     if trace is not None and parent is not trace.parent_trace:
         level = QuaxTrace(parent, trace.tag, trace.resolver)
     if plan.only is not None and (eager or (inlined and not plan.only.named)):
         return list(_run(level, plan.only, operands))
     env = plan.start.copy()
+    # Constants may be tracers of this level, if the function was traced while it ran.
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
         env[i] = x if level is None else level.unwrap(x)
     for i, x in zip(plan.invars, operands, strict=True):
         env[i] = x
     for step in plan.steps:
         inputs = [env[i] for i in step.inputs]
+        # Source lines and contexts only matter for staged equations. Entering them takes longer than a small
+        # primitive.
         if (eager or (inlined and not step.named)) and not step.in_context:
             results = _run(level, step, inputs)
         else:
@@ -125,6 +133,8 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
         params = primitive.get_bind_params(step.params) if step.takes_functions else step.params
         out = primitive.bind(*inputs, **params)
         return list(out) if primitive.multiple_results else [out]
+    # JAX calls a `process_*` method of the current trace for these, so bind them under our level instead of
+    # dispatching them here.
     if step.takes_functions:
         with jexc.set_current_trace(level):
             params = primitive.get_bind_params(step.params)
@@ -206,10 +216,12 @@ def subjaxpr(
         tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
         return recorder.trace(jaxpr, what, key, tracing)
     with _memo_lock:
+        # Only the insertion needs the lock. Two threads may trace the same program; both results are equal.
         known = memo.setdefault(jaxpr, {})
     flat = known.get(key)
     if flat is None:
         flat = _trace(trace, jaxpr, slots, targets, order, what, closed)
+        # A program that closes over tracers is only valid in this call.
         if not any(isinstance(c, jax.core.Tracer) for c in (*flat.consts, *jaxpr.consts)):
             known[key] = flat
     return flat
@@ -289,6 +301,8 @@ def cached_trace(rule: _Fn) -> _Fn:
 
     @functools.wraps(rule)
     def on_operands(*args: Any, **params: Any) -> Any:
+        # A recorder has to see each primitive inside the rule, and without jit the user expects no compiled
+        # code.
         if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
@@ -301,6 +315,8 @@ def cached_trace(rule: _Fn) -> _Fn:
         except KeyError:
             traced = _trace_rule(rule, args[:n], slots, params)
             with lock:
+                # Start anew instead of tracking the order of use: this only happens to programs with ever new
+                # shapes.
                 if len(known) >= _MOST_STRUCTURES:
                     known.clear()
                 known[key] = traced

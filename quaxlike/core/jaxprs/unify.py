@@ -58,16 +58,21 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
         a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
     if a == b:
         return a
+    # JAX drops weak types in the same way if one side is strong.
     if a.strong() == b.strong():
         return a.strong()
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
+        # A guessed placeholder must not decide the form of a real Value. Try to widen `b` alone first: in a
+        # loop, `a` is the carry so far, and keeping its form avoids one more trace of the body.
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # lift a plain array first
     for first, second in orders:
+        # Widen one side, then check that the other side can take this form too. `widen` need not be
+        # symmetric, so we try both orders.
         form = _widened(first, second)
         if form.treedef is None:
             return second.dense().strong()
@@ -119,6 +124,7 @@ def widened_part(x: Any, like: Any) -> Any:
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
+    # We only need to know whether it can be lifted, so nothing is computed here.
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
@@ -142,6 +148,8 @@ def _dense_unlike(x: Value, like: Value) -> Any:
         return materialised(x)
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
+    # Compare everything outside the parts that are Values: if this differs, making the parts dense would not
+    # help.
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
@@ -168,6 +176,7 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
     """Like `widened`, but for slots. Memoised, because each level of nested Values asks for all below it."""
+    # `widen` may compute, so its result depends on everything that dispatch depends on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
@@ -194,6 +203,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     (found,) = flatten([x])[1]
     if found == slot:
         return x
+    # The content may stand for a plain array. Convert that instead, since the placeholder's type was a guess.
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
@@ -202,6 +212,8 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
+    # A user's `widen` or `promote` may return something else. Without this check, leaves would be assigned to
+    # the wrong places.
     if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [

@@ -69,8 +69,12 @@ class Resolver:
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params)
         operands = signature_of(jax.Array if t is None else t for t in types)
+        # A type may decide for each instance whether rules apply. Only then do rules ask, since this takes a
+        # call per operand.
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
         found: list[Callable[..., Any]] = []
+        # Rules of an outer layer come first, however specific the rules of an inner one are: a user's rule
+        # set can override anything.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
             if any(map(depends_on_operands, matching)):
@@ -120,6 +124,7 @@ def in_order(
 ) -> list[Callable[..., Any]]:
     order: list[Callable[..., Any]] = []
     while matching:
+        # Repeatedly take the most specific rule. The others remain as alternatives, for when it declines.
         best = [r for r in matching if not any(more_specific(q, r) for q in matching)]
         highest = max(r.signature.precedence for r in best)
         best = [r for r in best if r.signature.precedence == highest]
