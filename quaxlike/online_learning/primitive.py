@@ -142,7 +142,7 @@ def register_primitive(
     batching: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> ETPPrimitive:
-    """Makes an ETP primitive from a function, and derives all the rules that JAX needs.
+    """Makes an ETP primitive from a function, and derives all the rules JAX needs.
 
     !!! example
 

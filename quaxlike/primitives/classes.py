@@ -36,7 +36,7 @@ __all__ = [
 
 
 def installed(names: str) -> tuple[str, ...]:
-    """Splits a string at spaces, and keeps the primitives that the installed JAX has."""
+    """Splits a string at spaces, and keeps the primitives in the installed JAX."""
     known = compat.named_primitives()
     return tuple(name for name in names.split() if name in known)
 
@@ -45,7 +45,7 @@ ZERO_PRESERVING = installed(
     "abs asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type erf erf_inv expm1 floor "
     "imag log1p neg real reduce_precision round sign sin sinh sqrt square tan tanh"
 )
-"""Elementwise functions of one array that map zero to zero."""
+"""Elementwise functions of one array which map zero to zero."""
 
 ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
     "acos acosh bessel_i0e clz cos cosh digamma erfc exp exp2 integer_pow is_finite lgamma log log2 "
@@ -54,7 +54,7 @@ ELEMENTWISE_UNARY = ZERO_PRESERVING + installed(
 """Elementwise functions of one array."""
 
 COMPARISONS = installed("eq ne lt le gt ge eq_to le_to lt_to")
-"""Elementwise functions of two arrays that return booleans."""
+"""Elementwise functions of two arrays with booleans as results."""
 
 ELEMENTWISE_BINARY = COMPARISONS + installed(
     "add sub mul div rem pow max min and or xor atan2 nextafter igamma igammac igamma_grad_a mulhi "

@@ -1,6 +1,6 @@
 """`custom_dce`: functions with a rule for computing less if some results are not used.
 
-The invariant is that nothing which outlives a trace holds its tracers. JAX eliminates dead code after the
+Nothing may outlive a trace and hold its tracers. JAX eliminates dead code after the
 trace has ended, and calls the user's rule then. A tracer in the rule's closure would be a leak, so we extract
 the tracers from closures beforehand, make them operands, and fill in others when the rule runs.
 """
@@ -81,10 +81,10 @@ class custom_dce(Generic[_P, _T]):
 
     **Arguments:**
 
-    - `fun`: a function on pytrees. Leaves that are not arrays (activation functions, say) pass through.
+    - `fun`: a function on pytrees. Leaves other than arrays (activation functions, say) pass through.
     - `static_argnums`: positions of arguments to pass on unchanged.
 
-    The interface is that of `jax.experimental.custom_dce`, which JAX had until 0.9.
+    The interface follows `jax.experimental.custom_dce`, which JAX had until 0.9.
     """
 
     functions_held = ("fun", "_rule", "__wrapped__")  # may hold tracers: see `extract_tracers`
@@ -245,7 +245,7 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule for one call. It outlives that call's trace, so it holds none of its tracers."""
+    """The rule for one call. It outlives the call's trace, so it holds none of its tracers."""
 
     name: str
     identity: object
@@ -279,7 +279,7 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # This also narrows functions that the rule calls, and drops operands that only they needed.
+        # This also narrows functions called by the rule, and drops operands only they needed.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         used_ins = (*[False] * self.num_consts, *used_ins)

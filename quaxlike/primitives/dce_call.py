@@ -77,13 +77,13 @@ def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn
 
 
 def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
-    """The rule for an equation that has only the `used` results left."""
+    """The rule for an equation with only the `used` results."""
 
     @memoised
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # It needs an operand that is gone, because the rule for more results did not need it.
+            # It needs an operand already removed, because the rule for more results did not need it.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -91,7 +91,7 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code in a loop that calls functions with rules. Its carry is unchanged."""
+    """Eliminates dead code in a loop which calls functions with rules. Its carry is unchanged."""
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
     jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
@@ -158,9 +158,9 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """The rule's computation, with the derivative that the function declares for these results.
+    """The rule's computation, with the function's own derivative for these results.
 
-    This takes all operands that either needs, since dead code may be eliminated before differentiation.
+    This takes the operands of both, since dead code may be eliminated before differentiation.
     """
     of_function, needed = compat.dce(function, used)
     taken = tuple(a or b for a, b in zip(used_ins, needed, strict=True))
@@ -265,7 +265,7 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first example of results that are not batched in the function.
+    """Takes the first example of results which are not batched in the function.
 
     The rule computes the same for each example, though perhaps in more steps.
     """

@@ -41,7 +41,7 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Makes a function a JAX primitive, and derives all the rules that JAX needs.
+    """Makes a function a JAX primitive, and derives all the rules JAX needs.
 
     The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: the jaxpr contains it (or a
     primitive derived from it), so interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on it.
@@ -68,9 +68,9 @@ def define_primitive(
 
     **Arguments:**
 
-    - `name`: the primitive's name. This must be an identifier that no JAX primitive has, nor any other
-        primitive defined in this way. If another library uses the same name, register rules by the primitive
-        itself, not by its name.
+    - `name`: the primitive's name. This must be an identifier. No JAX primitive may have this name, nor any
+        other primitive defined in this way. If another library uses the same name, register rules by the
+        primitive itself, not by its name.
     - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Its
         derivatives may recompute it, which repeats side effects such as printing.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
@@ -81,12 +81,12 @@ def define_primitive(
         differentiation is still derived.
     - `vjp_with_results`: whether to call `vjp` with the primal result as well,
         `vjp(cotangent, result, *operands, **params)`.
-    - `transpose`: for a primitive that is linear in some operands, `transpose(cotangent, *operands, **params)
-        -> (cotangent, ...)`. The operands (leaves) that need a cotangent are
+    - `transpose`: for a primitive linear in some operands, `transpose(cotangent, *operands, **params)
+        -> (cotangent, ...)`. The operands (leaves) in need of a cotangent are
         `jax.interpreters.ad.UndefinedPrimal`s.
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
         The axis of the result may be anywhere.
-    - `partitioning`: how to split the primitive over devices, for implementations that the compiler cannot
+    - `partitioning`: how to split the primitive over devices, for implementations the compiler cannot
         look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
         from the operands' types (leaves) and the parameters.
     - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
@@ -95,7 +95,7 @@ def define_primitive(
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
-    **Raises:** `ValueError` for a name that is not an identifier or is taken.
+    **Raises:** `ValueError` if the name is not an identifier, or is taken.
     """
     if not name.isidentifier():
         raise ValueError(f"the name of a primitive must be an identifier, got {name!r}")

@@ -127,7 +127,7 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` is about the tangents that this form produces, `cotangents` about all results of the parent.
+    # `nonzero` is about the tangents from this form, `cotangents` about all results of the parent.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     full = merge(cotangents, live, [None] * cotangents.count(False))
     out = _vjp_by_hand(parent, full, primals, results, below)

@@ -120,7 +120,7 @@ def _flops_of(jaxpr: Any) -> int:
 
 
 def _flops(eqn: JaxprEqn) -> int:
-    """The FLOPs that JAX counts for this equation."""
+    """JAX's count of FLOPs for this equation."""
     assert roofline is not None
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     if inner is not None:

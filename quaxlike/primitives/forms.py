@@ -115,7 +115,7 @@ class Batching:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # A device that holds a part of this axis gets the size of its part from the operands.
+        # A device with a part of this axis gets the size of its part from the operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,

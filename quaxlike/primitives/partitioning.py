@@ -41,12 +41,12 @@ class Partitioning:
         split if its name is in a result.
     - `sums`: names that are not in any result but can be split as well: each device then computes a summand
         of every result.
-    - `first`: names that take precedence, in this order, if the same devices could split several. Default:
-        first the names that results are split over, then those for operands.
-    - `shared`: operands (leaves) that enter every result additively, such as a bias. If a summed dimension is
+    - `first`: names with precedence, in this order, if the same devices could split several. Default:
+        first the names for results, then the names for operands.
+    - `shared`: operands (leaves) added to every result, such as a bias. If a summed dimension is
         split, they are divided by the number of devices.
 
-    **Raises:** `ValueError` for a rule that cannot be parsed.
+    **Raises:** `ValueError` if the rule cannot be parsed.
     """
 
     rule: str
@@ -92,7 +92,7 @@ class Partitioning:
 
     @property
     def splittable(self) -> set[str]:
-        """The names of dimensions that can be split."""
+        """The names of dimensions which can be split."""
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
@@ -101,7 +101,7 @@ class Partitioning:
         **Arguments:**
 
         - `arrays`: each array's names, shape and spec, highest precedence first.
-        - `mesh`: the mesh that the specs refer to.
+        - `mesh`: the mesh of the specs.
         """
         wishes: dict[str, list[Any]] = {}
         sizes: dict[str, int] = {}
@@ -113,7 +113,7 @@ class Partitioning:
         out: dict[str, Any] = {}
         for name in dict.fromkeys((*self.first, *wishes)):
             for axes in wishes.get(name, ()):
-                # The leading axes that are still free; any further ones are gathered.
+                # The leading axes which are still free; any further ones are gathered.
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
@@ -134,7 +134,7 @@ class Partitioning:
         return summand
 
     def apply(self, fn: Flat) -> Flat:
-        """Partitions `fn` over the devices that its operands and results are spread over."""
+        """Partitions `fn` over the devices of its operands and results."""
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))

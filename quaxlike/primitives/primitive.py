@@ -1,6 +1,6 @@
 """The class of primitives defined from one function.
 
-The invariant is that a primitive's parameters are static and hashable, and its operands are flat: JAX's
+A primitive's parameters must be static and hashable, and its operands flat: JAX's
 transforms only know such equations. Trees and forms are parameters (`in_tree`, `forms`), which rules never
 see.
 """
@@ -114,10 +114,10 @@ class DefinedPrimitive(Primitive):
 
     **Attributes:**
 
-    - `root`: the primitive that this was derived from; itself if it was defined.
-    - `parent`: the primitive that this is a form of; None if it was defined.
+    - `root`: the primitive this was derived from; itself if it was defined.
+    - `parent`: the primitive this is a form of; None if it was defined.
     - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None if it was defined.
-    - `impl_fn`: the function that defined the root.
+    - `impl_fn`: the root's function.
     """
 
     # The interpreter recognises all these primitives by this name.
@@ -170,9 +170,9 @@ class DefinedPrimitive(Primitive):
         - `args`: the operands: arrays, or pytrees of arrays.
         - `params`: static parameters; hashable.
 
-        **Returns:** the result of the function that the primitive was defined from.
+        **Returns:** the result of the primitive's function.
 
-        **Raises:** `TypeError` for an operand that is not an array, and for a parameter that is an
+        **Raises:** `TypeError` for an operand other than an array, and for a parameter which is an
         array or cannot be hashed.
         """
         for name, value in params.items():

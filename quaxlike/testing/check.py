@@ -43,14 +43,14 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     **Arguments:**
 
     - `value`: any small Value, with a few elements along each axis.
-    - `programs`: functions that take one array, by name or in a sequence. Default: programs for about sixty
+    - `programs`: functions of one array, by name or in a sequence. Default: programs for about sixty
         transforms in JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
-        programs for each primitive that has a rule for this type.
+        programs for each primitive with a rule for this type.
 
     **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
     empty for a correct type.
 
-    **Raises:** `TypeError` if `value` is not a Value; and any error that `materialise` raises, since there is
+    **Raises:** `TypeError` if `value` is not a Value; and any error from `materialise`, since there is
     nothing to compare with then.
 
     !!! example
@@ -168,7 +168,7 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """The first primitive that materialises the value. Also records which rules were used."""
+        """The first primitive which materialises the value. Also records which rules were used."""
         try:
             report = explain(program.run)(self.subject.value)
         except Exception:  # the program's own error, reported already

@@ -42,7 +42,7 @@ def disagreement(
     - `tolerance`: the allowed difference, relative to the largest finite element. Default: depends on the
         dtypes.
     - `atol`: the allowed absolute difference.
-    - `scale`: the size of the summands, for sums that nearly cancel.
+    - `scale`: the size of the summands, for sums which nearly cancel.
     - `nans`: whether there must be a NaN wherever one is expected.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)

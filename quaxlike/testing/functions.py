@@ -40,7 +40,7 @@ def check_program(
     """Tests whether a function works for any kind of array.
 
     We call the function with several kinds of Values instead of its arrays, first one argument at a time and
-    then all together, and compare with the same call on arrays. If it asks an array for something that other
+    then all together, and compare with the same call on arrays. If it asks an array for something other
     kinds do not have, such as elements for NumPy or `if`, or treats them differently, then the report names
     the line. This is the mirror image of [`quaxlike.testing.check_type`][], which tests a type.
 
@@ -52,26 +52,26 @@ def check_program(
     - `"non-linear"`: the product of two leaves. It has no rules, so primitives make it dense.
     - `"stacked"`: the sum of two arrays in one leaf, which has another shape than the array. It has no rules.
     - `"half precision"`: a box with a bfloat16 array. It is compared with an array of this dtype. If the
-        function gives different numbers for that array than for the original one, because it takes another
-        path, that is a failure too.
+        function gives different numbers for this array than for the original one, because it takes another
+        path, this is a failure too.
 
     **Arguments:**
 
     - `fn`: the function. It returns a tree of arrays, and the same one for the same arguments.
     - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
-    - `which`: the names of the kinds to try; or a dict with functions that make a Value from an array (or
+    - `which`: the names of the kinds to try; or a dict with functions making a Value from an array (or
         return None if there is none for it). Default: all of the above.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` over a stack of two, `"jvp"` and
         `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
         `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each dispatching on every second
-        Value. Default: all. One that raises an error even on arrays is left out.
+        Value. Default: all. A kind which raises an error even on arrays is left out.
     - `rtol`: the allowed difference, relative to the largest element. Default: depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
     **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. Its `failures`
-    are empty for a function that works for any kind of array.
+    are empty if the function works for any kind of array.
 
-    **Raises:** any error that `fn` raises on the arrays themselves; `ValueError` if there are no arrays among
+    **Raises:** any error from `fn` on the arrays themselves; `ValueError` if there are no arrays among
     the arguments, or for an unknown name.
 
     !!! example
@@ -137,7 +137,7 @@ class _Case(Program):
         return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
 
     def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The differentiable arrays, and a function that makes the arguments from replacements for them."""
+        """The differentiable arrays, and a function to make the arguments from replacements."""
         varied, rest = eqx.partition(leaves, is_inexact)
         return varied, lambda varied: self.build(eqx.combine(varied, rest))
 
@@ -147,7 +147,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """The arrays that a function returns, by path: trees may hold functions, which never compare equal."""
+    """The arrays in a function's result, by path: trees may hold functions, which never compare equal."""
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
     return arrays[""] if [*arrays] == [""] else arrays
@@ -204,7 +204,7 @@ _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
 
 
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits `fn` for trees that may hold anything, returning only arrays."""
+    """Jits `fn` for trees of anything, returning only arrays."""
     return eqx.filter_jit(lambda *args: eqx.filter(fn(*args), eqx.is_array_like))
 
 
@@ -400,7 +400,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Replaces the arrays in `tree` by Values; None if there is no array that can be replaced."""
+    """Replaces the arrays in `tree` by Values; None if there are no suitable arrays."""
     leaves, treedef = jtu.tree_flatten(tree)
     made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
     if all(x is None for x in made):

@@ -48,7 +48,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The differentiable leaves, and a function that rebuilds the value from others."""
+        """The differentiable leaves, and a function to rebuild the value from others."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -118,7 +118,7 @@ def _statics(s: Subject) -> bool:
 def _parts(static: Any, depth: int = 3) -> list[Any]:
     """Everything inside a static field, including nested objects.
 
-    Dataclass fields that are not compared do not count, since they follow from the others.
+    Dataclass fields with `compare=False` do not count, since they follow from the others.
     """
     found: list[Any] = []
     for leaf in leaves_of(static):

@@ -21,7 +21,7 @@ _DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in it whenever
 
 
 def line_of(error: BaseException) -> str:
-    """The user's line that raised, and the library's line it called; empty if unknown."""
+    """The user's line of an error, and the library's line it called; empty if unknown."""
     return _shown(lines_of_error(error))
 
 
@@ -35,7 +35,7 @@ def _shown(lines: Iterable[SourceLine]) -> str:
 
 
 class _Executed(NamedTuple):
-    """A line that is about to run, or a function that returns."""
+    """A line about to run, or a function about to return."""
 
     at: SourceLine
     frame: int  # frames are numbered in the order of calls
@@ -77,7 +77,7 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """The lines that led to a call. None if it was not the program that called.
+        """The lines leading to a call. None if the program did not call.
 
         JAX calls functions as often as it likes to differentiate them, and other packages call them for their
         own purposes.
@@ -113,7 +113,7 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """The library that a file belongs to, or "<...>" for generated code; empty for other files."""
+    """The library of a file, or "<...>" for generated code; empty for other files."""
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""
@@ -167,7 +167,7 @@ def _difference(found: Any, expected: Any) -> str:
     try:
         pair = [_numbers(reveal(x)) for x in (found, expected)]
         return str(disagreement(*pair) or "") if pair[0].keys() == pair[1].keys() else ""
-    except Exception:  # objects that are not trees of arrays
+    except Exception:  # objects other than trees of arrays
         return ""
 
 

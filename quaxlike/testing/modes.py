@@ -1,6 +1,6 @@
 """Runs programs in each mode, on a value and on its array, compiling many together.
 
-Compiling takes most of the time in `check_type`, hence many programs are compiled as one. If that fails, we
+Compiling takes most of the time in `check_type`, hence many programs are compiled as one. If this fails, we
 halve the group until the culprit is alone.
 """
 

@@ -1,4 +1,4 @@
-"""A few programs for each primitive that a type may have rules for."""
+"""A few programs for each primitive, for a type's rules."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from .programs import Program, plain
 _Run = Callable[..., Any]
 _Shape = tuple[int, ...]
 
-# Plain operands that a program may ask for next to `x`, and their shapes given the shape of `x`.
+# Plain operands for programs, next to `x`, and their shapes given the shape of `x`.
 OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "y": lambda s: s,
     "s": lambda s: (),
@@ -22,7 +22,7 @@ OPERANDS: dict[str, Callable[[_Shape], _Shape]] = {
     "r": lambda s: s[-1:],
 }
 
-# Primitives that take something other than one or two arrays of the same shape. We try each program on the
+# Primitives with operands other than one or two arrays of the same shape. We try each program on the
 # dense array first, and leave it out if that raises. Windows have at least one axis, because XLA crashes on
 # none. `tests/differential` parses these expressions to make programs with other operands.
 LISTED: dict[str, list[_Run]] = {
@@ -113,7 +113,7 @@ LISTED |= {
 
 
 def operations(primitives: Iterable[str]) -> dict[str, Program]:
-    """Programs that bind each of these primitives, by name."""
+    """Programs which bind each of these primitives, by name."""
     found: dict[str, Program] = {}
     for name in sorted(set(primitives)):
         runs = LISTED.get(name) or _elementwise(name)

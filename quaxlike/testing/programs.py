@@ -1,4 +1,4 @@
-"""Programs that take one array through one transform in JAX or Equinox.
+"""Programs for one array and one transform in JAX or Equinox.
 
 Each is written for plain arrays with any shape, and is linear in the array. `check_type` runs it on Values
 too.
@@ -24,7 +24,7 @@ MODES = ("eager", "jit", "vmap", "grad")
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function that takes one array, and its properties."""
+    """A function of one array, and its properties."""
 
     run: Callable[[Any], Any]
     has_rows: bool = False
@@ -56,7 +56,7 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """The numbers that loops run over, in the dtype of `x`."""
+    """The numbers in loops, in the dtype of `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Types that refuse to materialise, so a program which drops the type is an error."""
+"""Types which refuse to materialise, so dropping the type is an error."""
 
 import contextlib
 import contextvars
@@ -17,7 +17,7 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """Makes a subclass that refuses to materialise, to test that programs keep the type.
+    """Makes a subclass which refuses to materialise, to test whether programs keep the type.
 
     [`quaxlike.testing.check_type`][] can still find the array behind a value. A rule that names the original
     class makes values of the original class; `dataclasses.replace`, `tree_map` and `type(x)(...)` keep the
@@ -58,7 +58,7 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # We declare these, because more is assumed about a type that refuses and does not say.
+    # We declare these, because more is assumed about a type which refuses and does not say.
     Refusing.linear = cls.linear
     Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__
@@ -67,7 +67,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """The object that a class's name refers to."""
+    """The object behind a class's name."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -97,6 +97,6 @@ def is_revealing() -> bool:
 
 
 def reveal(tree: Any) -> Any:
-    """Materialises every Value in a tree, including those that refuse."""
+    """Materialises every Value in a tree, even if it refuses."""
     with revealing():
         return materialise(tree)

@@ -18,12 +18,12 @@ class Check:
     """
     culprit: str = ""
     """What is wrong, if something failed. For a type, this is the first wrong hook, or the file and line of
-    the first wrong rule; for a program, the line that treats Values differently, if known.
+    the first wrong rule; for a program, the line where Values are treated differently, if known.
     """
     message: str = ""
     """How its result differs from the expected one."""
     dense_at: str = ""
-    """The first primitive that materialised the value."""
+    """The first primitive which materialised the value."""
 
     @property
     def failed(self) -> bool:
@@ -39,11 +39,11 @@ class TypeReport:
         self.checks = tuple(checks)
         """One [`Check`][quaxlike.testing.Check] for each hook and each program."""
         self.never_met = tuple(never_met)
-        """The rules of the type that none of the programs used."""
+        """The rules of the type which no program has used."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed, hooks first; empty for a correct type."""
+        """The failed checks, hooks first; empty for a correct type."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
@@ -74,13 +74,13 @@ class ProgramReport:
         self.subject = subject
         """The name of the function."""
         self.transforms = tuple(transforms)
-        """The transforms that were tried."""
+        """The tried transforms."""
         self.checks = tuple(checks)
         """One [`Check`][quaxlike.testing.Check] for each kind of Values in each argument."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The checks that failed; empty for a function that works for any kind of array."""
+        """The failed checks; empty if the function works for any kind of array."""
         return tuple(check for check in self.checks if check.failed)
 
     @property

@@ -111,7 +111,7 @@ def _as(primitive: Any, out: Any) -> Any:
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
     """Runs a program step by step, and finds the first wrong step.
 
-    **Returns:** the first rule or default that differs from its primitive, and how; empty if there is none.
+    **Returns:** the first rule or default which differs from its primitive, and how; empty if there is none.
     """
     watcher = _Watcher()
     try:

@@ -1,4 +1,4 @@
-"""Many kinds of Values that stand for a given array."""
+"""Many kinds of Values for a given array."""
 
 import inspect
 import sys
@@ -115,7 +115,7 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Whether `x` is an array that a Value can stand for. (Random keys are not.)"""
+    """Whether Values can stand for the array `x`. (Not for random keys.)"""
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -124,7 +124,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _asking() -> tuple[str, bool]:
-    """Who needs an array, and whether that is Python or NumPy (`bool`, `float`, ...), not a transform."""
+    """Who needs an array, and whether this is Python or NumPy (`bool`, `float`, ...), not a transform."""
     what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is _BY_PYTHON:
