@@ -76,8 +76,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         - `w`: `(*batch, N, K)`, any floating dtype.
         - `block_size`: the size of the blocks; it divides `N` and `K`. The kernels for GPUs take 64 and
             128, those for TPUs multiples of 128. Default 128.
-        - `density`: the share of the blocks that is kept, in (0, 1]. Default: all blocks that are not
-            zero, so that nothing changes.
+        - `density`: the share of the blocks that is kept, in (0, 1]; a warning tells if so few blocks have
+            no such share. Default: all blocks that are not zero, so that nothing changes.
         - `balanced`: with a `density`, whether each block row keeps the same number, so that no slot is
             empty. Otherwise the largest blocks of the whole matrix are kept, and each row has as many slots
             as the fullest row has blocks. Default True.
@@ -105,9 +105,10 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
-            masks = largest(norms, density)
+            masks = largest(norms, density, "the {} blocks of each row")
         else:
-            masks = largest(norms.reshape(*norms.shape[:-2], -1), density).reshape(norms.shape)
+            flat = norms.reshape(*norms.shape[:-2], -1)
+            masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, jnp.asarray(places), axis=-3)

@@ -88,8 +88,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `x`: an array of any shape.
-        - `density`: the share of the elements that is kept, in (0, 1]. Default: all that are not zero, so
-            that nothing changes.
+        - `density`: the share of the elements that is kept, in (0, 1]; a warning tells if so few elements
+            have no such share. Default: all that are not zero, so that nothing changes.
         - `stacked`: how many leading axes stack arrays, each of them sparse on its own: those that `vmap`
             or `lax.scan` will run over. Default 0.
 
@@ -106,7 +106,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         batch, sizes = x.shape[:stacked], x.shape[stacked:]
         flat = x.reshape(*batch, math.prod(sizes))
-        mask = largest(np.asarray(jnp.abs(flat)), density)
+        mask = largest(np.asarray(jnp.abs(flat)), density, "{} elements")
         size = flat.shape[-1]
         places = np.sort(np.where(mask, np.arange(size), size), axis=-1)[..., : mask.sum(-1).max(initial=0)]
         data = jnp.take_along_axis(flat, jnp.asarray(np.minimum(places, max(size - 1, 0))), axis=-1)

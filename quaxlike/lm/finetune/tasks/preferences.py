@@ -90,10 +90,15 @@ class Preferences(AbstractTextTask):
         return -jnp.sum(jax.nn.log_sigmoid(self.settings.beta * (outputs[:, 0] - outputs[:, 1])))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`."""
+        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`. A pair
+        of which both gained alike, as all do before training, counts as a half."""
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
-        return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}
+        return {
+            "loss": loss,
+            "accuracy": float(np.mean((1 + np.sign(margins)) / 2)),
+            "margin": float(np.mean(margins)),
+        }
 
 
 def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
