@@ -54,7 +54,7 @@ class Preferences(AbstractTextTask):
         return cls(chunk_of(train), data.task)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        row = preference_of(fields)
+        row = preference_of(fields, has_template=tokens.has_template)
         if isinstance(row["chosen"], list):
             whole, first = _of_messages(row, tokens)
         else:
