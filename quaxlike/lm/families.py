@@ -41,8 +41,6 @@ class Gguf:
     biases: bool = False
     """Whether layers may have biases, as `attention_bias` and `mlp_bias` say. Otherwise llama.cpp takes what
     `config` says, or none."""
-    partial: bool = False
-    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
@@ -84,6 +82,8 @@ class Family:
     """Whether windows are off unless `use_sliding_window` is set."""
     plain_windows: bool = False
     """Whether rotations in layers with a window are never scaled for longer texts."""
+    partial: bool = False
+    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
     unrotated: int = 0
     """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
     `no_rope_layers` overrides it."""
@@ -188,8 +188,8 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
     ),
     "Phi3ForCausalLM": Family(
-        fused=True, windows=0, qkv_bias=False, output_bias=False,
-        gguf=Gguf("phi3", "phi3", partial=True, keys={
+        fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True,
+        gguf=Gguf("phi3", "phi3", keys={
             "rope.scaling.original_context_length": "original_max_position_embeddings"
         }),
     ),

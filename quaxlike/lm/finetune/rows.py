@@ -299,7 +299,7 @@ def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) 
     if isinstance(chosen, str):  # between words, of which tokens begin with the space
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
-        if prompt is not None:
+        if prompt is not None and isinstance(chosen, list):
             _check_prompt(fields, chosen[:alike], "chosen")
         return chosen[:alike], chosen[alike:], rejected[alike:]
     if prompt is None:

@@ -13,8 +13,8 @@ from jaxtyping import Int
 from ...files.errors import CheckpointError, ErrorAboutFiles
 from ...kernels import native
 from ...sharding.meshes import mesh_from_text
-from .. import peft
 from .._interrupts import interrupts_deferred, take_interrupt
+from ..adapter_folder import read_adapter
 from ..chat import ChatTemplate
 from ..folders.model_config import UnsupportedConfigError
 from ..loading import load
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     if not isinstance(model, Decoder):
         raise GenerateError(f"{arguments.model} holds {type(model).__name__}, which is not a decoder.")
     if arguments.adapter is not None:
-        model = peft.load_adapter(arguments.adapter, model)
+        model = read_adapter(arguments.adapter, model)
     if arguments.cache is not None:
         found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
         tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")

@@ -66,7 +66,7 @@ def config_of(
         config.setdefault(entry, own.biases and f"blk.0.{tensor}.bias" in shapes)
     if own.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(own, config)
-    config |= _rope(path, metadata, prefix, config, shapes, read)
+    config |= _rope(path, metadata, prefix, config, shapes, read, family.partial)
     if own.rope_keys:
         numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
         original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
@@ -137,6 +137,7 @@ def _rope(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
+    partial: bool,
 ) -> dict[str, Any]:
     """The scaling of rotary frequencies, and the part of heads that is rotated."""
     get = lambda key: metadata.get(f"{prefix}rope.{key}")
@@ -144,6 +145,9 @@ def _rope(
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
     if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
+        if not partial:
+            key, name = f"{prefix}rope.dimension_count", config["model_type"]
+            raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
     if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
@@ -230,10 +234,13 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
     the format has no key for.
     """
-    kind, known = config.get("model_type"), [family.gguf for family in FAMILIES.values() if family.gguf]
-    own = next((x for x in known if x.model_type == kind), None)
-    if own is None:
-        names = ", ".join(x.model_type for x in known)
+    kind, known = (
+        config.get("model_type"),
+        [(family, x) for family in FAMILIES.values() if (x := family.gguf)],
+    )
+    family, own = next(((family, x) for family, x in known if x.model_type == kind), (None, None))
+    if family is None or own is None:
+        names = ", ".join(x.model_type for _, x in known)
         raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
     rope = _rope_parameters(config)
     config = {**config, "rope_theta": rope["rope_theta"]}
@@ -259,13 +266,15 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
         )
-    if (share := rope.get("partial_rotary_factor", 1.0)) != 1 and not own.partial:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={share}; llama.cpp rotates whole heads in models of type "
-            f"{own.model_type!r}."
-        )
+    kind, share = _rope_kind(rope), rope.get("partial_rotary_factor", 1.0)
+    if share != 1 and not family.partial:
+        if kind != "default":
+            raise ValueError(
+                f"config.json has partial_rotary_factor={share} beside rope_type={kind!r}; models of type "
+                f"{own.model_type!r} rotate whole heads."
+            )
+        share = 1.0  # without effect, as in transformers
     values["rope.dimension_count"] = int(_head_size(config) * share)
-    kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         values |= _yarn_values(rope, own) if kind == "yarn" else {}

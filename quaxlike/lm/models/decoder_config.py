@@ -1,6 +1,8 @@
 """`config.json` of decoders: the entries under their usual names, and values derived from them."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,14 +52,23 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
     warn_of_unknown(str(path), config, parsed.known_entries())
+    partial = isinstance(parsed, DecoderConfig) and parsed.family.partial
+    shares = [config.get("partial_rotary_factor")]
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping):
             continue
         kinds = {kind: part for kind in ATTENTION if isinstance(part := given.get(kind), Mapping)}
+        shares += [rope.get("partial_rotary_factor") for rope in (given, *kinds.values())]
         for part in kinds.values():
             warn_of_unknown(f"{path}, {name},", part, ROPE_ENTRIES)
         warn_of_unknown(f"{path}, {name},", given, ATTENTION if kinds else ROPE_ENTRIES)
+    if not partial and (found := next((x for x in shares if x not in (None, 1)), None)):
+        warnings.warn(
+            f"{path}: partial_rotary_factor={found} has no effect: such models rotate whole heads, as in "
+            "transformers.",
+            stacklevel=2,
+        )
 
 
 # Entries about images, and where the decoder takes them in.
@@ -237,7 +248,8 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
         sliding = {"rope_theta": fields["rope_local_base_freq"]}
     elif config.family.plain_windows:
         sliding = shared
+    read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
     if config.family.unrotated:
-        rope = rope_for(full, config, label)
+        rope = read(full)
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
-    return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))
+    return tuple(map(read, [full, sliding] if windows else [full]))

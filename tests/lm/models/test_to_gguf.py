@@ -17,6 +17,8 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, save, to_gguf
 from quaxlike.lm.chat import ChatTemplate
+from quaxlike.lm.folders.model_config import UnsupportedConfigError
+from quaxlike.lm.gguf.config import config_of
 from quaxlike.lm.gguf.container import open_gguf
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.surgery.trees import named_arrays
@@ -228,7 +230,6 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
             for name in ("qwen3", "gemma3")
             for entry in ("attention_bias", "mlp_bias")
         ),
-        ("llama_llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; .* whole .* 'llama'"),
         ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
     ],
 )
@@ -243,7 +244,6 @@ def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message,
 _PLACES = {
     "attention_bias": ["llama_llama3", "mistral", "mixtral", "granite", "ministral3"],
     "mlp_bias": ["llama_llama3", "mistral", "granite", "ministral3"],
-    "partial_rotary_factor": ["phi3"],
 }
 
 
@@ -253,7 +253,7 @@ _PLACES = {
     [x for x in MODELS if x in ("llama_llama3", "phi3") or not x.startswith(("llama", "phi3", "gpt"))]
     + ["gpt_oss", *LIKE],
 )
-def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
+def test_biases_that_llama_cpp_has_no_place_for(name, checkpoint):
     own = {
         "gemma2": {"query_pre_attn_scalar": 16},
         "mistral": {"sliding_window": None},
@@ -261,12 +261,8 @@ def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
     }
     source, _ = checkpoint(name, **own.get(name, {}))
     plain = json.loads((source / "config.json").read_text())
-    rope = plain["rope_parameters"]
-    nested = "full_attention" if "full_attention" in rope else None
-    turned = {**rope.get(nested, rope), "partial_rotary_factor": 0.5}
-    others = {"partial_rotary_factor": {"rope_parameters": {**rope, nested: turned} if nested else turned}}
     for entry, takers in _PLACES.items():
-        config = plain | others.get(entry, {entry: not plain.get(entry)})
+        config = plain | {entry: not plain.get(entry)}
         parsed = DecoderConfig.from_json(config)
         arrays = named_arrays(eqx.filter_eval_shape(lm.models.Decoder, parsed, key=jax.random.key(0)))
         if name in takers:
@@ -274,6 +270,27 @@ def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
         else:
             with pytest.raises(CheckpointError, match=entry):
                 to_gguf.described(arrays, config, source)
+
+
+def test_a_part_of_heads_is_rotated_where_transformers_does(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", partial_rotary_factor=0.5)
+    with pytest.warns(
+        UserWarning, match=r"partial_rotary_factor=0\.5 has no effect: such models rotate whole"
+    ):
+        assert load(source)[0].config.ropes == model.config.ropes
+    assert len(model.config.ropes[0].frequencies) == model.config.head_dim // 2
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    assert load(tmp_path / "m.gguf")[0].config.ropes == model.config.ropes
+    whole = json.loads((checkpoint("llama_yarn")[0] / "config.json").read_text())
+    with pytest.raises(UnsupportedConfigError, match="supports whole heads beside rope_type='yarn'"):
+        DecoderConfig.from_json(whole | {"partial_rotary_factor": 0.5})
+    metadata = {
+        "general.architecture": "qwen2",
+        "qwen2.embedding_length": 64,
+        "qwen2.attention.head_count": 4,
+    }
+    with pytest.raises(CheckpointError, match="expected 16: 'qwen2' rotates whole heads; found 8"):
+        config_of(tmp_path, metadata | {"qwen2.rope.dimension_count": 8}, {}, lambda name: None)
 
 
 def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):

@@ -25,14 +25,15 @@ class PreferenceSettings(TaskSettings):
     about: ClassVar[str] = "prefer one of two texts"
 
     beta: float | int = option(
-        "of --task dpo: how close the model stays to the one without adapters", 0.1, type=number(float, 0)
+        "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
     """The factor of log-probabilities."""
 
 
 class Preferences(AbstractTextTask):
     """Direct preference optimisation: of two continuations of a prompt, `{"prompt": ..., "chosen": ...,
-    "rejected": ...}`, the chosen one should gain more over the model without its adapters than the rejected.
+    "rejected": ...}`, the chosen one should gain more than the rejected over the model as it was before
+    training: without adapters, or with the one that the run goes on with.
 
     All three may be lists of messages, for the chat template. Without a prompt, it is what both begin with.
 
@@ -47,6 +48,7 @@ class Preferences(AbstractTextTask):
   ... --task dpo      {"prompt": ..., "chosen": ..., "rejected": ...}
 """
     own: ClassVar[type[TaskSettings] | None] = PreferenceSettings
+    compares_with_start: ClassVar[bool] = True
 
     @classmethod
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "Preferences":
@@ -72,10 +74,12 @@ class Preferences(AbstractTextTask):
         return Example(texts, learned, was_cut=longest > tokens.max_length)
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
+        if teacher is not None:
+            return model, teacher
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """How much more likely each continuation is than without adapters, as a logarithm."""
+        """How much more likely each continuation is than before training, as a logarithm."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
