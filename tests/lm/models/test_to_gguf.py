@@ -20,11 +20,13 @@ from quaxlike.lm.chat import ChatTemplate
 from quaxlike.lm.folders.model_config import UnsupportedConfigError
 from quaxlike.lm.gguf.config import config_of
 from quaxlike.lm.gguf.container import open_gguf
+from quaxlike.lm.marks import Marks
 from quaxlike.lm.models import DecoderConfig
+from quaxlike.lm.text import TextTokenizer
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
 from tests.lm.models.fixtures import MODELS
-from tests.lm.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
+from tests.lm.models.made import LIKE, TEMPLATE, TEXTS, byte_level, checkpoint, sentencepiece
 
 
 @pytest.fixture(name="checkpoint")
@@ -270,6 +272,40 @@ def test_biases_that_llama_cpp_has_no_place_for(name, checkpoint):
         else:
             with pytest.raises(CheckpointError, match=entry):
                 to_gguf.described(arrays, config, source)
+
+
+_BY_EOS = TEMPLATE.replace("<|im_end|>", "{{ eos_token }}")
+
+
+@pytest.mark.filterwarnings("ignore:.*name different tokens")
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_token", "template", "ends"),
+    [
+        ([0, 2], 1, "<|im_end|>", TEMPLATE, {"eos": 2, "eot": 0}),
+        ([0, 1, 2], 0, "<|endoftext|>", TEMPLATE, {"eos": 0, "eot": 2, "eom": 1}),  # as of Llama 3.1
+        ([0], 0, "<|im_end|>", TEMPLATE, {"eos": 0, "eot": 2}),
+        ([0], 0, "<|im_end|>", _BY_EOS, {"eos": 2, "eot": 0}),
+        (None, None, "<|im_end|>", None, {"eos": 2}),
+        (None, 1, "<|im_end|>", None, {"eos": 1}),
+        ([0, 2], 1, None, None, {"eos": 0, "eot": 2}),
+    ],
+)
+def test_the_ends_of_a_file_are_those_of_the_checkpoint(
+    generation, config, eos_token, template, ends, checkpoint
+):
+    """Those at which `generate` stops; that of answers is `eot`, unless it is `eos`."""
+    source, model = checkpoint("qwen2", eos_token_id=config)
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": eos_token, "chat_template": template})
+    )
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    described = json.loads((source / "config.json").read_text())
+    _, metadata = to_gguf.described(named_arrays(model), described, source)
+    found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    assert {name: token for name, token in found.items() if token is not None} == ends
+    marks = Marks.of(TextTokenizer(source), source, described)
+    assert {*marks.ends, *marks.answer} <= {*ends.values()}
+    assert [metadata[f"tokenizer.ggml.add_{x}_token"] for x in ("bos", "eos")] == [False, False]
 
 
 def test_a_part_of_heads_is_rotated_where_transformers_does(checkpoint, tmp_path):

@@ -62,7 +62,7 @@ class Preferences(AbstractTextTask):
         else:
             prompt = tokens.marks.begun(tokens.ids(row["prompt"]))
             ends = [tokens.ids(row[name]) for name in ("chosen", "rejected")]
-            whole = [tokens.marks.finished(prompt + end) for end in ends]
+            whole = [tokens.marks.finished(prompt + end, answer=True) for end in ends]
             first = max(1, len(prompt))
         if whole[0] == whole[1]:
             raise ValueError("'chosen' and 'rejected' are the same text")
