@@ -270,7 +270,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     if not path.is_file() and not holds_gguf(Path(directory)):
         raise FileNotFoundError(
             f"There is no {path}: a checkpoint directory must hold config.json or a GGUF file."
-            f"{hint_for(Path(directory))}"
+            f"{hint_for(directory)}"
         )
     weights = open_checkpoint(directory)
     path, config = path if path.is_file() else Path(directory), text_tower(weights.config)

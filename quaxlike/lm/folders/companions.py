@@ -83,8 +83,9 @@ def _present(folder: Path) -> list[str]:
     return names
 
 
-def hint_for(folder: Path) -> str:
+def hint_for(path: str | os.PathLike[str]) -> str:
     """A sentence that says what to do about a folder without a model, for the end of a message."""
+    folder = Path(path)
     about = folder / "adapter_config.json"
     if about.is_file():
         try:
@@ -94,7 +95,7 @@ def hint_for(folder: Path) -> str:
     elif (folder / "adapters.safetensors").is_file():
         base = None
     else:
-        return hub_hint(folder)
+        return hub_hint(path)  # as it was given: `./name` is none on the hub
     named = quoted(base) if isinstance(base, str) and base else "its base model"
     return (
         f" The folder holds an adapter, which is put on {named}: the model is that one's folder "

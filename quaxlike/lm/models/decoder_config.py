@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import FAMILIES, TEXT_TOWERS, Family
+from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, Family
 from ..folders.entries import warn_of_unknown
 from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
 from .rope import ENTRIES as ROPE_ENTRIES
@@ -136,7 +136,8 @@ class DecoderConfig(Config):
 
     def known_entries(self) -> set[str]:
         renamed, required = self.family.renamed, self.family.required
-        return super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+        known = super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+        return known.difference(OF_FEW) | {*self.family.entries, *required}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -153,6 +154,7 @@ class DecoderConfig(Config):
             )
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
         own = ("headless", "body_name", "new_embeddings", "windows", "sparse", "ropes")  # not in files
         fields |= dict.fromkeys(own)
