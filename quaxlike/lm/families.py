@@ -41,6 +41,8 @@ class Gguf:
     biases: bool = False
     """Whether layers may have biases, as `attention_bias` and `mlp_bias` say. Otherwise llama.cpp takes what
     `config` says, or none."""
+    square: bool = False
+    """Whether all heads together must be as wide as the model."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
@@ -75,9 +77,9 @@ class Family:
     tied: bool = False
     """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
 
-    windows: int | Literal["upper"] | None = None
+    windows: int | Literal["upper", "lower"] | None = None
     """Which layers see only a window: all but every n-th (0: all of them), those from `max_window_layers` on
-    ("upper"), or none. `layer_types` overrides it."""
+    ("upper"), every other one before that ("lower"), or none. `layer_types` overrides it."""
     window_switch: bool = False
     """Whether windows are off unless `use_sliding_window` is set."""
     plain_windows: bool = False
@@ -174,7 +176,7 @@ _QWEN = Family(
     windows="upper",
     window_switch=True,
     entries=(),
-    gguf=Gguf("qwen2", "qwen2"),
+    gguf=Gguf("qwen2", "qwen2", square=True),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -206,7 +208,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),
-        gguf=Gguf("phi3", "phi3", keys={
+        gguf=Gguf("phi3", "phi3", square=True, keys={
             "rope.scaling.original_context_length": "original_max_position_embeddings"
         }),
     ),
@@ -217,9 +219,9 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True, biases=True),
     ),
     "Qwen2MoeForCausalLM": dataclasses.replace(
-        _QWEN, experts="out_in", required={"qkv_bias": True},
+        _QWEN, experts="out_in", required={"qkv_bias": True}, windows="lower",
         entries=(*_SPARSE, "shared_expert_intermediate_size"),
-        gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
+        gguf=Gguf("qwen2moe", "qwen2_moe", square=True, keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="heads", windows=0, window_switch=True, experts="out_in",
@@ -243,7 +245,7 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": Family(
         qk_norm="whole", entries=("attention_bias",),
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        gguf=Gguf("olmo2", "olmo2", output="own"),
+        gguf=Gguf("olmo2", "olmo2", square=True, output="own"),
     ),
     "Olmo3ForCausalLM": Family(
         qk_norm="whole", entries=("attention_bias",),
@@ -251,7 +253,7 @@ FAMILIES: dict[str, Family] = {
         windows=4, plain_windows=True,
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         gguf=Gguf(
-            "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"},
+            "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"}, square=True,
             output="own",
         ),
     ),

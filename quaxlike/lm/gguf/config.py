@@ -266,6 +266,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
         )
+    wide = _head_size(config) * config["num_attention_heads"]
+    if own.square and wide != config["hidden_size"]:
+        raise ValueError(
+            f"config.json has heads of {wide} numbers together, for hidden_size={config['hidden_size']}; "
+            f"llama.cpp takes these to be equal in models of type {own.model_type!r}."
+        )
     kind, share = _rope_kind(rope), rope.get("partial_rotary_factor", 1.0)
     if share != 1 and not family.partial:
         if kind != "default":

@@ -201,11 +201,10 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
         return windows_of(types, len(layers), label)
-    if family.windows == "upper":
+    if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
-        return tuple(i >= first for i in layers)
-    default = whole(fields, "_sliding_window_pattern", family.windows, label)
-    every = whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
+        return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
+    every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 

@@ -139,7 +139,6 @@ def test_bools_of_other_bytes(tmp_path):
         ("layer_types", 5, "layer_types=5"),
         ("layer_types", [[]], "layer_types="),
         ("sliding_window_pattern", "2", "sliding_window_pattern='2'"),
-        ("mlp_only_layers", 5, "mlp_only_layers=5"),
     ],
 )
 def test_configurations_of_decoders(entry, value, message):

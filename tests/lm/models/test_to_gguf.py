@@ -236,6 +236,10 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
             )
         ),
         ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
+        *(
+            (name, {"head_dim": 64}, "has heads of .* numbers together, for hidden_size=.* to be equal")
+            for name in ("qwen2", "qwen2_moe", "phi3")
+        ),
     ],
 )
 def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message, checkpoint, tmp_path):
