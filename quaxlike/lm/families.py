@@ -144,7 +144,7 @@ _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "ml
 #: Entries of `config.json` that the models of some families alone depend on.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
-    *("shared_expert_intermediate_size", "swiglu_limit"),
+    *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
 )
 
 _WINDOW = "attention.sliding_window"
@@ -198,7 +198,7 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("gemma2", "gemma2", keys=_GEMMA_KEYS, output="tied", large=46),
     ),
     "Gemma3ForCausalLM": dataclasses.replace(
-        _GEMMA, qk_norm="heads", windows=6,
+        _GEMMA, qk_norm="heads", windows=6, entries=(*_GEMMA.entries, "sliding_window_pattern"),
         defaults={
             **_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,

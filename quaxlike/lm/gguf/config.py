@@ -55,7 +55,7 @@ def config_of(
         if (value := _number(path, prefix + key, metadata)) is not None:
             config[entry] = value
     if _WINDOW in own.keys:
-        config |= _pattern(path, prefix, metadata)
+        config |= _pattern(path, prefix, metadata, config.get("num_hidden_layers", 0))
     if "token_embd.weight" in shapes:
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
         tokens = metadata.get("tokenizer.ggml.tokens")
@@ -81,6 +81,7 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
+_MOST_LAYERS = 1 << 16  # far beyond any model, so that a damaged number takes no memory
 # Keys that are read beside the numbers.
 _OTHERS = (
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
@@ -117,14 +118,18 @@ def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | 
     return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
-def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) -> dict[str, Any]:
     """The layers with a window, if a file says more than their number."""
     key = f"{prefix}{_WINDOW}_pattern"
     found = metadata.get(key)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
         return {"layer_types": [_TYPES[bool(x)] for x in found]}
     if type(found) is int:
-        return {"sliding_window_pattern": found}
+        if type(layers) is not int or not 0 <= layers < _MOST_LAYERS:
+            raise file_error(
+                path, f"{prefix}block_count", f"expected the number of layers; found {quoted(layers)}"
+            )
+        return {"layer_types": [_TYPES[not found or (i + 1) % found != 0] for i in range(layers)]}
     if found is not None:
         raise file_error(path, key, f"expected a number, or a list of booleans; found {quoted(found)}")
     return {}
