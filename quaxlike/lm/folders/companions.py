@@ -95,7 +95,7 @@ def hint_for(path: str | os.PathLike[str]) -> str:
     elif (folder / "adapters.safetensors").is_file():
         base = None
     else:
-        return hub_hint(path)  # as it was given: `./name` is none on the hub
+        return hub_hint(path)
     named = quoted(base) if isinstance(base, str) and base else "its base model"
     return (
         f" The folder holds an adapter, which is put on {named}: the model is that one's folder "
