@@ -261,17 +261,18 @@ def page(figures: Sequence[Figures], without: float, versions: str) -> str:
 _INTRODUCTION = f"""\
 # Ways to adapt, compared
 
-`python -m benchmarks.adapters --record` wrote this page. It adapts a small vision transformer (width {WIDTH},
-{DEPTH} layers), which knows upright digits, to digits that are turned by a right angle. The weights of
-attention and perceptron are adapted. Each way has the size (rank, block, …) whose number of trained
-parameters is nearest to that of LoRA of rank {RANK}, and the best of {len(RATES)} learning rates on a part of
-the training set. Accuracy is that on held-out digits after {STEPS} steps of {BATCH} digits: the mean and the
-standard deviation of {SEEDS} runs with other adapters and batches.
+After this page, you know what each way to adapt a model costs and learns on a small task.
+
+`python -m benchmarks.adapters --record` wrote it. A small vision transformer (width {WIDTH}, {DEPTH} layers),
+which knows upright digits, is adapted to digits that are turned by a right angle. Each way has the size
+(rank, block, …) whose number of trained parameters is nearest to that of LoRA of rank {RANK}, and the best of
+{len(RATES)} learning rates on a part of the training set. Accuracy is that on held-out digits after {STEPS}
+steps of {BATCH} digits: the mean and the standard deviation of {SEEDS} runs.
 """
 _NOTES = """\
-Without adaptation, {without:.1%} are right. A task as small as this one tells what works, and what it costs.
-It does not tell which way is best for a language model. Where the largest learning rate was the best, a
-larger one may be better: C³A divides its numbers by that of the inputs, and learns slowly.
+Without adaptation, {without:.1%} are right. A task as small as this one does not tell which way is best for a
+language model. Where the largest learning rate was the best, a larger one may be better: C³A divides its
+numbers by that of the inputs, and learns slowly.
 
 Temporaries are what XLA plans for one step, besides weights, adapters and the optimiser's state. Times are
 medians ({versions}).

@@ -23,7 +23,7 @@ from . import compiled_rows
 from .targets import TARGETS, Target
 
 RECORD = pathlib.Path(__file__).with_name("compiled.json")
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "compiled-kernels.md"
+PAGE = pathlib.Path(__file__).with_name("compiled.md")
 
 # What the library's product may take: 128 MiB of a decoded weight, and as much again in all.
 _LIBRARY_BYTES = 2**28
@@ -242,7 +242,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The page of the documentation."""
+    """The tables of all targets."""
     parts = [_INTRODUCTION]
     for target, of_target in record.items():
         parts.append(f"## {target.upper() if target[-1] == '0' else target}\n\n{of_target['versions']}.\n")
@@ -291,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels_check", description=__doc__)
     parser.add_argument("--targets", nargs="+", default=["h100", "a100", "v5e", "v6e"])
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--record", action="store_true", help="write compiled.json and the page of the docs")
+    parser.add_argument("--record", action="store_true", help="write compiled.json and compiled.md")
     parser.add_argument("--check", action="store_true", help="fail where a kernel is worse than recorded")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--skip", type=int, default=0, help=argparse.SUPPRESS)

@@ -26,17 +26,26 @@ class Package(NamedTuple):
     which: tuple[str, ...] = tuple(ZOO)  # the kinds of Values
 
 
+def _array(values: Any, dtype: Any = np.float32) -> jax.Array:
+    return jax.device_put(np.asarray(values, dtype))  # to import this compiles nothing
+
+
+def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
 def _normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), jnp.float32)
+    return _array(_numbers(*shape, seed=seed))
 
 
-KEY = jax.random.key(0)
-X, Y = 0.5 * _normal(4, 4), 0.5 * _normal(4, 4, seed=1)
-V, U = 0.5 * _normal(4), 0.5 * _normal(4, seed=1)
-POSITIVE = jnp.exp(X)
-UNIT = jax.nn.sigmoid(X)  # between 0 and 1
-DEFINITE = X @ X.T + 3.0 * jnp.eye(4)
-LABELS = jnp.array([0, 2, 1, 3])
+KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
+_X = 0.5 * _numbers(4, 4)
+X, Y = _array(_X), _array(0.5 * _numbers(4, 4, seed=1))
+V, U = _array(0.5 * _numbers(4)), _array(0.5 * _numbers(4, seed=1))
+POSITIVE = _array(np.exp(_X))
+UNIT = _array(1 / (1 + np.exp(-_X)))  # between 0 and 1
+DEFINITE = _array(_X @ _X.T + 3 * np.eye(4))
+LABELS = _array([0, 2, 1, 3], np.int32)
 IMAGE = _normal(3, 8, 8)
 
 

@@ -113,16 +113,16 @@ def _cell(text: str) -> str:
 TEXT = """\
 # What runs under quaxify
 
-`python -m benchmarks.packages --record` wrote this page. It calls
-[`check_program`](testing.md#does-my-function-take-any-array) on public functions of other packages: each
-runs on six kinds of Values in place of its arrays, in each argument and in all of them, eagerly and under
-`jit`, `vmap`, `jvp` and `grad`, with `quaxify` around and within a `jit` and within another `quaxify`, and
-has to give the results of the same arrays (JAX {jax}). A check is one kind of Values in one argument, or in
-all, under all transforms that arrays go through.
+After this page, you know which functions of other packages take any kind of array, and why some do not.
+
+`python -m benchmarks.packages --record` wrote it. It calls
+[`check_program`](testing.md#does-my-function-take-any-array) on public functions: each runs on six kinds of
+Values in place of its arrays, eagerly and under `jit`, `vmap`, `jvp` and `grad`, with `quaxify` around and
+within a `jit` and within another `quaxify`, and has to give the results of the same arrays (JAX {jax}). A
+check is one kind of Values in one argument, or in all, under all transforms that arrays go through.
 
 Layers are functions of their weights and inputs, optimisers of parameters and gradients, for two steps.
-Solvers (lineax, optimistix, diffrax) run on three kinds: one that refuses to be dense, one that is not
-linear in its leaves, and one in half precision.
+Solvers run on three kinds.
 
 | package | functions | run | checks | pass |
 | --- | --- | --- | --- | --- |

@@ -4,6 +4,7 @@ import atexit
 import gc
 import math
 import os
+import re
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -52,6 +53,8 @@ from jaxtyping import install_import_hook
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
 
+_SLOW_FILE = re.compile(r"^pytestmark = .*\b(pytest\.mark\.(slow|frameworks)|client\()", re.MULTILINE)
+
 jax.config.update("jax_enable_x64", False)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -61,18 +64,68 @@ settings.register_profile("quaxlike", deadline=None, max_examples=25, derandomiz
 settings.load_profile("quaxlike")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow."""
-    cases = {}
-    for item in items:
-        if item.get_closest_marker("quick") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for own in cases.values():
-        (n,) = own[0].get_closest_marker("quick").args
-        # Multiples of the golden ratio: however many are taken, they spread over every parameter.
-        for i in sorted(range(len(own)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)[n:]:
-            own[i].add_marker(pytest.mark.slow)
+class WithoutSlow:
+    """Makes no cases of slow tests, and imports no files of them alone: to drop what was collected takes
+    seconds of each worker."""
+
+    def pytest_ignore_collect(self, collection_path):
+        slow = collection_path.suffix == ".py" and _SLOW_FILE.search(collection_path.read_text("utf-8"))
+        return True if slow else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makeitem(self, obj):
+        return [] if any(mark.name == "slow" for mark in getattr(obj, "pytestmark", ())) else None
+
+
+def pytest_configure(config):
+    if "not slow" in config.getoption("markexpr"):
+        config.pluginmanager.register(WithoutSlow())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(name, obj):
+    """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
+    those of one marked `quick("id", ...)`, the cases with these ids."""
+    cases = yield
+    for mark in getattr(obj, "pytestmark", ()):
+        if mark.name == "quick" and cases:
+            own = [case for case in cases if not case.get_closest_marker("slow")]
+            for case in _not_quick(name, own, *mark.args):
+                case.add_marker(pytest.mark.slow)
+    return cases
+
+
+def _not_quick(name, cases, *chosen):
+    if isinstance(chosen[0], str):
+        ids = [case.callspec.id for case in cases]
+        if missing := set(chosen) - set(ids):
+            raise pytest.UsageError(f"{name} has no cases {sorted(missing)}, but {ids[:9]}, …")
+        return [case for case in cases if case.callspec.id not in chosen]
+    # Multiples of the golden ratio: however many are taken, they spread over every parameter.
+    order = sorted(range(len(cases)), key=lambda i: i * (math.sqrt(5) - 1) / 2 % 1)
+    return [cases[i] for i in order[chosen[0] :]]
+
+
+#: How many programs were compiled while a module was collected.
+_COMPILED = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    def count(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            _COMPILED[collector.nodeid] = _COMPILED.get(collector.nodeid, 0) + 1
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        return (yield)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+@pytest.fixture
+def compiled_while_collected():
+    return _COMPILED
 
 
 def pytest_collection_finish(session):

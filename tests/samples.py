@@ -1,7 +1,10 @@
-"""Random arrays, drawn by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
+"""Arrays, made by NumPy: JAX would compile a program for every shape. Tables, and a mark of tests."""
 
+import functools
+import importlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from quaxlike import _cache
 
@@ -29,6 +32,28 @@ def normal(*shape: int, seed: int = 0, dtype: DTypeLike = "float32", scale: floa
     return jax.device_put(numbers.astype(jnp.dtype(dtype)))  # `jnp.asarray` compiles a program as well
 
 
+def array(values: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
+    """What NumPy made, as an array of JAX: `jnp.array`, `jnp.arange` and the like compile a program each."""
+    return jax.device_put(np.asarray(values, dtype))
+
+
+def random_key(seed: int = 0) -> jax.Array:
+    """`jax.random.key(seed)`, of which nothing is compiled."""
+    return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
+
+
+def once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """A constant of a test module that JAX has to make: made when it is first asked for, and not in a trace
+    that asks for it."""
+
+    @functools.cache
+    def made() -> Any:
+        with jax.ensure_compile_time_eval():
+            return make()
+
+    return made
+
+
 def drawn(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The module that `make` builds, filled with normal numbers: its own initialisation would be compiled."""
     leaves, treedef = jax.tree.flatten(eqx.filter_eval_shape(make, *args, **options))
@@ -43,6 +68,47 @@ def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Makes a folder the user's cache, for this process, which read it at import, and for those it starts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setattr(_cache, "FOLDER", _cache._folder())
+
+
+def covering(*tables: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows with an entry of each table, such that any two entries of two tables meet in some row: a covering
+    array of strength two (Cohen et al., "The AETG System", 1997). A product of three tables asks many times
+    what two of them do together; this asks it about once.
+    """
+    entries = [list(table) for table in tables]
+    columns = list(itertools.combinations(range(len(entries)), 2))
+    missing = {pair: set(itertools.product(*(range(len(entries[i])) for i in pair))) for pair in columns}
+    rows: list[tuple[Any, ...]] = []
+    while first := next((pair for pair in columns if missing[pair]), None):
+        row = dict(zip(first, min(missing[first]), strict=True))
+        for column in sorted(set(range(len(entries))) - set(row), key=lambda i: -len(entries[i])):
+
+            def gain(entry: int, column: int = column) -> int:
+                met = (
+                    (tuple(sorted((column, other))), (entry, at) if column < other else (at, entry))
+                    for other, at in row.items()
+                )
+                return sum(pair in missing[places] for places, pair in met)
+
+            # Ties are broken by turns, so that no entry is in all rows that are free to choose.
+            turns = [(entry + len(rows)) % len(entries[column]) for entry in range(len(entries[column]))]
+            row[column] = max(turns, key=gain)
+        for places in columns:
+            missing[places].discard((row[places[0]], row[places[1]]))
+        rows.append(tuple(table[row[i]] for i, table in enumerate(entries)))
+    return rows
+
+
+class Late:
+    """A package, imported when a test first asks for something of it: some of them take half a second."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for fixtures behind every name of a module
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 class Lazy(Mapping[str, Any]):

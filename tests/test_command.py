@@ -32,11 +32,13 @@ def test_a_command_that_is_not_there(capsys):
     assert "there is no command 'finetun'. Did you mean finetune?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command():
     command = [sys.executable, "-m", "quaxlike", "--help"]
     assert "finetune" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 def test_converting_a_checkpoint(tmp_path, capsys):
     source = fixture("models/qwen2/base")

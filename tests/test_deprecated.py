@@ -16,6 +16,7 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_modules_that_moved_are_the_new_ones():
     run = _run(
         "from quaxlike.interop.peft import load_adapter\n"
@@ -40,6 +41,7 @@ def test_modules_that_moved_are_the_new_ones():
         assert f"<string>:{line}: DeprecationWarning: {new} now; quaxlike 0.3" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("finetune", "lm.finetune"), ("generate", "lm.generate")])
 def test_commands_under_their_old_names(old, new):
     command = [sys.executable, "-m", f"quaxlike.{old}", "--help"]

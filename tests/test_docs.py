@@ -10,7 +10,7 @@ import io
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -134,8 +134,12 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert not running.wrong, "\n".join(running.wrong)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_docstrings:  # to read every module takes half a second
+        metafunc.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [m for m in _MODULES if _examples(m)], ids=_name)
 def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An example sees the globals of its module, as doctest has it."""
     monkeypatch.chdir(tmp_path)
@@ -143,12 +147,6 @@ def test_docstrings(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     imported = pytest.importorskip(dotted, exc_type=ImportError)  # `test_public` imports every module
     for line, code in _examples(module):
         _run(module, line, code, dict(vars(imported)))
-
-
-@pytest.mark.parametrize("page", _PAGES, ids=_name)
-def test_every_fence_is_closed(page: Path):
-    fences = re.findall(r"^[ ]*```", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(fences) % 2 == 0
 
 
 def _fences(text: str) -> Iterator[tuple[int, str, list[str]]]:
@@ -165,27 +163,43 @@ def _fences(text: str) -> Iterator[tuple[int, str, list[str]]]:
             opening = None
 
 
-@pytest.mark.parametrize("path", [*_PAGES, *_MODULES], ids=_name)
-def test_code_fits_the_page(path: Path):
-    """At 1280 pixels, a block of code on a page has room for 84 columns; one of the reference for 80."""
-    most = _WIDTH if path.suffix == ".md" else 80
-    wide = [
-        f"{path}:{start + i}: {len(line)} columns"
-        for start, language, lines in _fences(path.read_text(encoding="utf-8"))
-        for i, line in enumerate(lines, 1)
-        if len(line) > most and not language.startswith("{")
-    ]
-    assert not wide, "\n".join(wide)
-
-
 _TABLES = re.compile(
     r"^print\((?:ql\.(?:summary|explain|compare_rules)\b|report\)|jax\.make_jaxpr\b)", re.MULTILINE
 )
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=_name)
-def test_tables_are_shown(page: Path):
+def _open_fences(path: Path, text: str) -> list[str]:
+    count = len(re.findall(r"^[ ]*```", text, re.MULTILINE))
+    return ["a fence is not closed"] if path.suffix == ".md" and count % 2 else []
+
+
+def _wide_lines(path: Path, text: str) -> list[str]:
+    """At 1280 pixels, a block of code on a page has room for 84 columns; one of the reference for 80."""
+    most = _WIDTH if path.suffix == ".md" else 80
+    return [
+        f"line {start + i} has {len(line)} columns, more than {most}"
+        for start, language, lines in _fences(text)
+        for i, line in enumerate(lines, 1)
+        if len(line) > most and not language.startswith("{")
+    ]
+
+
+def _tables_not_shown(path: Path, text: str) -> list[str]:
     """What a block prints as a table, a report or a jaxpr stands on the page."""
-    for block in _BLOCK.finditer(page.read_text(encoding="utf-8")):
-        prints_a_table = _TABLES.search(textwrap.dedent(block["code"]))
-        assert block["output"] is not None or not prints_a_table, block["code"]
+    blocks = _BLOCK.finditer(text) if path.suffix == ".md" else ()
+    return [
+        f"what this block prints is not shown:\n{block['code']}"
+        for block in blocks
+        if block["output"] is None and _TABLES.search(textwrap.dedent(block["code"]))
+    ]
+
+
+@pytest.mark.parametrize("check", [_open_fences, _wide_lines, _tables_not_shown])
+def test_layout(check: Callable[[Path, str], list[str]]):
+    """All offenders, of all pages and docstrings."""
+    found = [
+        f"{_name(path)}: {problem}"
+        for path in (*_PAGES, *_MODULES)
+        for problem in check(path, path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.samples import normal
+from tests.samples import array, normal, once
 
 pytest.importorskip("quaxlike.hijax", exc_type=ImportError, reason="it needs JAX 0.11")
 from jax.experimental import hijax
@@ -18,10 +18,24 @@ from jax.experimental import hijax
 from quaxlike.hijax import HiTangent, HiValue, LeafAxes, as_hitype
 
 X = normal(64)
-NF4 = ql.NF4Array.quantize(normal(8, 64))
-LORA = ql.LoraArray(NF4, normal(2, 64, seed=1), normal(8, 2, seed=2), alpha=1.0)
-VALUES = {"NF4Array": NF4, "LoraArray": LORA, "SparseArray": ql.SparseArray.from_dense(normal(8, 64))}
-VALUES["NamedArray"] = ql.arrays.named.NamedArray(normal(8, 64), ("out", "in"))
+
+
+@once
+def nf4():
+    return ql.NF4Array.quantize(normal(8, 64))
+
+
+@once
+def lora():
+    return ql.LoraArray(nf4(), normal(2, 64, seed=1), normal(8, 2, seed=2), alpha=1.0)
+
+
+VALUES = {
+    "NF4Array": nf4,
+    "LoraArray": lora,
+    "SparseArray": once(lambda: ql.SparseArray.from_dense(normal(8, 64))),
+    "NamedArray": once(lambda: ql.arrays.named.NamedArray(normal(8, 64), ("out", "in"))),
+}
 
 
 def _sum_of_squares(w, x=X):
@@ -35,7 +49,7 @@ def _close(x, y):
 
 @pytest.fixture(params=VALUES)
 def value(request):
-    return VALUES[request.param]
+    return VALUES[request.param]()
 
 
 def _hi(value):
@@ -49,14 +63,14 @@ def test_it_is_one_operand(value):
     assert type(value).__name__ in str(jax.typeof(_hi(value)))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("NamedArray-jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, ql.quaxify, lambda f: ql.quaxify(jax.jit(f))])
 def test_operators(value, transform):
     run = transform(lambda w: ql.materialise(getattr(y := w @ X, "value", y)))
     _close(run(_hi(value)), value.materialise() @ X)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("NF4Array")
 def test_it_is_returned(value):
     doubled = jax.jit(lambda w: w * 2.0)(_hi(value))
     assert isinstance(doubled, as_hitype(type(value)))
@@ -65,7 +79,7 @@ def test_it_is_returned(value):
     assert jax.tree.structure(made.value) == jax.tree.structure(value)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("NF4Array-eager-plain", "NamedArray-eager-quaxify")
 @pytest.mark.parametrize("around", [lambda f: f, ql.quaxify], ids=["plain", "quaxify"])
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients(value, around, inside):
@@ -91,15 +105,16 @@ def test_batches_and_loops():
     found = jax.grad(total)(w).value.scale
     _close(found, jax.grad(lambda s: jnp.sum((dataclasses.replace(stack, scale=s).materialise() @ X) ** 2))(
         stack.scale))  # fmt: skip
-    carry = lax.scan(lambda w, _: (w, w @ X), _hi(NF4), None, length=2)
-    np.testing.assert_array_equal(carry[0].value.codes, NF4.codes)
+    carry = lax.scan(lambda w, _: (w, w @ X), _hi(nf4()), None, length=2)
+    np.testing.assert_array_equal(carry[0].value.codes, nf4().codes)
     with pytest.raises(ValueError, match=r"is mapped along 0.*LeafAxes\(\)"):
         jax.vmap(lambda w: w @ X)(w)
 
 
+@pytest.mark.slow
 def test_functions():
     run = jax.jit(ql.hijax.quaxify(lambda w, x: jnp.tanh(jnp.matmul(x, jnp.transpose(w)))))
-    _close(run(_hi(LORA), X), jnp.tanh(LORA.materialise() @ X))
+    _close(run(_hi(lora()), X), jnp.tanh(lora().materialise() @ X))
 
 
 def test_what_is_no_value(unchecked):
@@ -157,15 +172,16 @@ class _Dense(hijax.HiPrim):
         return (outgrad,)
 
 
-THEIRS = _Scaled(jnp.arange(16, dtype=jnp.int8).reshape(2, 8), jnp.float32(0.5))
-DENSE = THEIRS.codes.astype(jnp.float32) * 0.5
+_CODES = np.arange(16, dtype=np.int8).reshape(2, 8)
+THEIRS = _Scaled(array(_CODES), array(0.5))
+DENSE = array(0.5 * _CODES)
 
 
 def _product(theirs, w):
     return jnp.matmul(_Dense(jax.typeof(theirs))(theirs), w)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -181,16 +197,17 @@ def _product(theirs, w):
 )  # fmt: skip
 def test_a_type_of_somebody_else_passes_untouched(program):
     with ql.on_materialise("error"):
-        _close(ql.quaxify(program)(THEIRS, LORA), DENSE @ LORA.materialise())
-        _close(jax.jit(ql.quaxify(program))(THEIRS, LORA), DENSE @ LORA.materialise())
+        _close(ql.quaxify(program)(THEIRS, lora()), DENSE @ lora().materialise())
+        _close(jax.jit(ql.quaxify(program))(THEIRS, lora()), DENSE @ lora().materialise())
 
 
+@pytest.mark.slow
 def test_its_derivative_is_its_own():
     by_theirs, by_lora = jax.grad(
-        lambda theirs, a: jnp.sum(ql.quaxify(_product)(theirs, LORA.replace(a=a))), argnums=(0, 1)
-    )(THEIRS, LORA.a)
-    _close(by_theirs, jnp.ones((2, 64)) @ LORA.materialise().T)
-    expected = jax.grad(lambda a: jnp.sum(DENSE @ LORA.replace(a=a).materialise()))(LORA.a)
+        lambda theirs, a: jnp.sum(ql.quaxify(_product)(theirs, lora().replace(a=a))), argnums=(0, 1)
+    )(THEIRS, lora().a)
+    _close(by_theirs, jnp.ones((2, 64)) @ lora().materialise().T)
+    expected = jax.grad(lambda a: jnp.sum(DENSE @ lora().replace(a=a).materialise()))(lora().a)
     _close(by_lora, expected)
 
 
@@ -235,23 +252,24 @@ def test_a_rule_for_a_class():
     assert ql.register(_Halves, rules=rules)(_rule) is _rule
     run = ql.quaxify(_halves, rules=rules)
     with ql.on_materialise("error"):
-        for halves in (run(LORA), jax.jit(run)(LORA), ql.quaxify(jax.jit(_halves), rules=rules)(LORA)):
+        for halves in (run(lora()), jax.jit(run)(lora()), ql.quaxify(jax.jit(_halves), rules=rules)(lora())):
             assert all(isinstance(x, ql.LoraArray) for x in halves)
-            _close(jnp.concatenate([x.materialise() for x in halves]), 3 * LORA.materialise())
+            _close(jnp.concatenate([x.materialise() for x in halves]), 3 * lora().materialise())
     # By the rule or by its expansion, the derivative is that of the array.
     for under in (rules, None):
         f = ql.quaxify(lambda w: sum(jnp.sum(x**2) for x in _halves(w)), rules=under)
         with ql.on_materialise("allow"):
-            found = jax.grad(lambda a: ql.materialise(f(LORA.replace(a=a))))(LORA.a)
-        _close(found, jax.grad(lambda a: 9 * jnp.sum(LORA.replace(a=a).materialise() ** 2))(LORA.a))
+            found = jax.grad(lambda a: ql.materialise(f(lora().replace(a=a))))(lora().a)
+        _close(found, jax.grad(lambda a: 9 * jnp.sum(lora().replace(a=a).materialise() ** 2))(lora().a))
 
 
+@pytest.mark.slow
 def test_a_rule_that_declines_is_followed_by_the_expansion():
     rules = ql.RuleSet()
     ql.register(_Halves, rules=rules)(_declines)
     with ql.on_materialise("allow"):
-        found = ql.quaxify(_halves, rules=rules)(LORA)
-    _close(jnp.concatenate(list(map(ql.materialise, found))), 3 * LORA.materialise())
+        found = ql.quaxify(_halves, rules=rules)(lora())
+    _close(jnp.concatenate(list(map(ql.materialise, found))), 3 * lora().materialise())
 
 
 def _declines(x: ql.LoraArray, *, prim):
@@ -271,14 +289,14 @@ def test_rules_for_a_class_are_checked():
             return returned(x)
 
         with pytest.raises(ql.RuleError, match=message):
-            ql.quaxify(_halves, rules=rules)(LORA)
+            ql.quaxify(_halves, rules=rules)(lora())
 
     @ql.register(_Halves, rules=rules)
     def by_position(x: ql.LoraArray, prim):
         return x, x
 
     with pytest.raises(TypeError, match="can never match: `prim` is a parameter of `_Halves`"):
-        ql.quaxify(_halves, rules=rules)(LORA)
+        ql.quaxify(_halves, rules=rules)(lora())
 
 
 class _Holding(ql.ArrayValue):

@@ -3,20 +3,20 @@
 import functools
 from typing import Any
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import optax
-import optimistix as optx
 import pytest
 from jax.experimental.ode import odeint
 
 import quaxlike as ql
 from quaxlike.sharding import specs_for
+from tests.samples import Late, array
 from tests.strict import Through
+
+diffrax, lx, optx = Late("diffrax"), Late("lineax"), Late("optimistix")
 
 Y0 = (1.0, -2.0, 3.0, 0.5)
 
@@ -56,6 +56,7 @@ class TestDiffrax:
 
 @pytest.mark.usefixtures("default_promotion")
 class TestSolvers:
+    @pytest.mark.slow
     def test_lineax(self):
         operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0, 4.0]))
         solve = lambda b: lx.linear_solve(operator, b).value
@@ -63,12 +64,14 @@ class TestSolvers:
         assert type(found) is Through
         np.testing.assert_allclose(found.array, solve(jnp.array(Y0)), rtol=1e-6)
 
+    @pytest.mark.slow
     def test_gradient_through_lineax(self):
         operator = lx.DiagonalLinearOperator(jnp.array([1.0, 2.0, 3.0, 4.0]))
         solve = lambda b: lx.linear_solve(operator, b).value
         found = jax.grad(lambda b: jnp.sum(ql.quaxify(solve)(Dense(b)).array))(jnp.array(Y0))
         np.testing.assert_allclose(found, 1.0 / jnp.array([1.0, 2.0, 3.0, 4.0]), rtol=1e-6)
 
+    @pytest.mark.quick("fixed_point")
     @pytest.mark.parametrize("method", ["root", "fixed_point"])
     def test_optimistix(self, method):
         def solve(a):
@@ -116,7 +119,7 @@ def _integrated_implicitly(layer, b):
 class TestReverseModeThroughSolvers:
     """With an adapted layer in what is solved."""
 
-    B = jnp.array([0.1, -0.4, 0.3, 0.2])
+    B = array([0.1, -0.4, 0.3, 0.2])
 
     @pytest.fixture
     def layer(self):
@@ -232,6 +235,7 @@ def _train(model, forward, steps=10):
 
 @pytest.mark.usefixtures("default_promotion")
 class TestOptax:
+    @pytest.mark.slow
     def test_equinox_model(self):
         model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
         model = ql.loraify(model, rank=2, key=jax.random.key(1))
@@ -240,6 +244,7 @@ class TestOptax:
         losses = _train(arrays, lambda m, x: jax.vmap(eqx.combine(m, static))(x))
         assert losses[-1] < losses[0]
 
+    @pytest.mark.slow
     def test_plain_jax_model(self):
         keys = jax.random.split(jax.random.key(0), 2)
         model = {
@@ -276,6 +281,7 @@ class TestHalves:
             found = ql.quaxify(self.call)(*halves, x)
         np.testing.assert_array_equal(found, ql.quaxify(model)(x))
 
+    @pytest.mark.slow
     def test_gradient_by_one_half(self, model):
         trained, frozen = eqx.partition(model, ql.trainable(model))
         with ql.on_materialise("error"):
@@ -285,6 +291,7 @@ class TestHalves:
         assert jax.tree.structure(found) == jax.tree.structure(trained)
         jax.tree.map(np.testing.assert_array_equal, found, eqx.filter(whole, ql.trainable(model)))
 
+    @pytest.mark.quick("nf4")
     def test_norm(self, model):
         trained, _ = eqx.partition(model, ql.trainable(model))
         np.testing.assert_allclose(ql.quaxify(optax.tree.norm)(trained), optax.tree.norm(trained))
@@ -299,6 +306,7 @@ class TestHalves:
         assert eqx.tree_equal(ql.materialise(trained), trained)
         assert not ql.is_value(ql.materialise(frozen).layers[0].weight.w)
 
+    @pytest.mark.quick("nf4")
     def test_used_as_an_array(self, model):
         trained, _ = eqx.partition(model, ql.trainable(model))
         with pytest.raises(ValueError, match=r"Parts of LoraArray are missing.*`eqx.combine`"):

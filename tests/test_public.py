@@ -65,6 +65,7 @@ print(sum(open(file, "rb").read().count(b"\\n") for file in loaded), *sorted(sys
 """
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_the_framework_alone():
     run = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True)
     lines, *modules = run.stdout.split()
@@ -89,7 +90,7 @@ def test_star_imports_give_what_is_public(name):
     assert not (set(given) & sys.stdlib_module_names) - {"select"}  # `quaxlike.select`, of models
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("types_and_rules")
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
     "use",
@@ -107,7 +108,7 @@ def test_uses_as_type_checkers_see_them(use):
     use()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("use", [uses.models, uses.files])
 def test_uses_of_files_as_type_checkers_see_them(use, tmp_path):

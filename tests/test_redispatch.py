@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
+from tests.samples import array
 
 MATVEC = (((1,), (0,)), ((), ()))
 
@@ -40,8 +41,8 @@ def one_hot_dot(x: ArrayLike | ql.ArrayValue, y: OneHotVector, *, dimension_numb
     return ql.quaxify(lambda x, v, i: x @ (jnp.zeros(4).at[i].set(v)))(x, y.value, y.index)
 
 
-LORA = Rank1(w=jnp.ones((3, 4)), b=jnp.ones(3), a=jnp.ones(4))
-ONE_HOT = OneHotVector(5.0, 2, length=4)
+LORA = Rank1(w=array(np.ones((3, 4))), b=array(np.ones(3)), a=array(np.ones(4)))
+ONE_HOT = OneHotVector(jax.device_put(5.0), jax.device_put(2), length=4)
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ def both():
     return rules
 
 
+@pytest.mark.quick("jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_a_plain_vector_and_one_never_heard_of(only_lora, transform):
     f = transform(ql.quaxify(jnp.matmul, rules=only_lora))
@@ -77,6 +79,7 @@ def test_two_rules_that_both_match_are_an_error_that_lists_them(both):
         ql.check_ambiguities(Rank1, OneHotVector, rules=both)
 
 
+@pytest.mark.slow
 def test_nested_quaxify_fixes_the_order(both):
     is_lora = lambda x: isinstance(x, Rank1)
     is_one_hot = lambda x: isinstance(x, OneHotVector)
@@ -85,6 +88,7 @@ def test_nested_quaxify_fixes_the_order(both):
         np.testing.assert_array_equal(f(LORA, ONE_HOT), [10, 10, 10])
 
 
+@pytest.mark.slow
 def test_an_explicit_rule_resolves_it(both):
     @ql.register("dot_general", rules=both)
     def _(x: Rank1, y: OneHotVector, **params):
@@ -119,7 +123,7 @@ class Thirds(Halves):
 class TestOfSomeOperands:
     """Where no rule is for all types, one is found for some of them, and the others are made dense."""
 
-    X = jnp.arange(1.0, 4.0)
+    X = array(np.arange(1.0, 4.0))
 
     def test_as_few_as_possible(self):
         rules, asked = ql.RuleSet(), []

@@ -41,6 +41,29 @@ def test_words_that_people_search_for(word):
     assert word in _PAGES
 
 
+_DOCS = _ROOT / "docs"
+#: Pages of names, and those that are no guides.
+_LISTS = {"index.md", "changelog.md", "online-learning.md", "primitives.md"}
+_GUIDES = [
+    path.relative_to(_DOCS).as_posix()
+    for path in sorted(_DOCS.rglob("*.md"))
+    if path.parent.name != "api" and path.relative_to(_DOCS).as_posix() not in _LISTS
+]
+
+
+def test_guides_begin_with_what_one_can_do_after_them():
+    beginning = re.compile(r"\s*# .+\n\s*After this page, you ")
+    in_front = re.compile(r"<!--.*?-->|^!!!.*\n(\n|    .*\n)*", re.MULTILINE)
+    texts = {page: in_front.sub("", (_DOCS / page).read_text(encoding="utf-8")) for page in _GUIDES}
+    assert not [page for page, text in texts.items() if not beginning.match(text)]
+
+
+def test_the_documentation_stays_short():
+    """Whoever adds a page shortens another one."""
+    prose = re.sub(r"^[ ]*```.*?^[ ]*```[ ]*$", "", _PAGES, flags=re.MULTILINE | re.DOTALL)
+    assert len(prose.split()) <= 45_000
+
+
 class _Page(html.parser.HTMLParser):
     """The links and the anchors of a page."""
 

@@ -78,6 +78,7 @@ def _without_types(tree: ast.Module) -> ast.Module:
     return tree
 
 
+@pytest.mark.slow
 def test_no_module_comes_back_to_itself():
     """However deep an import stands in a function."""
     sorter = graphlib.TopologicalSorter(_package_arrows())
@@ -93,6 +94,7 @@ _SHARED_NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_the_name_of_a_class_has_one_meaning():
     classes = [
         node.name
@@ -101,6 +103,12 @@ def test_the_name_of_a_class_has_one_meaning():
         if isinstance(node, ast.ClassDef)
     ]
     assert {name for name in classes if classes.count(name) > 1} <= _SHARED_NAMES
+
+
+def test_nothing_is_compiled_while_tests_are_collected(compiled_while_collected: dict[str, int]):
+    """Every worker collects all tests, whichever it runs. Arrays are made by `tests.samples.array`, and what
+    JAX has to make by `once` or in a table that is `Lazy`."""
+    assert compiled_while_collected == {}
 
 
 _PRODUCT = """

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TypedDict
@@ -167,54 +166,80 @@ def cells(found: dict[str, Any]) -> list[str]:
     if "missing" in found:
         return [*first, f"not run: {found['missing']}", "", f"{found['at most']:g}", "", ""]
     least, most = found["range"]
-    times = ", ".join(f"{1e3 * seconds:.3g}" for seconds in found["seconds"])
     return [
-        *first, f"{found['ratio']:.2f}", f"{least:.2f}–{most:.2f}", f"{found['at most']:g}", times,
+        *first, f"{found['ratio']:.2f}", f"{least:.2f}–{most:.2f}", f"{found['at most']:g}", _times(found),
         "–".join(f"{load:g}" for load in found["load"]),
     ]  # fmt: skip
 
 
+def _times(found: dict[str, Any]) -> str:
+    return ", ".join(f"{1e3 * seconds:.3g}" for seconds in found["seconds"])
+
+
 def page(records: Mapping[str, Record]) -> str:
-    """The page of the documentation, with what was measured on each processor."""
+    """The page of the documentation: a row for each work, a column for each processor."""
     size = files.FULL
-    picture = "![Ratios of the tables, with their ranges](assets/rivals.png)"
-    parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), picture]
-    for on, record in records.items():
-        parts += [f"## {on}", *_section(record)]
+    parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), _PICTURE]
+    parts += ["\n".join(f"| {' | '.join(row)} |" for row in _table(records))]
+    parts += [f"**{on}**: {record['date']}, with {record['versions']}." for on, record in records.items()]
+    if above := list(_above(records)):
+        parts.append("\n".join(["Above what is aimed at:", "", *above]))
     return "\n\n".join(parts) + "\n"
 
 
-def _section(record: Record) -> Iterator[str]:
-    found = record["rows"]
-    rows = [HEADERS, ["---"] * len(HEADERS), *map(cells, found)]
-    yield "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    yield f"The newest row is of {record['date']}. Versions: {record['versions']}."
-    why = {row.name: row.why for row in ROWS}
-    above: dict[str, list[str]] = {}
-    for x in found:
-        if x.get("ratio", 0) > x["at most"] and why[x["row"]]:
-            above.setdefault(x["row"], []).append(str(x["cores"]))
-    if reasons := [f"- {name} (cores: {' and '.join(on)}): {why[name]}" for name, on in above.items()]:
-        yield "\n".join(["Above what is aimed at:", "", *reasons])
-    if others := [row.name for row in ROWS if row.name not in {x["row"] for x in found}]:
-        yield textwrap.fill(f"Not measured: {'; '.join(others)}.", 118)
+def _table(records: Mapping[str, Record]) -> Iterator[list[str]]:
+    header = ["work ÷ beside", "cores", "at most", *records]
+    yield header
+    yield ["---"] * len(header)
+    of = [{(x["row"], x["cores"]): x for x in record["rows"]} for record in records.values()]
+    for row in ROWS:
+        for cores in sorted({cores for rows in of for name, cores in rows if name == row.name}):
+            found = [rows.get((row.name, cores)) for rows in of]
+            yield [f"{row.name} ÷ {row.rival}", str(cores), f"{row.limit:g}", *map(_cell, found)]
 
 
+def _cell(found: dict[str, Any] | None) -> str:
+    """A ratio and the times."""
+    if found is None:
+        return ""
+    if "missing" in found:
+        return f"not run: {found['missing']}"
+    return f"{found['ratio']:.2f} ({_times(found)})"
+
+
+def _above(records: Mapping[str, Record]) -> Iterator[str]:
+    """The reasons why rows are above their limits, each with its rows."""
+    rows = {
+        x["row"]: None
+        for record in records.values()
+        for x in record["rows"]
+        if x.get("ratio", 0) > x["at most"]
+    }
+    why: dict[str, list[str]] = {}
+    for row in ROWS:
+        if row.why and row.name in rows:
+            why.setdefault(row.why, []).append(row.name)
+    for reason, names in why.items():
+        yield f"- {'; '.join(names)}: {reason}."
+
+
+_PICTURE = "![Ratios of the table, with their ranges](assets/rivals.png){ .narrow }"
 _INTRODUCTION = """\
 # Beside what users would pick instead
 
-`python -m benchmarks.rivals --record` wrote this page. Whole jobs run on a CPU with quaxlike, and with what users
-would pick instead. Both sides read the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of
-{size.width}), and the same tokens. Each is a process of its own; the two are kept alive and take turns. A number is the
-median of ours ÷ theirs: below 1, quaxlike takes less time. The load is how many programs wanted a core before and
-after a row, ours among them: if it is far above the number of cores, only large differences mean something.
+After this page, you know how long whole jobs take on a CPU with quaxlike, and with what you would pick
+instead.
 
-“Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the programs that
-the first one compiled are in the cache that commands keep. “At most” is what the project aims at.
+`python -m benchmarks.rivals --record` wrote it. Both sides read the same weights, random ones of a Llama of
+{millions:.0f} million ({size.layers} layers of {size.width}), and the same tokens. Each is a process of
+its own; they take turns. A number is the median of ours ÷ theirs: below 1, quaxlike takes less time.
+Milliseconds of both are in parentheses. “At most” is what the project aims at.
 
-With AVX2 alone, PyTorch's products of many rows in bfloat16, and those of bitsandbytes, take many times as long as with
-AVX-512: there, ratios to them show that, and little of quaxlike.\
-"""  # noqa: E501
+“Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the
+programs that the first one compiled are in the cache that commands keep. With AVX2 alone, PyTorch's products
+of many rows in bfloat16, and those of bitsandbytes, take many times as long as with AVX-512: there, ratios to
+them show that, and little of quaxlike.\
+"""
 
 
 def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
@@ -225,7 +250,8 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     order = [row.name for row in ROWS]
     shown.sort(key=lambda found: order.index(found["row"]), reverse=True)
     names = list(dict.fromkeys(map(_name, shown)))
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(names) + 0.5 * len(records)))
+    # As wide as a phone can show, so names stand above their points.
+    figure, axes = plt.subplots(figsize=(4.6, 1.4 + 0.36 * len(names) + 0.3 * len(records)))
     for colour, (on, record) in enumerate(records.items()):
         for cores, marker in ((1, "o"), (2, "s")):
             of_cores = [x for x in record["rows"] if "ratio" in x and x["cores"] == cores]
@@ -235,18 +261,23 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
             ratios = [x["ratio"] for x in of_cores]
             sides = [[abs(x["range"][i] - x["ratio"]) for x in of_cores] for i in (0, 1)]
             label = f"{on}: on {cores}"
-            axes.errorbar(ratios, at, xerr=sides, fmt=marker, color=f"C{colour}", label=label, capsize=2)
+            axes.errorbar(
+                ratios, at, xerr=sides, fmt=marker, color=f"C{colour}", label=label, capsize=2, markersize=4
+            )
     limits = [next(x["at most"] for x in shown if _name(x) == name) for name in names]
-    axes.scatter(limits, range(len(names)), marker="|", s=150, color="black", label="at most")
+    axes.scatter(limits, range(len(names)), marker="|", s=60, color="black", label="at most")
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks([])
+    axes.set_ylim(-0.6, len(names))
+    for i, name in enumerate(names):
+        axes.text(0.01, i + 0.3, name, transform=axes.get_yaxis_transform(), fontsize=8)
     axes.set_xlabel("time of quaxlike ÷ time of the other")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 

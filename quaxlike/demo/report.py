@@ -113,8 +113,11 @@ def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _shown(result: Result, number: int) -> list[int]:
-    """Up to half as many digits that are still taken for others, then the first ones of different classes."""
-    wrong = np.flatnonzero(result.after != result.labels)[: number // 2].tolist()
+    """A digit that is still taken for another, if there is one, then the first ones of different classes.
+
+    More mistakes would look like a share of all digits.
+    """
+    wrong = np.flatnonzero(result.after != result.labels)[:1].tolist()
     firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
     return [*wrong, *np.concatenate(firsts).astype(int).tolist()][:number]
 
@@ -152,7 +155,7 @@ def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Imag
     wrong = int(np.sum(last.after != last.labels))
     lower.suptitle(
         f"{last.name}: {len(last.labels) - wrong} of {len(last.labels)} held-out digits are recognised. "
-        "What it said before → after, mistakes first",
+        "What it said before → after, a mistake first",
         fontsize=12,
     )
     _draw_digits(lower.subplots(2, 10, squeeze=False), last, upright, turned)

@@ -35,13 +35,13 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     **Raises:** `FileNotFoundError` if there is none; `CheckpointError` for a file that is not text, or a GGUF
     vocabulary that cannot be read.
     """
-    path = Path(path)
-    file = path / "tokenizer.json"
+    folder = Path(path)
+    file = folder / "tokenizer.json"
     if file.is_file():
         return _text(file)
-    if not holds_gguf(path):
+    if not holds_gguf(folder):
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.{hint_for(path)}")
-    gguf = open_gguf(path)
+    gguf = open_gguf(folder)
     return json.dumps(tokenizer_of(gguf.path, as_python(gguf.metadata)))
 
 

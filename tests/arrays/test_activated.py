@@ -8,9 +8,9 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.adapters import ALoRAArray
-from tests.samples import normal
+from tests.samples import array, normal
 
-IDS = jnp.array([3, 5, 9, 1, 5, 9, 9, 2])  # 5, 9 stands last at 4
+IDS = array([3, 5, 9, 1, 5, 9, 9, 2])  # 5, 9 stands last at 4
 ACTS = np.arange(8) >= 4
 
 
@@ -36,6 +36,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.quick("w @ x.T", "a layer for each", "scanned", "under jit")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_before_the_invocation_see_the_base_alone(name):
     with ql.on_materialise("error"):
@@ -51,6 +52,7 @@ def test_a_weight_of_inputs_by_outputs():
     np.testing.assert_allclose(y, _expected(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_text_of_a_batch_has_its_own_tokens():
     ids = jnp.stack([IDS, jnp.ones_like(IDS), jnp.roll(IDS, 2).at[0].set(9)])
     run = jax.vmap(lambda ids: ql.quaxify(lambda w, x: x @ w.T)(_alora(ids=ids), X))
@@ -70,6 +72,7 @@ def test_texts_that_are_packed_into_one_row():
     np.testing.assert_array_equal(one, ql.activate(_alora(ids=None), ids).active)
 
 
+@pytest.mark.slow
 def test_only_active_rows_are_learned_from():
     model = {"w": _alora(ql.NF4Array.quantize(normal(6, 8), block_size=32))}
     params, rest = eqx.partition(model, ql.trainable(model))

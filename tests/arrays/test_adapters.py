@@ -11,9 +11,9 @@ import pytest
 import quaxlike as ql
 from quaxlike import adapters as A
 from quaxlike.arrays.structured import BlockDiagonalMatrix, DiagonalMatrix, KroneckerMatrix
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 
 
 def _x(*shape, seed=0):
@@ -87,7 +87,7 @@ def _dot(x, w_axes, x_axes, batch=((), ()), *, left=True):
     return program
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("rotated-io")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_from_both_sides_over_outputs_and_inputs(name, layout):
@@ -175,7 +175,7 @@ def _thin(w):
     }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("HRA")
 @pytest.mark.parametrize("name", [*jax.eval_shape(lambda: _thin(_x(96, 64)))])
 def test_no_dense_change_is_formed(name):
     """Neither in a step's forward pass nor in its backward pass has anything the size of the weight."""
@@ -321,6 +321,7 @@ def test_combinators_hold_each_other():
         np.testing.assert_allclose(y, w.materialise() @ other.materialise(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_coefficients_that_share_their_places():
     w, spectra, places = _x(4, 6), _x(2, 3), jnp.array([3, 7, 20])
     shared = A.FourierFTArray(w, spectra, places, scaling=20.0)

@@ -78,6 +78,7 @@ def test_what_a_type_does_not_say_is_dense():
     assert ql.quaxify(lambda w: w[1:])(w).shift.shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_a_shared_base_stays_shared():
     w = adapters.ScaledArray(normal(4, 3), normal(2, 4, seed=1), normal(2, 3, seed=2))
     for change in (lambda w: w[1:], lambda w: lax.rev(w, (0,)), lambda w: w[AT], lambda w: w[None]):

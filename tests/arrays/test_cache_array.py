@@ -22,7 +22,7 @@ def rounded(x, codec):
     return BlockArray.quantize(x, codec=codec, block_size=block).materialise()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODES)
 def test_writes_round_the_update_alone(codec):
     """At a place that is data; like a write to a dense array, it ends within the array."""
@@ -39,6 +39,7 @@ def test_writes_round_the_update_alone(codec):
         np.testing.assert_array_equal(leaf[:4], old[:4])
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("codec", CODES)
 def test_codes_are_copied(codec):
     """A cache that is written to a stack of them, as layers that are scanned do."""
@@ -93,7 +94,7 @@ def test_a_part_of_the_elements_that_share_a_scale():
     np.testing.assert_array_equal(out, jnp.zeros(SHAPE).at[0, 0, 3:5].set(1))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODES)
 @pytest.mark.parametrize("product", ["qhgd,khd->hgqk", "hgqk,khd->qhgd"])
 def test_products_of_attention(product, codec):

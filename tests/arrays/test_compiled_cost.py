@@ -12,12 +12,11 @@ import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.zero import Identity, Zero
 from quaxlike.kernels import block_sparse_matmul, csr_matmul, lora_matmul, nf4_matmul
+from tests.samples import Lazy, array
 
 SHAPE, RANK, ROWS = (128, 256), 4, 16
 _RNG = np.random.default_rng(0)
-W, A, B, X = (
-    jnp.asarray(_RNG.normal(size=s), jnp.float32) for s in (SHAPE, (RANK, 256), (128, RANK), (ROWS, 256))
-)
+W, A, B, X = (array(_RNG.normal(size=s), jnp.float32) for s in (SHAPE, (RANK, 256), (128, RANK), (ROWS, 256)))
 
 
 def _times(x: Any, w: Any) -> Any:
@@ -47,21 +46,34 @@ def _on_one_hot(x: Any, w: OneHotVector) -> Any:
     return x.at[:, w.index].get(mode="fill", fill_value=0) * jnp.where(held, w.value, 0.0)
 
 
-NF4 = ql.NF4Array.quantize(W)
-CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Any]] = {
-    "LoRA": (
-        _times,
-        lambda x, w: x @ w.w.T + (x @ w.a.T * w.scaling) @ w.b.T,
-        ql.LoraArray(W, A, B, alpha=8),
-    ),
-    "NF4": (_times, _on_nf4, NF4),
-    "QLoRA": (_times, _on_qlora, ql.LoraArray(NF4, A, B, alpha=8)),
-    "block-sparse": (_times, _on_blocks, ql.BlockSparseArray.from_dense(W, block_size=64, density=0.5)),
-    "sparse": (_times, lambda x, w: csr_matmul(x, w.data, w.csr), ql.SparseArray.from_dense(W, density=0.1)),
-    "zero": (lambda x, w: x @ w.T + x[:, :128], lambda x, w: x[:, :128], Zero(SHAPE, jnp.float32)),
-    "identity": (lambda x, w: w @ x, lambda x, w: x, Identity(ROWS)),
-    "one-hot": (lambda x, w: x @ w, _on_one_hot, OneHotVector(jnp.float32(2), jnp.int32(3), 256)),
-}
+CASES = Lazy(
+    {
+        "LoRA": lambda: (
+            _times,
+            lambda x, w: x @ w.w.T + (x @ w.a.T * w.scaling) @ w.b.T,
+            ql.LoraArray(W, A, B, alpha=8),
+        ),
+        "NF4": lambda: (_times, _on_nf4, ql.NF4Array.quantize(W)),
+        "QLoRA": lambda: (_times, _on_qlora, ql.LoraArray(ql.NF4Array.quantize(W), A, B, alpha=8)),
+        "block-sparse": lambda: (
+            _times,
+            _on_blocks,
+            ql.BlockSparseArray.from_dense(W, block_size=64, density=0.5),
+        ),
+        "sparse": lambda: (
+            _times,
+            lambda x, w: csr_matmul(x, w.data, w.csr),
+            ql.SparseArray.from_dense(W, density=0.1),
+        ),
+        "zero": lambda: (
+            lambda x, w: x @ w.T + x[:, :128],
+            lambda x, w: x[:, :128],
+            Zero(SHAPE, jnp.float32),
+        ),
+        "identity": lambda: (lambda x, w: w @ x, lambda x, w: x, Identity(ROWS)),
+        "one-hot": lambda: (lambda x, w: x @ w, _on_one_hot, OneHotVector(jnp.float32(2), jnp.int32(3), 256)),
+    }
+)
 
 
 def _cost(f: Callable[..., Any], *args: Any) -> dict[str, float]:

@@ -8,8 +8,9 @@ import pytest
 
 import quaxlike as ql
 from tests.array_types import TYPES
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 LAYOUTS = {"oihw": ("NCHW", "OIHW", "NCHW"), "hwio": ("NHWC", "HWIO", "NHWC")}
 
 
@@ -51,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "program"), CASES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_type_is_kept_forward_and_backward(kind, layout, program):
@@ -79,6 +80,7 @@ def test_only_codes_are_kept_for_the_backward_pass():
     assert max(x.size for x in kept) < 16 * 32 * 9
 
 
+@pytest.mark.slow
 def test_scales_are_trained():
     kernel = ql.quantize(
         {"kernel": normal(4, 8, 3, 3)}, "int8", where=["kernel"], layout={"kernel": "oihw"}, train_scales=True
@@ -92,7 +94,7 @@ def test_scales_are_trained():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "NF4", "LoRA", "QLoRA"])
 def test_layers_of_equinox(kind):
     layer = eqx.nn.Conv2d(32, 4, 3, key=KEY)

@@ -94,7 +94,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal])
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -139,6 +139,7 @@ def test_a_constant_that_a_scan_stacks(holder):
     np.testing.assert_array_equal(ql.materialise(y), 0)
 
 
+@pytest.mark.quick("<lambda>1")
 @pytest.mark.parametrize("inside", [lambda x: x, HOLDERS["names"]])
 def test_a_constant_in_a_custom_jvp_has_tangents_in_its_unit(inside):
     product = jax.custom_jvp(lambda x, y: y @ x)
@@ -161,6 +162,7 @@ def test_a_cotangent_of_an_array_beside_a_value(part, holder, x64):
         np.testing.assert_allclose(found, ql.materialise(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_system_whose_transposed_product_has_no_leaves(x64):
     y = jnp.asarray(_W)
 
@@ -193,7 +195,7 @@ def test_a_plain_array_beside_a_matrix_with_names():
     np.testing.assert_array_equal(ql.materialise(y), 1)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("average-_lora", "branches-_diagonal", "no rule-_nf4")
 @pytest.mark.parametrize("part", [_lora, _nf4, _diagonal, lambda: HOLDERS["names"](_lora())])
 @pytest.mark.parametrize(
     "program",

@@ -51,6 +51,7 @@ def test_transposed_in_a_loop(name):
     assert check(program).status == "equal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Int8Array", "Int8Array, column"])
 def test_blocks_as_long_as_a_row_are_no_other_form(name):
     program = Program(name, (Step("jnp.reshape(jnp.ravel(x), x.shape)"),), ("fori_carry",), ("grad",), True)

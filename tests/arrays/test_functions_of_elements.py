@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -10,8 +11,9 @@ import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import DimensionError, Unit, Unitful
 from quaxlike.core import compat
+from tests.samples import array
 
-X = jnp.arange(16.0).reshape(4, 4) + 1
+X = array(np.arange(16.0).reshape(4, 4) + 1)
 NAMES = ("a", "b")
 WRAPPERS = {
     "unit": lambda x: Unitful(x, "m"),
@@ -104,6 +106,7 @@ def test_a_function_that_changes_the_unit(program, wrap):
         ql.quaxify(fn)(WRAPPERS[wrap](X))
 
 
+@pytest.mark.slow
 def test_any_function_of_numbers_without_a_unit():
     x = Unitful(X, "")
     for program, (fn, _) in CHANGE_THE_UNIT.items():

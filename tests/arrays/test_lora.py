@@ -54,6 +54,7 @@ def exact(lora):
     return total
 
 
+@pytest.mark.slow
 def test_inputs_that_are_as_large_as_the_weight():
     lora, x = make_lora((6, 6)), normal(2, 3, 6)
     for f, y in (
@@ -162,6 +163,7 @@ def test_product_of_two_adapted_arrays():
         agrees(ql.quaxify(jnp.matmul)(x, y), exact(x) @ exact(y))
 
 
+@pytest.mark.slow
 def test_precision_is_that_of_the_base():
     """An adapter in float32 on a base in bfloat16: the product is bfloat16, summed in float32."""
     lora = make_lora(dtype=jnp.bfloat16)
@@ -315,6 +317,7 @@ def test_no_pair_of_types_is_ambiguous():
     )  # fmt: skip
 
 
+@pytest.mark.quick("plain", "rslora", "transposed", "trained base")
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_with_constants(kind):
     lora = make_lora(**KINDS[kind])
@@ -327,7 +330,7 @@ def test_products_with_constants(kind):
     agrees(ql.materialise(same), exact(lora))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("trained base")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_frozen_unless_it_is_trained(kind):
     lora, x = make_lora(**KINDS[kind]), jnp.linspace(-1, 1, 5)

@@ -71,7 +71,7 @@ def test_starts_out_of_bounds(kind):
     agrees(program, ARRAYS[kind], *map(jnp.int32, (-70, -5, -3, -1, 1, 70)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("one adapter-7.0")
 @pytest.mark.parametrize("fill", [None, 7.0])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_look_ups_out_of_bounds(kind, fill):
@@ -86,13 +86,14 @@ def test_look_ups_out_of_bounds(kind, fill):
     agrees(program, ARRAYS[kind], jnp.array([1, 99, -1, -99, 0]))
 
 
+@pytest.mark.slow
 def test_what_a_base_with_names_is_filled_with():
     look_up = Step('jnp.take(x, jnp.array([1, 99]), 0, mode="fill", fill_value=7)')
     program = Program("LoraArray of NamedArray", (look_up,), outer=("grad_and_result",), jit=True)
     assert check(program).status == "equal"
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "dora", "transposed", "qlora"])
 def test_gradients_beside_what_is_filled_with_nan(kind):
     """What was read out of bounds has a gradient of NaN, and belongs to no element."""

@@ -10,7 +10,7 @@ import quaxlike as ql
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
 from tests.array_types import TYPES
-from tests.samples import normal
+from tests.samples import array, normal
 
 
 class Model(eqx.Module):
@@ -32,7 +32,7 @@ def moved(model):
     return eqx.tree_at(where, model, where(model) + 1.0)
 
 
-IDS = jnp.array([0, 5, 2, 6, 5])
+IDS = array([0, 5, 2, 6, 5])
 
 
 def test_rows_take_the_place_of_those_of_the_matrix(model):
@@ -99,7 +99,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("with itself")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_never_form_the_matrix(name, model):
     rows, x = moved(model).embed_tokens.weight, normal(3, 4, seed=1)

@@ -60,6 +60,7 @@ def _check(x, compiled):
 _QUICK = ("LoraArray", "LoraArray of NF4Array", "VeRAArray, stacked")
 
 
+@pytest.mark.quick("LoraArray of NF4Array")
 @pytest.mark.parametrize("name", _QUICK)
 def test_another_index_compiles_nothing(name, compiled):
     _check({**WEIGHTS, **CORNERS}[name](), compiled)

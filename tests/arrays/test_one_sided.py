@@ -16,7 +16,7 @@ from jaxtyping import ArrayLike
 import quaxlike as ql
 from quaxlike.implicit import ImplicitArray
 from tests.array_types import CORNERS, TYPES, WEIGHTS
-from tests.samples import normal
+from tests.samples import covering, normal
 
 
 class OneSided(ql.ArrayValue):
@@ -91,7 +91,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_for_one_side_is_found(kind, product):
@@ -185,9 +185,17 @@ TAKES_ARRAYS = [
 OTHERS = [kind for kind in WEIGHTS | CORNERS if kind not in TAKES_ARRAYS and "Unitful" not in kind]
 
 
-@pytest.mark.parametrize("cls", [OnTheRight, OnTheLeft, OnBothSides])
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("kind", [*TAKES_ARRAYS, *(pytest.param(k, marks=pytest.mark.slow) for k in OTHERS)])
+SIDES = [OnTheRight, OnTheLeft, OnBothSides]
+
+
+@pytest.mark.quick(83)
+@pytest.mark.parametrize(
+    ("kind", "operation", "cls"),
+    [
+        *covering(TAKES_ARRAYS, OPERATIONS, SIDES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in covering(OTHERS, OPERATIONS, SIDES)),
+    ],
+)
 def test_a_rule_for_an_array_is_found_beside(kind, operation, cls):
     program = OPERATIONS[operation]
     with jax.numpy_dtype_promotion("standard"):

@@ -16,11 +16,11 @@ from quaxlike.arrays.sparse import BlockSparseArray, OneHotVector, SparseArray
 from quaxlike.arrays.structured import DiagonalMatrix, KroneckerMatrix, LowRankUpdate, TridiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Zero
-from tests.samples import Lazy
+from tests.samples import Lazy, array
 
 NAN = float("nan")
-D = jnp.array([3.0, NAN, -2.0, 0.5])
-BLOCKS = jnp.asarray(np.pad(np.array([[1.0, NAN], [3.0, -2.0]], np.float32), ((0, 2), (2, 0))))
+D = array([3.0, NAN, -2.0, 0.5])
+BLOCKS = array(np.pad(np.array([[1.0, NAN], [3.0, -2.0]], np.float32), ((0, 2), (2, 0))))
 TYPES = Lazy(
     {
         "sparse": lambda: SparseArray.from_dense(jnp.array([[0.0, 3.0, 0.0, NAN], [0.0, 0.0, -2.0, 0.0]])),
@@ -128,7 +128,7 @@ MODES = {
 }
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

@@ -76,7 +76,7 @@ ONE_KERNEL = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_KERNEL)
 def test_one_kernel(name):
     make, fn, shape = ONE_KERNEL[name]
@@ -85,7 +85,7 @@ def test_one_kernel(name):
     _agrees(fn, lora, _x(*shape))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec(codec):
     """One kernel, which makes no dense copy of the weight."""
@@ -106,7 +106,7 @@ def test_every_codec(codec):
     assert compiled.memory_analysis().temp_size_in_bytes <= 5 * 2**20
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "mxfp4", "q4_k"])
 def test_gradients_over_other_codecs(codec):
     lora, x = _adapted(functools.partial(ql.BlockArray.quantize, codec=codec)), _x(3, K)
@@ -178,6 +178,7 @@ def test_gradients():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("train_scales", [False, True])
 def test_the_scales_are_trained_only_if_asked(train_scales):
     quantise = functools.partial(ql.NF4Array.quantize, train_scales=train_scales)

@@ -13,6 +13,7 @@ import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import DimensionError, Unitful, placeholders
 from quaxlike.arrays.zero import Zero
+from tests.samples import array
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def inside():
     return lambda f: ql.quaxify(lambda _: f())(Unitful(1.0, "m"))
 
 
-ONE = jnp.ones(())
+ONE = array(np.ones(()))
 
 
 def loop(body, *carry):
@@ -119,7 +120,7 @@ def _(x: Tagged, y: jax.Array, **params):
     raise ql.OperandMismatch(f"{x.tag} and a plain array", Tagged)
 
 
-X = Tagged(jnp.array(2.0), "a")
+X = Tagged(jax.device_put(2.0), "a")
 
 
 class Computing(Tagged):

@@ -10,7 +10,7 @@ import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS, BlockArray, Codec
 from quaxlike.arrays.quantized.scales import encode
 from quaxlike.kernels import bits as bitstream
-from tests.samples import normal
+from tests.samples import array, normal
 
 
 def _ordered(k=0):
@@ -38,7 +38,7 @@ MAKE = {
 }
 
 X, Y = jnp.asarray(normal(3, 32, seed=5)), jnp.asarray(normal(3, 4, seed=6))
-INDEX = jnp.array([2, 0, 3])
+INDEX = array([2, 0, 3])
 SIGNAL = jnp.asarray(normal(2, 32, 5, seed=7))  # of 32 channels
 
 
@@ -174,6 +174,7 @@ def test_streams_of_bits(bits):
     assert bytes(packed[0]) == whole.to_bytes(packed.shape[1], "little")
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_there_are_nan():
     for codec in ("nvfp4", "mxfp4", "q4_0", "q2_k"):
         row = ql.quaxify(lambda w: w.at[jnp.array([9])].get(mode="fill"))(MAKE[codec]())
@@ -200,6 +201,7 @@ def test_refused(call, message):
         call(jnp.asarray(normal(4, 32)))
 
 
+@pytest.mark.slow
 def test_scales_that_are_powers_of_two_cut_nothing_off():
     x = normal(64, 32)
     found = np.abs(BlockArray.quantize(x, codec="mxfp4").materialise())
@@ -208,7 +210,7 @@ def test_scales_that_are_powers_of_two_cut_nothing_off():
     assert kept.min() >= 0.79  # 5 may become 4, of codes up to 6
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("codec", CODECS)
 def test_rounds_to_near_codes(codec):
     # As a share of as many steps as the bits allow; floating-point codes are denser at zero.
@@ -218,7 +220,7 @@ def test_rounds_to_near_codes(codec):
     assert float(jnp.sqrt(jnp.mean(error**2))) < most
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["q2_k", "q3_k", "q4_k", "q6_k"])
 def test_scales_of_zeros_are_stored_as_zeros(codec):
     w = BlockArray.quantize(jnp.zeros((2, 256)), codec=codec)
@@ -228,7 +230,7 @@ def test_scales_of_zeros_are_stored_as_zeros(codec):
     assert not any(np.any(part) for part in parts)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("q4_k")
 @pytest.mark.parametrize("codec", ["int3_block", "q8_0", "nf4", "int8", "fp8", "q4_k"])
 def test_rounds_up_or_down_at_random(codec):
     """To one of two neighbours, with the number itself as the mean."""

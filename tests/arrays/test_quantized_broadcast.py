@@ -73,7 +73,7 @@ def test_every_shape(kind, shape, turned):
         np.testing.assert_array_equal(ql.materialise(out), np.broadcast_to(expected, sizes))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>5")
 @pytest.mark.parametrize(
     "program",
     [

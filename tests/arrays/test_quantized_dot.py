@@ -117,7 +117,7 @@ def test_transforms_inside_and_outside_of_quaxify(name, double_quant, outside):
     jax.tree.map(_close, actual, transform(f)(w.materialise(), x))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", _TYPES)
 def test_a_linear_layer(cls):
     layer = eqx.nn.Linear(64, 16, key=jax.random.key(0))
@@ -150,6 +150,7 @@ def test_stacked_layers(double_quant):
         _close(ql.quaxify(joined)(stack, x), joined(dense, x))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_stacks_of_rows_that_end_within_blocks(double_quant):
     quantise = functools.partial(ql.NF4Array.quantize, double_quant=double_quant)
@@ -206,7 +207,7 @@ def test_mixture_of_experts(cls, shape):
         _close(jax.grad(ql.quaxify(loss))(x, w), jax.grad(loss)(x, dense), 1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [0, 1])
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
@@ -218,7 +219,7 @@ def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
         _close(ql.quaxify(product)(x, w), product(x, w.materialise()))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("counts2")
 @pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
 def test_rows_of_experts_are_cut_into_tiles(counts):
     tiles = Tiles(jnp.array(counts), 29)
@@ -258,6 +259,7 @@ def test_within_shard_map(name, cls):
     jax.tree.map(_close, actual, of(fn, w.materialise()))
 
 
+@pytest.mark.quick("quantise1")
 @pytest.mark.parametrize(
     "quantise",
     [

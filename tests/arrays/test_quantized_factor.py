@@ -55,7 +55,7 @@ def test_gradients_of_factor_and_activations(kind, name):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3), got, want)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("kind", TYPES)
 def test_scales_that_are_frozen_stay_so(kind):
     w = TYPES[kind](normal(8, 64))

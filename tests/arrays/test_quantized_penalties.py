@@ -49,6 +49,7 @@ def test_penalties_and_sums_are_taken_of_codes(name):
         np.testing.assert_allclose(found[key], expected, rtol=2e-5, atol=2e-4, err_msg=key)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_penalised_over_a_quantised_base():
     """Of scales that may be trained there is a gradient, too."""
     w = ql.Int8Array.quantize(_X, train_scales=True)
@@ -61,6 +62,7 @@ def test_an_adapter_is_penalised_over_a_quantised_base():
     np.testing.assert_allclose(found.scale, 2 * w.scale, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mask_of_elements_warns():
     """Zero is no code of every codec, and what is masked would be quantised anew."""
     mask = jnp.ones((6, 64))
@@ -68,6 +70,7 @@ def test_a_mask_of_elements_warns():
         ql.quaxify(lambda w: w * mask)(WEIGHTS["two levels"]())
 
 
+@pytest.mark.slow
 def test_weight_norm_keeps_codes():
     layer = eqx.nn.WeightNorm(eqx.nn.Linear(64, 6, key=jax.random.key(0)), axis=0)
     quantised = eqx.tree_at(lambda m: m.layer.weight, layer, ql.NF4Array.quantize(layer.layer.weight))

@@ -207,7 +207,7 @@ def test_partition_specs_follow_the_logical_array():
         nested.shard_spec(jax.P(None, "a"))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("_double--2")
 @pytest.mark.parametrize("axis", [-1, 1, -2])
 @pytest.mark.parametrize("quantize", [_NF4, _double, _INT8])
 def test_stacks_are_quantised_one_by_one(quantize, axis):
@@ -219,7 +219,7 @@ def test_stacks_are_quantised_one_by_one(quantize, axis):
         quantize(x, axis=0, stacked=1)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("shape0-False", "shape1-False", "shape5-False")
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 64), (3, 0), (64,)])
 def test_small_and_empty_arrays(shape, double_quant):

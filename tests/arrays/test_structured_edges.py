@@ -17,6 +17,7 @@ from quaxlike.arrays.structured import (
     TridiagonalMatrix,
 )
 from quaxlike.arrays.zero import Identity
+from tests.samples import array
 
 from .test_structured import KINDS, MAKERS, N
 from .test_structured import _normal as normal
@@ -72,7 +73,7 @@ _STACKS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("(3, 1)-add-a tridiagonal and a diagonal")
 @pytest.mark.parametrize("names", _STACKS.values(), ids=_STACKS)
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p, jax.lax.mul_p], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
@@ -96,7 +97,7 @@ def test_updates_of_other_shapes_become_dense():
         _agrees(jax.lax.sub_p.bind, update, row)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("and a sum")
 @pytest.mark.parametrize(
     "f",
     [
@@ -136,9 +137,9 @@ def test_matrices_out_of_bounds_are_filled_whole(name):
 
 
 INTEGERS = {
-    "diagonal": DiagonalMatrix(jnp.array([2, -3, 1], jnp.int32)),
-    "tridiagonal": TridiagonalMatrix(jnp.array([1, 2]), jnp.array([0, 2, 1]), jnp.array([1, -1])),
-    "kronecker": KroneckerMatrix(jnp.array([[1, 2], [3, 4]]), jnp.array([[2, 1], [0, 1]])),
+    "diagonal": DiagonalMatrix(array([2, -3, 1], jnp.int32)),
+    "tridiagonal": TridiagonalMatrix(array([1, 2]), array([0, 2, 1]), array([1, -1])),
+    "kronecker": KroneckerMatrix(array([[1, 2], [3, 4]]), array([[2, 1], [0, 1]])),
 }
 
 
@@ -217,7 +218,7 @@ def test_determinants_have_gradients_where_they_vanish():
         jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, atol=1e-12), grad, expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.relu6, jax.nn.softplus], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative(f):

@@ -17,13 +17,13 @@ from quaxlike.arrays.structured import (
     TridiagonalMatrix,
 )
 from quaxlike.testing import check_type
-from tests.samples import normal
+from tests.samples import array, normal
 
-D = jnp.array([2.0, 1.0, 4.0, 0.5])
+D = array([2.0, 1.0, 4.0, 0.5])
 MATRICES = {
     "diagonal": DiagonalMatrix(D),
-    "tridiagonal": TridiagonalMatrix(0.1 * jnp.ones(3), D, 0.2 * jnp.ones(3)),
-    "kronecker": KroneckerMatrix(jnp.array([[2.0, 1.0], [0.0, 1.0]]), jnp.array([[1.0, 3.0], [1.0, 1.0]])),
+    "tridiagonal": TridiagonalMatrix(array(0.1 * np.ones(3)), D, array(0.2 * np.ones(3))),
+    "kronecker": KroneckerMatrix(array([[2.0, 1.0], [0.0, 1.0]]), array([[1.0, 3.0], [1.0, 1.0]])),
     "low rank": LowRankUpdate(
         DiagonalMatrix(D), jnp.asarray(normal(4, 1)), jnp.asarray(normal(4, 1, seed=1))
     ),
@@ -78,7 +78,7 @@ class CornerMatrix(StructuredMatrix):
         return self.middle
 
 
-CORNERS = CornerMatrix(D, jnp.array([1.0, -1.0]))
+CORNERS = CornerMatrix(D, array([1.0, -1.0]))
 KEPT = {
     "sum": (lambda x, y: x + x, CornerMatrix),
     "with a diagonal": (lambda x, y: x - y["diagonal"], CornerMatrix),
@@ -97,7 +97,7 @@ KEPT = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("sum over a stack")
 @pytest.mark.parametrize("program", KEPT)
 def test_a_type_of_somebody_else(program):
     fn, kind = KEPT[program]
@@ -124,7 +124,7 @@ def test_a_number_for_each_example(kind):
         np.testing.assert_allclose(ql.materialise(out), fn(x.materialise(), s), rtol=1e-5)
 
 
-det, ones = jnp.linalg.det, jnp.ones(4)
+det, ones = jnp.linalg.det, array(np.ones(4))
 DERIVATIVES = {
     "gradient": jax.grad(det),
     "jvp": lambda x: jax.jvp(det, (x,), (x,))[1],
@@ -159,11 +159,12 @@ def test_the_values_keep_the_structure():
         np.testing.assert_allclose(solved, jnp.linalg.solve(x.materialise(), ones), rtol=1e-5, atol=1e-5)
 
 
+PAIR = array([2.0, 1.0])
 SMALL = {  # JAX has determinants in half precision for few rows alone, in closed form
-    "diagonal": DiagonalMatrix(D[:2]),
-    "tridiagonal": TridiagonalMatrix(jnp.ones(1), D[:2], -jnp.ones(1)),
-    "kronecker": KroneckerMatrix(2 * jnp.ones((1, 1)), jnp.array([[1.0, 3.0], [1.0, 1.0]])),
-    "low rank": LowRankUpdate(DiagonalMatrix(D[:2]), jnp.ones((2, 1))),
+    "diagonal": DiagonalMatrix(PAIR),
+    "tridiagonal": TridiagonalMatrix(array(np.ones(1)), PAIR, array(-np.ones(1))),
+    "kronecker": KroneckerMatrix(array(2 * np.ones((1, 1))), array([[1.0, 3.0], [1.0, 1.0]])),
+    "low rank": LowRankUpdate(DiagonalMatrix(PAIR), array(np.ones((2, 1)))),
 }
 
 
@@ -186,6 +187,7 @@ def _nest(depth, rank):
     )
 
 
+@pytest.mark.slow
 def test_nested_updates_are_unified_level_by_level(monkeypatch):
     """The work for one more level is the same at every depth."""
     calls, widen = [], StructuredMatrix.widen

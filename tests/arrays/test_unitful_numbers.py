@@ -9,13 +9,14 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.unitful import DimensionError, Unit, Unitful, metre, to_astropy, to_pint
+from tests.samples import array
 
 from .test_unitful import NUMBERS, X, same
 
-PAIR = Unitful(jnp.array([2.0, -1.0]), "m")
-GAP = Unitful(jnp.array([2.0, jnp.nan, 4.0]), "m")
-FIRST = jnp.array([True, False, False])
-OUTSIDE = jnp.array([9])
+PAIR = Unitful(array([2.0, -1.0]), "m")
+GAP = Unitful(array([2.0, jnp.nan, 4.0]), "m")
+FIRST = array([True, False, False])
+OUTSIDE = array([9])
 
 
 def at_nine(x, fill):
@@ -211,8 +212,8 @@ def test_what_jax_traced_before_does_not_decide(default_promotion):
         ql.quaxify(hypot)(x)
 
 
-MASK = Unitful(jnp.array([True, False, True]), "")
-PLACE = Unitful(jnp.array(1), "")
+MASK = Unitful(array([True, False, True]), "")
+PLACE = Unitful(jax.device_put(1), "")
 
 
 @pytest.mark.quick(6)

@@ -2,10 +2,16 @@ import jax
 import pytest
 
 import quaxlike as ql
-from benchmarks import adapters
 from quaxlike.demo.model import VisionTransformer
 
-pytest.importorskip("sklearn")
+
+@pytest.fixture(scope="module")
+def adapters():
+    """Imports scikit-learn, which takes a second."""
+    pytest.importorskip("sklearn")
+    from benchmarks import adapters
+
+    return adapters
 
 
 def _model():
@@ -13,7 +19,7 @@ def _model():
 
 
 @pytest.mark.slow
-def test_sizes_are_those_of_nearly_equal_bytes():
+def test_sizes_are_those_of_nearly_equal_bytes(adapters):
     model, make = _model(), adapters.METHODS["LoRA"]
     size, trained = adapters.chosen_size(make, model, 1000)
     counts = {n: ql.summary(make(model, n, jax.random.key(0))).trainable for n in (size - 1, size, size + 1)}
@@ -24,7 +30,7 @@ def test_sizes_are_those_of_nearly_equal_bytes():
 
 
 @pytest.mark.slow
-def test_a_way_is_measured_and_shown(monkeypatch, default_promotion):
+def test_a_way_is_measured_and_shown(adapters, monkeypatch, default_promotion):
     monkeypatch.setattr(adapters, "RATES", (1e-2,))
     monkeypatch.setattr(adapters, "WIDTH", 16)
     monkeypatch.setattr(adapters, "DEPTH", 1)
@@ -37,7 +43,7 @@ def test_a_way_is_measured_and_shown(monkeypatch, default_promotion):
     assert page.count("\n| ") == 4
 
 
-def test_the_recorded_page_is_what_the_program_writes():
+def test_the_recorded_page_is_what_the_program_writes(adapters):
     record = adapters.json.loads(adapters.RECORD.read_text())
     rows = [adapters.Figures(**row) for row in record["rows"]]
     assert adapters.PAGE.read_text() == adapters.page(rows, record["without"], record["versions"])

@@ -54,6 +54,7 @@ def test_a_row_says_which_target_is_met():
     assert "| — | — | 1.8×/2.7× |  |" in str(row._replace(baseline_time=None))
 
 
+@pytest.mark.slow
 def test_limits_are_measured():
     limits = timing.measure_limits(jnp.float32, 64, 2)
     assert limits.bytes_per_second > 1e6

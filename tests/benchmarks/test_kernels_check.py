@@ -21,7 +21,7 @@ def test_the_record_and_its_page_are_of_the_rows_of_today():
     assert kernels_check.PAGE.read_text("utf-8") == kernels_check.page(RECORD)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("v5e")
 @pytest.mark.parametrize("name", RECORD)
 def test_no_recorded_row_spills_or_makes_a_dense_copy(name):
     """Nor the library more than it is allowed; and each row was compiled."""

@@ -12,6 +12,7 @@ from tests.samples import wrong_types
 RECORD = json.loads(packages.RECORD.read_text())
 
 
+@pytest.mark.slow
 @wrong_types
 def test_a_function_is_measured_and_shown(default_promotion):
     x = jnp.arange(3.0)

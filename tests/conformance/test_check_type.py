@@ -14,7 +14,7 @@ import quaxlike as ql
 from quaxlike.testing import check_type, refuses
 from quaxlike.testing.compare import disagreement
 from quaxlike.testing.programs import LINEAR
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 from tests.strict import strict
 
 
@@ -216,7 +216,9 @@ def test_nothing_is_wrong_with_a_type_that_is_right(default_promotion):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "x", [jnp.array(1.0), jnp.arange(4), jnp.ones((2, 0))], ids=["scalar", "integers", "empty"]
+    "x",
+    [jax.device_put(1.0), array(np.arange(4)), array(np.ones((2, 0)))],
+    ids=["scalar", "integers", "empty"],
 )
 def test_what_jax_cannot_do_is_no_failure(x, default_promotion):
     """Rows of a scalar, gradients by integers."""
@@ -225,6 +227,7 @@ def test_what_jax_cannot_do_is_no_failure(x, default_promotion):
     assert any("ok" in check.results.values() for check in report.checks)
 
 
+@pytest.mark.slow
 def test_programs_by_name_or_in_a_sequence():
     names = lambda programs: [
         c.name for c in check_type(pair(), programs=programs).checks if "jit" in c.results
@@ -263,6 +266,7 @@ class TestRefuses:
     def test_as_a_decorator(self):
         assert not check_type(strict(jnp.ones(3)), programs=MINUS).failures
 
+    @pytest.mark.slow
     def test_of_an_inferred_aval(self):
         class Half(ql.ArrayValue):
             x: Any

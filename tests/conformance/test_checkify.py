@@ -103,6 +103,7 @@ def _indices(x):
     return [(jnp.asarray(i),) for i in (0, min(x.shape) - 1, 50, -50)]
 
 
+@pytest.mark.quick("SparseArray")
 @pytest.mark.parametrize("name", ["Int8Array", "LoraArray of NF4Array", "SparseArray", "BlockSparseArray"])
 def test_rows(name):
     few = {program: INDEXED[program] for program in ("row", "rows", "dynamic_slice_in_dim")}

@@ -34,6 +34,7 @@ def test_nans_are_asked_for_of_one_array(name):
     assert all(x is y for x, y in of_floats)
 
 
+@pytest.mark.slow
 def test_a_mean_without_nans_in_a_compiled_loop():
     x = TYPES["LowRankUpdate of Int4Array"]()
     means = lambda x: lax.map(lambda s: jnp.nanmean(x * s), 1 + jnp.arange(4.0))

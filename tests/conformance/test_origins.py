@@ -45,7 +45,7 @@ def _of_the_transform(w, x):
     return jtu.tree_map(lambda leaf: jnp.where(x[0] == x[0], leaf, leaf), w)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 @pytest.mark.parametrize(("name", "product"), _CASES)
 def test_keeps_its_type(name, origin, product, default_promotion):
@@ -68,6 +68,7 @@ def test_keeps_its_type(name, origin, product, default_promotion):
                 assert not disagreement(found, expected, tolerance=1e-4), transform
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _NAMES)
 def test_gradients_by_the_leaves_of_one_that_is_made_inside(name, default_promotion):
     leaves, treedef = jtu.tree_flatten(WEIGHTS[name]())

@@ -18,7 +18,7 @@ import quaxlike as ql
 from quaxlike.core import compat
 from quaxlike.core.rules.annotations import annotation_of
 from quaxlike.core.rules.registry import as_primitive
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
 _T = TypeVar("_T")
 
@@ -67,7 +67,7 @@ def _chosen(rules, x, y, f=lax.mul):
     return float(out.array.ravel()[0])
 
 
-X2, X1, X0 = jnp.ones((2, 2)), jnp.ones(2), jnp.ones(())
+X2, X1, X0 = array(np.ones((2, 2))), array(np.ones(2)), array(np.ones(()))
 
 
 class TestKindsOfArrays:

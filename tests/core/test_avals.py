@@ -172,6 +172,7 @@ def test_a_derivative_without_its_pattern(use, make):
     assert type(derivative).__name__ in repr(derivative)
 
 
+@pytest.mark.slow
 def test_the_derivative_of_what_is_materialised():
     w = ql.SparseArray.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]]))
     found = jax.jacfwd(lambda s: ql.materialise(ql.quaxify(lambda s: w * s)(s)))(2.0)

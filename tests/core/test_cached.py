@@ -102,7 +102,7 @@ def test_without_jit_the_rule_is_asked():
     assert CALLS == ["dot_general"] * 2
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transform", "shape"),
     [(jax.grad, (3,)), (lambda f: jax.vmap(f, in_axes=(None, 0)), (2, 3)), (jax.hessian, (3,))],

@@ -43,6 +43,7 @@ def _loop(w, x):
     return lax.while_loop(lambda c: c[1] < 2, lambda c: (w @ c[0], c[1] + 1), (scanned, 0))[0]
 
 
+@pytest.mark.slow
 def test_leaf_shapes_are_in_the_key():
     x = jnp.arange(4.0)
     quaxified = ql.quaxify(_loop)

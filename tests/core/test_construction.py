@@ -13,6 +13,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.core.rules import resolver
+from tests.samples import array
 
 
 def _returning(found):
@@ -31,8 +32,11 @@ def _returning(found):
     return Returning
 
 
-@pytest.mark.parametrize("found", [object(), None, jnp.ones(2), ql.Int8Array.quantize(jnp.ones((1, 2)))])
-def test_another_object_is_returned_as_it_is(found):
+@pytest.mark.parametrize(
+    "make", [object, lambda: None, lambda: jnp.ones(2), lambda: ql.Int8Array.quantize(jnp.ones((1, 2)))]
+)
+def test_another_object_is_returned_as_it_is(make):
+    found = make()
     cls = _returning(found)
 
     class Sub(cls):
@@ -184,7 +188,9 @@ class TestParametric:
         ids=["copy", "deepcopy", "tree_map", "tree_at", "pickle"],
     )
     @pytest.mark.parametrize(
-        "value", [Length["m"](jnp.ones(2)), WithOperators(jnp.ones(2)), Metres(jnp.ones(2))], ids=type
+        "value",
+        [Length["m"](array(np.ones(2))), WithOperators(array(np.ones(2))), Metres(array(np.ones(2)))],
+        ids=type,
     )
     def test_copies(self, value, copied):
         found = copied(value)

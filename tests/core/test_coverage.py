@@ -243,6 +243,7 @@ class TestShipped:
         for pair in itertools.combinations_with_replacement(_shipped(), 2):
             ql.check_ambiguities(*pair)
 
+    @pytest.mark.slow
     def test_no_rule_is_on_plain_arrays(self):
         """Importing an array type changes nothing for code that does not use it."""
         covered = {rule for cls in _shipped() for rule in ql.rules_for(cls)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import wrong_types
+from tests.samples import array, drawn, random_key, wrong_types
 
 
 class Box(ql.ArrayValue):
@@ -21,7 +21,8 @@ class Box(ql.ArrayValue):
         return self.array
 
 
-X = jnp.ones((2, 3))
+X = array(np.ones((2, 3)))
+ONES = array(np.ones(7))
 
 
 class Odd(ql.ArrayValue):
@@ -65,15 +66,15 @@ class TestResultsOfRules:
     @pytest.mark.parametrize(
         ("primitive", "result", "message"),
         [
-            (jax.lax.sin_p, jnp.ones(7), r"must return float32\[2,3\], as `sin` does .*; found float32\[7\]"),
-            (jax.lax.sin_p, Box(jnp.ones(7)), r"must return float32\[2,3\].*; found Box of float32\[7\]"),
+            (jax.lax.sin_p, ONES, r"must return float32\[2,3\], as `sin` does .*; found float32\[7\]"),
+            (jax.lax.sin_p, Box(ONES), r"must return float32\[2,3\].*; found Box of float32\[7\]"),
             (jax.lax.sin_p, None, "must return an array or a Value; found None"),
             (jax.lax.sin_p, [X], r"must return an array or a Value; found \["),
             (jax.lax.sin_p, "text", "must return an array or a Value; found 'text'"),
             (jax.lax.sort_p, X, r"must return a sequence of 1 result\(s\); found float32\[2,3\]"),
             (jax.lax.sort_p, Box(X), r"must return a sequence of 1 result\(s\); found Box of float32\[2,3\]"),
             (jax.lax.sort_p, [X, X], r"must return a sequence of 1 result\(s\); found one of 2"),
-            (jax.lax.sort_p, [jnp.ones(7)], r"must return float32\[2,3\] as result 0, .* found float32\[7\]"),
+            (jax.lax.sort_p, [ONES], r"must return float32\[2,3\] as result 0, .* found float32\[7\]"),
             (jax.lax.sort_p, [None], "must return an array or a Value as result 0; found None"),
         ],
     )  # fmt: skip
@@ -88,7 +89,7 @@ class TestResultsOfRules:
             assert f"The rule {name} must" in str(caught.value)
 
     @pytest.mark.parametrize(
-        "result", [np.ones((2, 3)), np.ones((2, 3), np.float32), jnp.ones((2, 3)), Box(X)], ids=repr
+        "result", [np.ones((2, 3)), np.ones((2, 3), np.float32), array(np.ones((2, 3))), Box(X)], ids=repr
     )
     def test_right(self, result):
         rules, _ = _rule("sin", lambda x, **params: result)
@@ -176,7 +177,7 @@ class TestResultsOfRules:
         with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
             ql.quaxify(jnp.sin, rules=rules)(Own(X))
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("<lambda>1-Box")
     @pytest.mark.parametrize("result", [jnp.asarray, Box])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda *xs: jax.jit(f)(*xs)])
     def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap, trusting):
@@ -346,7 +347,7 @@ class TestFilterSpec:
             (X, r"array float32\[2, 3\]\. To"),
             (np.ones(2), r"ndarray float64\[2\]"),
             (Box(X), r"Box float32\[2, 3\]\. To"),
-            (eqx.nn.Linear(3, 2, key=jax.random.key(0)), r"float32\[2, 3\] at \.weight of the Linear"),
+            (drawn(eqx.nn.Linear, 3, 2, key=random_key(0)), r"float32\[2, 3\] at \.weight of the Linear"),
             ({"x": X}, r"array float32\[2, 3\] at \['x'\] of the dict"),
             ((True, [X], {}), r"array float32\[2, 3\] at \[1\]\[0\] of the tuple"),
             (2.5, "2.5"),
@@ -430,6 +431,7 @@ class TestValues:
         with pytest.raises((TypeError, ValueError)):
             ql.quaxify(lambda x: x + operand)(Box(X))
 
+    @pytest.mark.slow
     def test_outside_of_quaxify(self):
         with pytest.raises(RuntimeError, match=r"Box was passed to `sin` outside `quaxlike\.quaxify`"):
             jax.lax.sin(Box(X))

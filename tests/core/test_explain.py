@@ -14,6 +14,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.core.recording import note
+from tests.samples import array
 
 
 class Scaled(ql.ArrayValue):
@@ -54,7 +55,7 @@ def sub_rule(x: Scaled, y: jax.Array, **params):
     return ql.quaxify(lambda x: -x)(x)
 
 
-X = jnp.arange(6.0).reshape(2, 3)
+X = array(np.arange(6.0).reshape(2, 3))
 
 
 def explain(f, *args, **kwargs):
@@ -251,6 +252,7 @@ class Model(eqx.Module):
 
 
 class TestShapes:
+    @pytest.mark.slow
     def test_a_large_model_needs_no_memory(self):
         """80 layers of 32k × 32k: 320 GiB of weights."""
         n = 2**15

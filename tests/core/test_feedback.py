@@ -13,7 +13,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.testing import check_type
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
 
 class Boxed(ql.ArrayValue):
@@ -105,7 +105,7 @@ def short_stack():
     sys.setrecursionlimit(before)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize("call", ON_THE_WAY.values(), ids=ON_THE_WAY)
 def test_a_rule_that_calls_itself(rules, call):
@@ -246,7 +246,7 @@ ASKED = {
 }
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(22)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(
     ("cls", "ask"),
@@ -312,6 +312,7 @@ def test_a_type_computes_on_after_an_endless_recursion():
         assert ql.quaxify(lambda x: x * 2.0, rules=rules)(Other(jnp.ones(3)))[0] == 2.0
 
 
+@pytest.mark.slow
 def test_other_recursion_is_what_it_was():
     def endless(x: Any) -> Any:
         return endless(x + 1)
@@ -474,12 +475,12 @@ IS_STATIC = r"is declared with `eqx.field\(static=True\)`: `{}` of {} is not"
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (_NumPy(jnp.ones(4)), "NumPy cannot compute with what is traced: use `jax.numpy` in the hook"),
-        (_Length(jnp.ones(4), 4), IS_STATIC.format("length", "_Length")),
-        (_Sizes(jnp.ones(4), (2, 2)), IS_STATIC.format("sizes", "_Sizes")),
-        (_Sliced(jnp.ones(4), 2), IS_STATIC.format("stop", "_Sliced")),
-        (_Nested(jnp.ones(4), _Options(3)), IS_STATIC.format("options.length", "_Nested")),
-        (_Asking(jnp.ones(4)), "does not know the numbers in the arrays: compute with `jax.numpy`"),
+        (_NumPy(array(np.ones(4))), "NumPy cannot compute with what is traced: use `jax.numpy` in the hook"),
+        (_Length(array(np.ones(4)), 4), IS_STATIC.format("length", "_Length")),
+        (_Sizes(array(np.ones(4)), (2, 2)), IS_STATIC.format("sizes", "_Sizes")),
+        (_Sliced(array(np.ones(4)), 2), IS_STATIC.format("stop", "_Sliced")),
+        (_Nested(array(np.ones(4)), _Options(3)), IS_STATIC.format("options.length", "_Nested")),
+        (_Asking(array(np.ones(4))), "does not know the numbers in the arrays: compute with `jax.numpy`"),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -523,7 +524,9 @@ def test_static_fields_hold_what_can_be_compared():
         Hidden(jnp.ones(3), {metre: np.ones(3), _Unordered(): 2})
 
 
-@pytest.mark.parametrize("static", [np.ones(3), jnp.ones(3), {"shift": np.ones(3)}, [jnp.ones(3)]], ids=type)
+@pytest.mark.parametrize(
+    "static", [np.ones(3), array(np.ones(3)), {"shift": np.ones(3)}, [array(np.ones(3))]], ids=type
+)
 def test_arrays_in_static_fields_are_refused_each_time(static):
     class Tagged(Boxed):
         tags: Any = eqx.field(static=True)

@@ -22,7 +22,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == "DiagonalMatrix" else pytest.mark.slow) for n in TYPES]

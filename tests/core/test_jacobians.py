@@ -8,6 +8,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import DiagonalMatrix
+from tests.samples import array
 
 MAKE = {
     "SparseArray": lambda: ql.SparseArray.from_dense(jnp.array([[0.0, 2.0], [3.0, 0.0]])),
@@ -19,8 +20,8 @@ MAKE = {
 }
 
 
-@pytest.mark.quick(4)
-@pytest.mark.parametrize("argument", [3.0, jnp.ones(3)], ids=["scalar", "vector"])
+@pytest.mark.quick("SparseArray, vector-vector")
+@pytest.mark.parametrize("argument", [3.0, array(np.ones(3))], ids=["scalar", "vector"])
 @pytest.mark.parametrize("name", MAKE)
 def test_the_function_of_jacfwd_may_not_return_one(name, argument):
     x = MAKE[name]()
@@ -34,6 +35,9 @@ def test_the_function_of_jacfwd_may_not_return_one(name, argument):
     np.testing.assert_allclose(dense, want, rtol=1e-6)
 
 
+@pytest.mark.quick(
+    "SparseArray", "SparseArray, one element", "SparseArray, vector", "Int8Array", "OneHotVector"
+)
 @pytest.mark.parametrize("name", MAKE)
 def test_under_jit_it_is_not_used_as_an_array(name):
     x = MAKE[name]()
@@ -41,6 +45,7 @@ def test_under_jit_it_is_not_used_as_an_array(name):
         jax.jit(lambda s: ql.materialise(jax.jacfwd(lambda s: x * s)(s)))(3.0)
 
 
+@pytest.mark.quick("SparseArray", "SparseArray, one element", "SparseArray, vector")
 @pytest.mark.parametrize("name", [name for name in MAKE if "Sparse" in name])
 def test_a_pattern_of_zeros_is_not_used_as_an_array(name):
     x = MAKE[name]()

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.unitful import Unitful, dimensionless
+from tests.samples import array, covering
 from tests.users import Bare, Passing, Rescaled
 
 # The types ----------------------------------------------------------------------------------------
@@ -79,8 +80,8 @@ def _(primitive: Primitive, x: Units, **params):
     return [Units(row, x.power) for row in out] if primitive.multiple_results else Units(out, x.power)
 
 
-X = jnp.array([[-1.0, 0.5], [2.0, -0.25]])
-Y = jnp.array([[0.5, 1.5], [-1.0, 2.0]])
+X = array([[-1.0, 0.5], [2.0, -0.25]])
+Y = array([[0.5, 1.5], [-1.0, 2.0]])
 
 TYPES = {
     "Rescaled": lambda x: Rescaled(0.5 * x),
@@ -258,9 +259,7 @@ def _functions(type_name: str, transform: str) -> list[str]:
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize(("type_name", "transform", "levels"), covering(TYPES, TRANSFORMS, LEVELS))
 def test_programs_on_values_are_those_on_arrays(type_name, transform, levels):
     for name in _functions(type_name, transform):
         program = _program(FUNCTIONS[name], TRANSFORMS[transform], LEVELS[levels], ql.quaxify)

@@ -17,6 +17,7 @@ from quaxlike.arrays.structured import KroneckerMatrix
 from quaxlike.arrays.unitful import Unitful, dimensionless
 from quaxlike.arrays.zero import Full, Identity
 from quaxlike.core.jaxprs.linearity import is_derivative, is_linear, same_pattern
+from tests.samples import Lazy, array
 
 
 def _sparse(*rows: list[float]) -> ql.SparseArray:
@@ -31,12 +32,27 @@ def _lora() -> ql.LoraArray:
     return ql.LoraArray(jnp.ones((2, 2)), a=jnp.ones((1, 2)), b=jnp.ones((2, 1)))
 
 
-PATTERNS = {
-    "SparseArray": (_sparse([0.0, 2.0, 0.0], [1.0, 0.0, 3.0]), _sparse([5.0, 7.0, 0.0], [0.0, 0.0, 4.0])),
-    "OneHotVector": (OneHotVector(5.0, 2, length=6), OneHotVector(3.0, 4, length=6)),
-    "BlockSparseArray": (_blocks([[0.0, 1.0], [2.0, 0.0]]), _blocks([[3.0, 0.0], [0.0, 4.0]])),
-}
-patterns = pytest.mark.parametrize(("x", "y"), PATTERNS.values(), ids=PATTERNS)
+PATTERNS = Lazy(
+    {
+        "SparseArray": lambda: (
+            _sparse([0.0, 2.0, 0.0], [1.0, 0.0, 3.0]),
+            _sparse([5.0, 7.0, 0.0], [0.0, 0.0, 4.0]),
+        ),
+        "OneHotVector": lambda: (OneHotVector(5.0, 2, length=6), OneHotVector(3.0, 4, length=6)),
+        "BlockSparseArray": lambda: (_blocks([[0.0, 1.0], [2.0, 0.0]]), _blocks([[3.0, 0.0], [0.0, 4.0]])),
+    }
+)
+patterns = pytest.mark.parametrize("pattern", PATTERNS)
+
+
+@pytest.fixture
+def x(pattern: str) -> Any:
+    return PATTERNS[pattern][0]
+
+
+@pytest.fixture
+def y(pattern: str) -> Any:
+    return PATTERNS[pattern][1]
 
 
 def _kinds(f: Any) -> list[Any]:
@@ -74,7 +90,7 @@ class TestIsLinear:
         assert not same_pattern(x, y)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, lambda x: jnp.logaddexp(x, 0.5 * x)])
 @pytest.mark.parametrize(
     "wrap",
@@ -94,6 +110,7 @@ def test_gradients_by_the_factors_of_what_a_wrapper_holds(f, wrap):
         np.testing.assert_allclose(jax.grad(loss)(a, w), jax.grad(dense)(a), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_custom_vjp_of_a_wrapped_product():
     @jax.custom_vjp
     def f(x, y):
@@ -135,7 +152,7 @@ class TestSums:
 
 
 class TestCustomDerivatives:
-    @pytest.mark.quick(1)
+    @pytest.mark.slow
     @patterns
     def test_cotangents_of_another_pattern(self, x, y):
         @jax.custom_vjp
@@ -156,7 +173,7 @@ class TestCustomDerivatives:
                 out = ql.materialise(eqx.combine(run(x, y), x))
                 np.testing.assert_allclose(out, jnp.where(kept, ql.materialise(y), 0.0))
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("BlockSparseArray")
     @patterns
     def test_cotangents_of_the_same_pattern_keep_their_type(self, x, y):
         @jax.custom_vjp
@@ -170,6 +187,7 @@ class TestCustomDerivatives:
                     out = eqx.combine(run(x), x)
                     np.testing.assert_allclose(ql.materialise(out), 2.0 * ql.materialise(x))
 
+    @pytest.mark.quick("SparseArray", "OneHotVector")
     @patterns
     def test_tangents_of_another_pattern(self, x, y):
         @jax.custom_jvp
@@ -218,11 +236,12 @@ class Pair(ql.ArrayValue):
         return self.a + self.b
 
 
-MATRIX = jnp.arange(9.0).reshape(3, 3)
+_NUMBERS = np.arange(9.0).reshape(3, 3)
+MATRIX = array(_NUMBERS)
 BY_ELEMENTS = {
-    "Full": Full(jnp.array(1.5), (3, 3)),
+    "Full": Full(array(1.5), (3, 3)),
     "Doubled": Doubled(MATRIX),
-    "Pair": Pair(MATRIX, MATRIX.T),
+    "Pair": Pair(MATRIX, array(_NUMBERS.T)),
     "of names": NamedArray(Doubled(MATRIX), ("a", "b")),
 }
 
@@ -230,7 +249,7 @@ BY_ELEMENTS = {
 class TestLeavesThatAreNotElements:
     """A leaf that is repeated, scaled or added to another: its cotangent is not that of an element."""
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_backward_function_sees_the_cotangent(self, x):
         @jax.custom_vjp
@@ -246,6 +265,7 @@ class TestLeavesThatAreNotElements:
             inside = ql.quaxify(jax.grad(loss))(x)
             np.testing.assert_allclose(ql.materialise(inside), jax.grad(loss)(ql.materialise(x)), rtol=1e-5)
 
+    @pytest.mark.quick("Doubled", "Pair", "of names")
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_linear_solve(self, x):
         a = jnp.eye(3) + 0.1 * MATRIX
@@ -297,10 +317,12 @@ def test_a_linear_solve_for_a_sparse_right_hand_side():
         np.testing.assert_allclose(ql.materialise(ql.quaxify(solve)(b)), jnp.linalg.solve(a, b.materialise()))
 
 
-@pytest.mark.parametrize("x", [_sparse([0, 2], [1, 0]), Identity(2, int)], ids=["sparse", "identity"])
-def test_derivatives_by_integers(x):
+@pytest.mark.parametrize(
+    "make", [lambda: _sparse([0, 2], [1, 0]), lambda: Identity(2, int)], ids=["sparse", "identity"]
+)
+def test_derivatives_by_integers(make):
     """They have none, and JAX says so."""
-    f = lambda x: (x * 2).sum()
+    x, f = make(), lambda x: (x * 2).sum()
     with ql.on_materialise("allow"):
         assert ql.quaxify(lambda x: jax.vjp(f, x)[0])(x) == f(ql.materialise(x))
         halved = lambda x: f(x).astype(jnp.float32) / 2.0

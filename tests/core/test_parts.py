@@ -13,6 +13,7 @@ from jax import lax
 
 import quaxlike as ql
 from quaxlike.testing import check_type
+from tests.samples import array
 
 
 class Frame(eqx.Module):
@@ -163,7 +164,14 @@ class Tuples(Refusing):
 class TestMissing:
     @pytest.mark.parametrize(
         "part",
-        [None, (None,), [jnp.ones(2), None], {"a": None}, {"a": jnp.ones(2), "b": [None]}, Pair(None, 1.0)],
+        [
+            None,
+            (None,),
+            [array(np.ones(2)), None],
+            {"a": None},
+            {"a": array(np.ones(2)), "b": [None]},
+            Pair(None, 1.0),
+        ],
         ids=str,
     )
     def test_none(self, part):
@@ -192,7 +200,7 @@ class TestMissing:
         assert ql.is_value(Dense(jnp.ones(3), None))
 
     @pytest.mark.parametrize(
-        "part", [Frame("a"), {"a": jnp.ones(2), "b": ()}, System((), {"a": jnp.ones(2)})]
+        "part", [Frame("a"), {"a": array(np.ones(2)), "b": ()}, System((), {"a": array(np.ones(2))})]
     )
     def test_halves(self, part):
         x = Refusing(jnp.ones(3), part)

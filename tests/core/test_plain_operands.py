@@ -15,19 +15,22 @@ from quaxlike.arrays.sparse import OneHotVector, SparseArray
 from quaxlike.arrays.structured import DiagonalMatrix, KroneckerMatrix, LowRankUpdate
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Full, Zero
+from tests.samples import Lazy, array
 
-X = jnp.array([[0.0, 3.0], [1.0, 2.0]])
-TYPES = {
-    "sparse": SparseArray.from_dense(X),
-    "one-hot": OneHotVector(2.0, 1, 3),
-    "diagonal": DiagonalMatrix(jnp.array([1.0, 2.0])),
-    "lora": ql.LoraArray(X, jnp.ones((1, 2)), jnp.ones((2, 1))),
-    "int8": ql.Int8Array.quantize(X),
-    "full": Full(jnp.array(2.0), (2,)),
-    "zero": Zero((2,)),
-    "unit": Unitful(X, "m"),
-    "names of a sparse array": NamedArray(SparseArray.from_dense(X), ("a", "b")),
-}
+X = array([[0.0, 3.0], [1.0, 2.0]])
+TYPES = Lazy(
+    {
+        "sparse": lambda: SparseArray.from_dense(X),
+        "one-hot": lambda: OneHotVector(2.0, 1, 3),
+        "diagonal": lambda: DiagonalMatrix(array([1.0, 2.0])),
+        "lora": lambda: ql.LoraArray(X, array(np.ones((1, 2))), array(np.ones((2, 1)))),
+        "int8": lambda: ql.Int8Array.quantize(X),
+        "full": lambda: Full(jax.device_put(2.0), (2,)),
+        "zero": lambda: Zero((2,)),
+        "unit": lambda: Unitful(X, "m"),
+        "names of a sparse array": lambda: NamedArray(SparseArray.from_dense(X), ("a", "b")),
+    }
+)
 SELECTIONS = {
     "select": lambda x: lax.select(True, x, -x),
     "select, False": lambda x: lax.select(False, x, -x),
@@ -47,17 +50,19 @@ def test_a_python_bool_selects(selection, kind):
     np.testing.assert_array_equal(ql.materialise(out), fn(ql.materialise(x)))
 
 
-CARRIES = {
-    "zero": Zero((2, 2)),
-    "number": Full(1.0, (2, 2)),
-    "full": Full(jnp.array(2.0), (2, 2)),
-    "sparse": SparseArray.from_dense(X),
-    "diagonal": DiagonalMatrix(jnp.array([1.0, 2.0])),
-    "kronecker": KroneckerMatrix(X, jnp.ones((1, 1))),
-    "low rank": LowRankUpdate(DiagonalMatrix(jnp.array([1.0, 2.0])), jnp.ones((2, 2))),
-    "lora": ql.LoraArray(X, jnp.ones((2, 2)), jnp.ones((2, 2))),
-    "int8": ql.Int8Array.quantize(X),
-}
+CARRIES = Lazy(
+    {
+        "zero": lambda: Zero((2, 2)),
+        "number": lambda: Full(1.0, (2, 2)),
+        "full": lambda: Full(jax.device_put(2.0), (2, 2)),
+        "sparse": lambda: SparseArray.from_dense(X),
+        "diagonal": lambda: DiagonalMatrix(array([1.0, 2.0])),
+        "kronecker": lambda: KroneckerMatrix(X, array(np.ones((1, 1)))),
+        "low rank": lambda: LowRankUpdate(DiagonalMatrix(array([1.0, 2.0])), array(np.ones((2, 2)))),
+        "lora": lambda: ql.LoraArray(X, array(np.ones((2, 2))), array(np.ones((2, 2)))),
+        "int8": lambda: ql.Int8Array.quantize(X),
+    }
+)
 BODIES = {"same": lambda x: x * 1.0, "doubles": lambda x: x * 2.0, "adds": lambda x: x + 1.0}
 
 
@@ -89,7 +94,7 @@ class _Held(ql.ArrayValue):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("number", [2.0, np.float32(2), np.full(3, 2, np.float32), jnp.full(3, 2.0)])
+@pytest.mark.parametrize("number", [2.0, np.float32(2), np.full(3, 2, np.float32), array(np.full(3, 2.0))])
 @pytest.mark.parametrize(
     ("annotation", "is_array"),
     [

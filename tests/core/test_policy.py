@@ -9,10 +9,12 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import quaxlike as ql
 from quaxlike.core.policy import policy_key
+from tests.samples import array
 
 
 class Plain(ql.ArrayValue):
@@ -49,7 +51,7 @@ class Wrapper(ql.ArrayValue):
         return ql.materialise(self.inner)
 
 
-X = jnp.arange(6.0).reshape(2, 3)
+X = array(np.arange(6.0).reshape(2, 3))
 
 
 def tanh(x):

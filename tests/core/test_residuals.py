@@ -41,6 +41,7 @@ def kept(fn, *args):
     return [x.aval for eqn in found for x in eqn.outvars if x.aval.shape[:1] == (3,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
 def test_no_copy_of_a_frozen_weight_is_kept(name):
     base = BASES[name]
@@ -88,6 +89,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick("a constant that is used twice", "conversions of one array")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_constants_stay_what_they_are(name):
     def loss(w, c, xs):

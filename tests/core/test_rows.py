@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from tests.samples import array
 
 
 class Twice(ql.ArrayValue):
@@ -57,7 +58,7 @@ def _(x: Twice, **params):
     return type(x)(-x.array)
 
 
-X = jnp.arange(9.0).reshape(3, 3)
+X = array(np.arange(9.0).reshape(3, 3))
 NEGATED = ql.quaxify(lambda x: jax.lax.map(lambda row: -row, x))
 
 

@@ -5,9 +5,7 @@ from typing import Any
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
-import optimistix as optx
 import pytest
 from jax.interpreters import ad
 
@@ -16,10 +14,13 @@ from quaxlike.arrays.named import NamedArray
 from quaxlike.arrays.structured import DiagonalMatrix
 from quaxlike.arrays.unitful import Unitful
 from quaxlike.testing import check_program
+from tests.samples import Late, Lazy, array
 
-D = jnp.array([2.0, 3.0, 4.0])
-B = jnp.arange(1.0, 7.0).reshape(2, 3)
-SYSTEM = jnp.array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
+lx, optx = Late("lineax"), Late("optimistix")
+
+D = array([2.0, 3.0, 4.0])
+B = array(np.arange(1.0, 7.0).reshape(2, 3))
+SYSTEM = array([[4.0, 1.0, 0.0], [1.0, 5.0, 1.0], [0.0, 1.0, 6.0]])
 
 MATRICES = {
     "DiagonalMatrix": (DiagonalMatrix, jnp.diag),
@@ -40,7 +41,12 @@ MAPPED = {
     "twice": lambda m, b, solver: jax.vmap(jax.vmap(lambda b: _solve(m, b, solver)))(b[None]),
     "batches": lambda m, b, solver: jax.lax.map(lambda b: _solve(m, b, solver), b, batch_size=2),
 }
-SOLVERS = {"lu": lx.AutoLinearSolver(well_posed=True), "gmres": lx.GMRES(rtol=1e-6, atol=1e-6)}
+SOLVERS = Lazy(
+    {
+        "lu": lambda: lx.AutoLinearSolver(well_posed=True),
+        "gmres": lambda: lx.GMRES(rtol=1e-6, atol=1e-6),
+    }
+)
 
 
 @pytest.mark.usefixtures("default_promotion")
@@ -68,6 +74,7 @@ class TestLinearSolve:
         for x, y in zip(found, expected, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
 
+    @pytest.mark.slow
     def test_forward_mode_and_jit(self):
         run = lambda m: jnp.sum(MAPPED["closure"](m, B, SOLVERS["lu"]))
         f = jax.jit(lambda d: ql.quaxify(run)(DiagonalMatrix(d)))
@@ -75,6 +82,7 @@ class TestLinearSolve:
         np.testing.assert_allclose(jax.jacfwd(f)(D), by_hand, rtol=1e-5)
         np.testing.assert_allclose(jax.grad(f)(D), by_hand, rtol=1e-5)
 
+    @pytest.mark.quick("lu")
     @pytest.mark.parametrize("solver", ["lu", "cg"])
     def test_a_derivative_keeps_a_type_that_refuses(self, solver):
         """Its tangents are of the type as well, and are solved for like it."""
@@ -87,6 +95,7 @@ class TestLinearSolve:
         report = check_program(run, SYSTEM, B[0], which=["refuses"], transforms=["eager", "jvp", "grad"])
         assert not report.failures, report
 
+    @pytest.mark.quick("units1")
     @pytest.mark.parametrize("units", [("m", "s"), ("", "m")])
     def test_a_derivative_of_a_system_with_units(self, units):
         def total(matrix, b):
@@ -130,7 +139,7 @@ times_p = eqxi.create_vprim(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>-0")
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
 def test_rules_of_somebody_elses_primitive(which, outer):

@@ -12,6 +12,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays import unitful
+from tests.samples import array
 
 
 class Own(ql.ArrayValue):
@@ -31,9 +32,9 @@ class NoArray(ql.Value):
         return self.array
 
 
-W = Own(jnp.array([0.0, 1.0, 0.0, 2.0]))
-X = jnp.arange(1.0, 5.0)
-DENSE = W.materialise()
+W = Own(array([0.0, 1.0, 0.0, 2.0]))
+X = array(np.arange(1.0, 5.0))
+DENSE = array([0.0, 2.0, 0.0, 4.0])
 
 BINARY = [
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, divmod),

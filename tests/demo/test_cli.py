@@ -55,7 +55,7 @@ def test_output_read_only(
 
 
 def test_unknown_argument(capsys: pytest.CaptureFixture[str]):
-    assert "unrecognized arguments: --stepz" in _refused(capsys, "--stepz=3")
+    assert "there is no option --stepz. Did you mean --steps?" in _refused(capsys, "--stepz=3")
 
 
 def test_missing_extra_is_named(

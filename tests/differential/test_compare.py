@@ -21,10 +21,12 @@ def _quaxify(monkeypatch, change):
     monkeypatch.setattr(ql, "quaxify", call)
 
 
+@pytest.mark.slow
 def test_nan_may_stay_zero_outside_of_a_structure():
     assert check(TIMES_NAN).status == "equal"
 
 
+@pytest.mark.quick("program0")
 @pytest.mark.parametrize(
     "program", [TIMES_NAN, Program("SparseArray", numbers="NaN", steps=(Step("2 * x"),))]
 )

@@ -19,9 +19,9 @@ from quaxlike.files import CheckpointError
 from quaxlike.files import safetensors as st
 from quaxlike.files.tensors import open_tensors, write_tensors
 from tests.fuzz import tensors as files
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-_KEY = jax.random.key(0)
+_KEY = random_key(0)
 
 
 def _mlp():
@@ -59,7 +59,7 @@ _MODELS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _MODELS)
 def test_round_trip(name, tmp_path):
     model = _MODELS[name]()
@@ -182,7 +182,7 @@ def test_damaged_manifests_are_refused(tmp_path, edit, message):
 _OTHER_DTYPES = {"F32": ("I32", "U32"), "U8": ("I8", "F8_E4M3"), "I8": ("U8",), "F16": ("I16", "BF16")}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recorded", [True, False])
 def test_parts_of_another_dtype_are_refused(tmp_path, recorded):
     """Those of the same size, which only the header tells apart; without the manifest's word, what no type

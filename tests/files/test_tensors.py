@@ -96,6 +96,7 @@ def test_empty_files_are_refused(tmp_path):
 _DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "float64", "complex64"]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(

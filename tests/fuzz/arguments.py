@@ -23,11 +23,12 @@ from quaxlike.files import safetensors
 from quaxlike.lm import bitsandbytes, peft
 from tests.fixtures import fixture
 from tests.fuzz.parts import parts
+from tests.samples import array
 
 #: One of each kind: missing, a truth value, numbers out of range or none, texts, containers, arrays, other.
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 2.5, float("nan"), "", "nonsense", [], {}, object(), lambda *_: None),
-    *(jnp.ones((3, 5, 7)), jnp.asarray(jnp.nan), np.array(["text"])),
+    *(array(np.ones((3, 5, 7))), jax.device_put(jnp.nan), np.array(["text"])),
 )
 
 

@@ -56,6 +56,7 @@ def test_sizes_that_are_none():
             ql.SparseArray.from_coo(jnp.ones(1), jnp.zeros((1, 1), int), shape)
 
 
+@pytest.mark.slow
 def test_warnings_name_the_line_of_the_user():
     model = {"q_proj.weight": normal(2, 64)}
     adapted = ql.loraify(

@@ -134,6 +134,7 @@ class TestShapeFollowsTheFields:
 
     stacked = staticmethod(lambda: Codes.quantize(normal(5, 4, 3)))
 
+    @pytest.mark.slow
     def test_vmap(self):
         seen = []
 
@@ -167,6 +168,7 @@ class TestShapeFollowsTheFields:
         assert whole.shape == (5, 4, 3)
         np.testing.assert_array_equal(whole.materialise(), self.stacked().materialise())
 
+    @pytest.mark.slow
     def test_what_is_vmapped_out(self):
         made = jax.vmap(Codes.quantize)(normal(5, 4, 3))
         assert made.shape == (5, 4, 3)

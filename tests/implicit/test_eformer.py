@@ -281,6 +281,7 @@ _register_loosely()
 class TestLooseHandlers:
     W, INPUTS = normal(4, 8), normal(3, 4)
 
+    @pytest.mark.quick("jit")
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_products(self, wrap):
         w = Sixteenths.quantize(self.W)
@@ -303,6 +304,7 @@ class TestLooseHandlers:
         with pytest.raises(AttributeError, match="cannot assign to field 'dtype'"):
             w.dtype = jnp.float16
 
+    @pytest.mark.slow
     def test_training(self):
         def loss(w):
             return (ql.quaxify(jnp.matmul, rules=LOOSE)(self.INPUTS, ste(Sixteenths.quantize)(w)) ** 2).sum()

@@ -14,14 +14,22 @@ from jax.sharding import PartitionSpec as P
 
 import quaxlike as ql
 from quaxlike.implicit import ImplicitArray, implicit, register
-from tests.samples import normal
+from tests.samples import normal, once
 
 from .types import Strict
 
 X = normal(2, 4)
 W = normal(4, 3)
-Q = Strict.quantize(W)
-EXPECTED = X @ Q.materialise()
+
+
+@once
+def q():
+    return Strict.quantize(W)
+
+
+@once
+def expected():
+    return X @ q().materialise()
 
 
 def product(x, w):
@@ -72,15 +80,16 @@ WRAPS = {
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 def test_weights_stay_as_they_are(wrap, outside):
     f = outside(implicit(wrap(product)))
-    np.testing.assert_allclose(f(X, Q), EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(f(X, q()), expected(), rtol=1e-5)
 
 
+@pytest.mark.quick("jit", "<lambda>")
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f])
 def test_gradients_beside_weights(wrap):
     loss = implicit(wrap(lambda x, w: ((x @ w) ** 2).sum()))
-    dense = Q.materialise()
+    dense = q().materialise()
     np.testing.assert_allclose(
-        jax.grad(loss)(X, Q), jax.grad(lambda x: ((x @ dense) ** 2).sum())(X), rtol=1e-4
+        jax.grad(loss)(X, q()), jax.grad(lambda x: ((x @ dense) ** 2).sum())(X), rtol=1e-4
     )
 
 
@@ -88,9 +97,9 @@ def test_a_carry_that_is_implicit():
     def step(w, _):
         return jax.lax.optimization_barrier(w), None
 
-    out, _ = implicit(lambda w: jax.lax.scan(step, w, None, length=3))(Q)
+    out, _ = implicit(lambda w: jax.lax.scan(step, w, None, length=3))(q())
     assert type(out) is Strict
-    assert out.shape == Q.shape
+    assert out.shape == q().shape
 
 
 def test_nested_jit_keeps_its_options():
@@ -98,7 +107,7 @@ def test_nested_jit_keeps_its_options():
     def inner(x, w):
         return x @ w
 
-    jaxpr = jax.make_jaxpr(implicit(lambda x, w: inner(x, w)))(X, Q)
+    jaxpr = jax.make_jaxpr(implicit(lambda x, w: inner(x, w)))(X, q())
     (call,) = [eqn for eqn in jaxpr.eqns if "name" in eqn.params]
     assert call.params["name"] == "inner"
     assert call.params["donated_invars"] == (True, False, False)
@@ -184,5 +193,5 @@ def test_rules_with_any_leave_other_types_alone():
 @pytest.mark.slow
 def test_late_arrays():
     """Closed over, or built in the body."""
-    np.testing.assert_allclose(implicit(lambda x: x @ Q)(X), EXPECTED, rtol=1e-5)
-    np.testing.assert_allclose(implicit(lambda x: x @ Strict.quantize(W))(X), EXPECTED, rtol=1e-5)
+    np.testing.assert_allclose(implicit(lambda x: x @ q())(X), expected(), rtol=1e-5)
+    np.testing.assert_allclose(implicit(lambda x: x @ Strict.quantize(W))(X), expected(), rtol=1e-5)

@@ -18,7 +18,7 @@ from quaxlike.implicit import (
     register,
     use_implicit,
 )
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .types import Codes, Strict
 
@@ -30,7 +30,7 @@ class Box(ImplicitArray, warn_on_materialize=False):
         return self.array
 
 
-X = jnp.arange(3.0)
+X = array(np.arange(3.0))
 
 
 class TestImplicit:
@@ -157,6 +157,7 @@ class TestRegister:
         assert [w.filename for w in met] == [__file__]
         assert not list(rules)
 
+    @pytest.mark.quick("hint1", "hint2")
     @pytest.mark.parametrize("hint", [Codes | Any, jax.Array | Codes | Any, Any | Codes])
     def test_a_union_that_names_a_type_is_for_that_type(self, hint):
         rules = ql.RuleSet()

@@ -44,6 +44,7 @@ class TestStacks:
         stack = jax.vmap(Rounded.quantize)(w)
         return stack, np.asarray(stack.codes) * np.asarray(stack.scale)[:, None, None]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("n", [3, 5])
     def test_it_is_materialised_item_by_item(self, n):
         stack, dense = self.made(n)
@@ -72,6 +73,7 @@ class TestStacks:
             out = chain(jnp.ones((2, 3)), stack)
         np.testing.assert_allclose(out, np.linalg.multi_dot([np.ones((2, 3)), *dense]), rtol=1e-5)
 
+    @pytest.mark.slow
     def test_what_a_scan_stacks(self):
         w = normal(4, 3, 3)
         run = implicit(lambda w: jax.lax.scan(lambda c, x: (c, Rounded.quantize(x)), 0.0, w)[1])

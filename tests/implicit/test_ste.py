@@ -176,6 +176,7 @@ class TestValues:
         ):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_the_structure_is_that_within_transformations(self, dtype):
         w = normal(64, 8).astype(dtype)
@@ -187,7 +188,7 @@ class TestValues:
             assert jax.tree.structure(eager.value) == jax.tree.structure(encode(w))
             assert eager.array.dtype == eager.dtype
 
-    @pytest.mark.quick(4)
+    @pytest.mark.slow
     @pytest.mark.parametrize("encode", [Codes.quantize, ql.Int8Array.quantize])
     @pytest.mark.parametrize("wrap", ["plain", "jit", "quaxify", "jit of quaxify", "quaxify of jit"])
     @pytest.mark.parametrize("loop", ["fori_loop", "while_loop", "scan", "cond"])
@@ -233,6 +234,7 @@ class TestValues:
         grad = jax.grad(wrap(lambda b: run(ql.LoraArray(W, a, b))))(b)
         np.testing.assert_allclose(grad, jax.grad(lambda b: run(W + b @ a))(b), rtol=1e-4, atol=1e-5)
 
+    @pytest.mark.slow
     def test_carries_and_branches_are_of_one_structure(self):
         start = jax.jit(quantize)(W)
         assert jax.tree.structure(start) == jax.tree.structure(quantize(W))
@@ -274,6 +276,7 @@ class TestValues:
         f = lambda w: (quantize(w).materialize() ** 2).sum()
         np.testing.assert_allclose(jax.grad(f)(W), 2 * Codes.quantize(W).materialise(), rtol=1e-5)
 
+    @pytest.mark.slow
     def test_without_a_rule(self):
         f = lambda w: jnp.sum(jnp.sin(quantize(w) + 1.0))
         dense = Codes.quantize(W).materialise()
@@ -286,6 +289,7 @@ class TestValues:
         np.testing.assert_allclose(y, X @ dense, rtol=1e-4)
         np.testing.assert_allclose(dy, X @ (2 * W), rtol=1e-4)
 
+    @pytest.mark.slow
     def test_vmap(self):
         w = normal(5, 4, 3)
         f = lambda w: ((X @ quantize(w)) ** 2).sum()
@@ -337,6 +341,7 @@ class TestValues:
         assert q.bits == 4
         np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W, bits=4).materialise())
 
+    @pytest.mark.slow
     def test_training_lowers_the_loss(self):
         x = normal(16, 4)
         target = x @ normal(4, 3)

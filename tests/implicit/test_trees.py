@@ -1,13 +1,12 @@
 """Tree functions that stop at ImplicitArrays, and layers of nested ones."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import quaxlike as ql
 import quaxlike.implicit as qi
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .types import Codes
 
@@ -20,14 +19,14 @@ class Pair(qi.ImplicitArray, warn_on_materialize=False):
         return ql.materialise(self.left) + ql.materialise(self.right)
 
 
-X = jnp.ones((4, 3))
+X = array(np.ones((4, 3)))
 
 
 def _codes():
     return Codes.quantize(normal(4, 3))
 
 
-@pytest.mark.parametrize("x", [np.ones(3), np.float32(1), jnp.ones(3)])
+@pytest.mark.parametrize("x", [np.ones(3), np.float32(1), array(np.ones(3))])
 def test_is_array(x):
     assert qi.is_array(x)
 

@@ -9,15 +9,19 @@ import pytest
 from quaxlike import kernels
 from quaxlike.kernels import nf4_matmul
 from tests.primitives.jaxprs import equations
-from tests.samples import normal
+from tests.samples import normal, once
 
 from .weights import quantised, relative_error
 
-W = quantised((48, 64))
+
+@once
+def weight():
+    return quantised((48, 64))
 
 
 def _matmul(x):
-    return nf4_matmul(x, *W.operands, **W.params)
+    w = weight()
+    return nf4_matmul(x, *w.operands, **w.params)
 
 
 def _backends(fn, x):

@@ -75,7 +75,7 @@ def test_lowers_for_cuda(codec):
         assert "stored_matmul" in jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("uint4_block-True")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "uint4_block", "fp8"])
 def test_the_tpu_kernel_interpreted(codec, transpose):
@@ -101,7 +101,7 @@ def test_adapters_are_fused_on_devices(codec):
         assert "tpu_custom_call" in lowered(fn, x, w, platform="tpu")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("mxfp4-gpu")
 @pytest.mark.parametrize("backend", ["gpu", "tpu"])
 @pytest.mark.parametrize("codec", ["mxfp4", "q4_1", "q6_k", "int8"])
 def test_adapters_on_other_backends(codec, backend):
@@ -112,6 +112,7 @@ def test_adapters_on_other_backends(codec, backend):
     assert relative_error(y, np.float64(x) @ dense.T) < 1e-5
 
 
+@pytest.mark.quick("quantize0", "quantize1")
 @pytest.mark.parametrize("quantise", [ql.NF4Array.quantize, ql.Int8Array.quantize, ql.BlockArray.quantize])
 def test_the_reference_is_traced_once(quantise, monkeypatch):
     traced = []
@@ -123,7 +124,7 @@ def test_the_reference_is_traced_once(quantise, monkeypatch):
     assert len(traced) == 1
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("mxfp4-False")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("codec", ["mxfp4", "q6_k"])
 def test_many_rows_are_decoded_in_chunks(codec, transpose, monkeypatch):
@@ -138,6 +139,7 @@ def test_many_rows_are_decoded_in_chunks(codec, transpose, monkeypatch):
     assert "in the expression of the library's product" in _choice("q6_k", transpose, "cuda", m=64).reason
 
 
+@pytest.mark.quick("63-f32-True", "64-bf16-False", "64-bf16-True")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("m", "dtype"), [(63, "f32"), (64, "bf16")])
 def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):

@@ -1,7 +1,6 @@
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from quaxlike import kernels
 from quaxlike.kernels import block_sparse_matmul, transposed_index
 from quaxlike.kernels.block_sparse_matmul import hopper, tpu
 from tests.primitives.jaxprs import equations, names
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .weights import block_sparse, densify, relative_error, tpu_at_hand
 
@@ -30,6 +29,16 @@ MASKS = {
 
 def _x(w, lead, transpose=False, dtype="float32"):
     return normal(*lead, w.dense.shape[not transpose], dtype=dtype)
+
+
+@pytest.fixture
+def interpret():
+    """What Mosaic GPU interprets kernels by, where it does."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip("this Mosaic GPU has no interpreter")
+    return plgpu.InterpretGPUParams()
 
 
 _MAY_FALL_BACK = pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFallbackWarning")
@@ -105,7 +114,6 @@ class TestOnEachBackend:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this Mosaic GPU has no interpreter")
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("mask", "b", "lead", "dtype"),
@@ -116,7 +124,7 @@ class TestOnEachBackend:
         ("tall", 128, (16,), "bfloat16"),
     ],
 )
-def test_the_kernel_for_hopper_interpreted(mask, b, lead, dtype, transpose):
+def test_the_kernel_for_hopper_interpreted(interpret, mask, b, lead, dtype, transpose):
     # Not by way of the primitive: interpreting has effects, which a primitive must not have.
     w = block_sparse(MASKS[mask], b, dtype)
     stored = jnp.asarray(w.col_idx < len(w.transposed_idx))[..., None, None]
@@ -127,7 +135,7 @@ def test_the_kernel_for_hopper_interpreted(mask, b, lead, dtype, transpose):
         *map(jnp.asarray, w[1:]),
         transpose=transpose,
         out_dtype=jnp.dtype(dtype),
-        interpret=plgpu.InterpretGPUParams(),
+        interpret=interpret,
     )
     expected = np.float64(x) @ (w.dense if transpose else w.dense.T)
     assert relative_error(y, expected) < TOLERANCE["bfloat16"]
@@ -144,6 +152,7 @@ def test_second_derivatives():
         assert relative_error(hvp(fused), hvp(product)) < 1e-5
 
 
+@pytest.mark.slow
 def test_vmap_over_rows_is_one_matmul():
     w = block_sparse(MASKS["mixed"], 8)
     x = _x(w, (2, 5))
@@ -216,12 +225,12 @@ def test_an_index_out_of_bounds():
     ("change", "match"),
     [
         (
-            {"x": jnp.ones((2, 7))},
+            {"x": array(np.ones((2, 7)))},
             r"last axis of x must be K = 24 of the weight's shape \(32, 24\)",
         ),
         ({"transpose": True}, r"last axis of x must be N = 32"),
-        ({"blocks": jnp.ones((4, 3, 8, 9))}, r"blocks must have shape \(N / b, slots, b, b\)"),
-        ({"blocks": jnp.ones((4, 2, 8, 8))}, r"col_idx must have the shape \(4, 2\)"),
+        ({"blocks": array(np.ones((4, 3, 8, 9)))}, r"blocks must have shape \(N / b, slots, b, b\)"),
+        ({"blocks": array(np.ones((4, 2, 8, 8)))}, r"col_idx must have the shape \(4, 2\)"),
     ],
 )
 def test_operands_that_do_not_fit(change, match):
@@ -277,6 +286,7 @@ def test_what_the_kernels_take(change, platform, reason):
     assert reason in choice.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("b", "dtype"), [(128, "float32"), (128, "bfloat16")])
 def test_the_sampled_product_on_tpus(b, dtype):
     y, x, w, expected = _sampled_case(b, 35, dtype)
@@ -286,12 +296,10 @@ def test_the_sampled_product_on_tpus(b, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this Mosaic GPU has no interpreter")
 @pytest.mark.parametrize("b", [64, 128])
-def test_the_sampled_product_for_hopper_interpreted(b):
+def test_the_sampled_product_for_hopper_interpreted(interpret, b):
     y, x, w, expected = _sampled_case(b, 104, "bfloat16")
     params = {"block_size": b, "out_dtype": jnp.dtype("bfloat16")}
-    interpret = plgpu.InterpretGPUParams()
     actual = hopper.sampled(y, x, *map(jnp.asarray, w[1:]), **params, interpret=interpret)
     assert relative_error(actual, expected) < TOLERANCE["bfloat16"]
 

@@ -46,7 +46,7 @@ def test_nf4_is_bit_exact(case, transform):
     _same_bits(dequantize(packed, _stored(case, "absmax")), _stored(case, "dequant"))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("c29-eager")
 @pytest.mark.parametrize("transform", _TRANSFORMS)
 @pytest.mark.parametrize("case", [c for c in _CASES if c["nested"]], ids=lambda case: case["case"])
 def test_double_quantisation_is_bit_exact(case, transform):

@@ -29,6 +29,7 @@ def unrounded(x, codes, scale):
     return x @ (values.astype(jnp.float32) * jnp.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)).T
 
 
+@pytest.mark.quick("fp8-1", "fp8-3")
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 def test_the_product_of_rounded_rows(activations, groups):

@@ -25,7 +25,7 @@ WEIGHTS = Lazy(
 )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("lora over nf4")
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_of_a_product(weight):
     w, share = WEIGHTS[weight]

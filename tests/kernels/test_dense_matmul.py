@@ -29,6 +29,7 @@ def _products(f, *args):
     return [eqn for eqn in equations(jax.make_jaxpr(f)(*args)) if eqn.primitive is dense_matmul_p]
 
 
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 3), (0,)])
 def test_values_and_derivatives(lead, dtype):
@@ -84,6 +85,7 @@ def test_the_general_product(on_left):
     assert not _products(wide, *operands)
 
 
+@pytest.mark.slow
 def test_models_and_adapters_use_it():
     x, w = _operands(1)
     layer = eqx.tree_at(lambda layer: layer.weight, eqx.nn.Linear(K, N, key=jax.random.key(0)), w)

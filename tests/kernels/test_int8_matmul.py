@@ -37,7 +37,7 @@ def test_equals_the_dense_product(monkeypatch, shape, block_size, transpose):
     assert _relative_error(y, expected) < 1e-6
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("19-shape0-None-False-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("block_size", [None, 16])

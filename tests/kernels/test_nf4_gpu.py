@@ -47,7 +47,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("p", "tiling"), PROBLEMS, ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = execute(p, tiling)
@@ -67,7 +67,7 @@ def test_formats(name, transpose):
     assert relative_error(y, expected) < 1e-6
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("3-48-64-Tiling(row_tiles=4, row_warps=1, k_warps=2, unroll=1, splits=1)")
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [(3, 48, 64, Tiling(4, 1, 2, 1)), (40, 32, 192, Tiling(4, 2, 1, 2)), (9, 96, 128, Tiling(4, 1, 2, 1, 3))],
@@ -153,6 +153,7 @@ def test_rows_are_decoded(name, dtype, monkeypatch):
     np.testing.assert_array_equal(y, dense[first : first + rows].astype(np.float32).astype(DTYPES[dtype]))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_of_the_weight_are_reduced(nested):
     rng = np.random.default_rng(0)

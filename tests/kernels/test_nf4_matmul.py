@@ -13,7 +13,7 @@ from quaxlike.kernels.block_matmul import NIBBLES, gpu
 from quaxlike.kernels.block_matmul import tpu as nf4_tpu
 from quaxlike.kernels.block_matmul.product import Product
 from tests.primitives.jaxprs import names
-from tests.samples import normal
+from tests.samples import array, normal
 
 from .weights import quantised, relative_error, tpu_at_hand
 
@@ -64,14 +64,14 @@ class TestOnEachBackend:
         assert y.dtype == x.dtype
         assert relative_error(y, _expected(x, w, transpose)) < TOLERANCE[dtype]
 
-    @pytest.mark.quick(3)
+    @pytest.mark.quick("FP4-reference", "INT4-tpu")
     @pytest.mark.parametrize("codebook", ["FP4", "INT4"])
     def test_any_codebook(self, backend, codebook):
         w = quantised((128, 256), codebook=codebook)
         x = _x(w, (4,))
         assert relative_error(nf4_matmul(x, *w.operands, **w.params), _expected(x, w)) < 1e-6
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("transpose", [False, True])
     def test_nested_scales(self, backend, transpose):
         w = quantised((128, 256))
@@ -91,7 +91,7 @@ class TestOnEachBackend:
         y = nf4_matmul(x, *w.operands, **w.params)
         assert relative_error(y, _expected(x, w)) < TOLERANCE["float16"]
 
-    @pytest.mark.quick(3)
+    @pytest.mark.quick("shape0-64-True-tpu", "shape2-32-False-gpu")
     @_MAY_FALL_BACK
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ class TestOnEachBackend:
         y = nf4_matmul(x, *w.operands, transpose=transpose, **w.params)
         assert relative_error(y, _expected(x, w, transpose)) < 1e-6
 
+    @pytest.mark.quick("reference", "gpu")
     def test_the_result_can_be_wider_than_the_activations(self, backend):
         w = quantised((128, 256))
         x = _x(w, (4,), dtype="bfloat16")
@@ -203,7 +204,7 @@ def test_no_dense_copy_between_forward_and_backward():
 
 
 # Blocks that cross rows, and blocks within rows; a last chunk that is smaller.
-@pytest.mark.quick(2)
+@pytest.mark.quick("True-shape0-64")
 @pytest.mark.parametrize(("shape", "block_size"), [((67, 96), 64), ((50, 160), 32)])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_chunks_end_where_blocks_do(shape, block_size, transpose, monkeypatch):
@@ -224,11 +225,11 @@ def test_chunks_of_a_large_weight():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"x": jnp.ones((2, 63))}, r"last axis of x must be K = 64 .* got x of shape \(2, 63\)"),
+        ({"x": array(np.ones((2, 63)))}, r"last axis of x must be K = 64 .* got x of shape \(2, 63\)"),
         ({"transpose": True}, r"last axis of x must be N = 48"),
-        ({"packed": jnp.zeros(7, jnp.uint8)}, r"packed .* must have shape \(1536,\), got \(7,\)"),
-        ({"absmax": jnp.ones(7)}, r"absmax .* must have shape \(48,\), got \(7,\)"),
-        ({"codebook": jnp.ones(8)}, r"codebook .* must have shape \(16,\), got \(8,\)"),
+        ({"packed": array(np.zeros(7, jnp.uint8))}, r"packed .* must have shape \(1536,\), got \(7,\)"),
+        ({"absmax": array(np.ones(7))}, r"absmax .* must have shape \(48,\), got \(7,\)"),
+        ({"codebook": array(np.ones(8))}, r"codebook .* must have shape \(16,\), got \(8,\)"),
         ({"block_size": 63}, r"block_size must be a positive even number, got 63"),
     ],
 )
@@ -281,7 +282,7 @@ def test_what_the_tpu_kernel_takes(change, reason):
     assert re.search(reason, choice.reason)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("m", "nested"),

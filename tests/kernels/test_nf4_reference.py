@@ -65,7 +65,7 @@ def test_many_tiles_and_a_remainder(monkeypatch, m, shape, transpose):
     _check(m, shape, 64, transpose)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("True-float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_weights_are_rounded_to_the_dtype_of_x(dtype, transpose):

@@ -73,6 +73,7 @@ def test_transforms_leave_no_other_form_of_the_kernel():
         assert all(primitive in KERNELS for primitive in roots)
 
 
+@pytest.mark.slow
 def test_explain_tells_the_backend():
     model, x = _models()["NF4"], jnp.ones((5, 128))
     with kernels.backend("reference"):
@@ -94,6 +95,7 @@ def test_gradients_of_adapters_go_through_the_kernel():
     assert sorted(_kernels(eqx.filter_grad(loss), trained, x)) == expected
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("lora", [False, True])
 def test_on_each_platform_the_model_runs_its_kernel(lora):
     half = lambda z: z.astype(jnp.bfloat16) if eqx.is_array(z) else z

@@ -27,6 +27,7 @@ print(min(faults))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 def test_temporary_arrays_are_not_cleared_anew_for_each_call():
     ran = subprocess.run([sys.executable, "-c", _CALLS], capture_output=True, text=True)

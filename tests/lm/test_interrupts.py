@@ -72,6 +72,7 @@ def test_the_second_one_ends_the_process_at_once():
     assert "Error" not in errors
 
 
+@pytest.mark.slow
 def test_without_patience_the_first_one_does():
     status, out, errors = interrupted("while True: time.sleep(0.01)", patience=0)
     assert (status, out, errors) == (130, "last words\n", "")

@@ -20,9 +20,8 @@ def table() -> str:
     lines += ["| module | compared | not compared |", "| --- | --- | --- |"]
     for prefix, module in MODULES.items():
         own = [n for n in names if n.rpartition(".")[0] == prefix.rstrip(".")]
-        last = [n.removeprefix(prefix) for n in own if n in tested]
-        rest = [n.removeprefix(prefix) for n in own if n not in tested]
-        lines.append(f"| `{module.__name__}` | {_listed(last)} | {_listed(rest)} |")
+        compared = sum(name in tested for name in own)
+        lines.append(f"| `{module.__name__}` | {compared} | {len(own) - compared} |")
     reasons: dict[str, list[str]] = defaultdict(list)
     for name in names:
         if name in UNTESTED:

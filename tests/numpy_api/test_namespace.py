@@ -93,6 +93,7 @@ def test_what_the_running_quaxify_does_not_take():
     assert ql.quaxify(lambda y: qnp.multiply(x, y), False)(1.5) == Unitful(3.0, "m")
 
 
+@pytest.mark.slow
 def test_methods_of_ufuncs():
     x = Through(jnp.arange(6.0).reshape(2, 3))
     for actual, expected in [

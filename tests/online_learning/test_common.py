@@ -112,7 +112,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("pp_prop-commuted", "d_rtrl-relu")
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("learner", [partial(PPProp, decay=0.9), DRTRL], ids=["pp_prop", "d_rtrl"])
 def test_the_gradient_does_not_depend_on_how_the_step_is_written(learner, name):
@@ -125,6 +125,7 @@ def _num_equations(step):
     return len(TracedStep(step, True, model, h, [xs[0]]).step.eqns)
 
 
+@pytest.mark.slow
 def test_functions_of_other_derivatives_are_kept_apart():
     """They have the same values, and other gradients."""
     other, sharp = _written(smooth, _spike(lambda z: 1 + z**2)), _once(smooth)

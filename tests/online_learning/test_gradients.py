@@ -149,6 +149,7 @@ def test_d_rtrl_is_exact(cell):
     assert max(jax.tree.leaves(errors)) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["leaky", "two_states"])
 def test_the_whole_step_may_be_jitted(cell):
     step, *rest = EXACT[cell]
@@ -277,6 +278,7 @@ def test_every_knob_changes_the_gradient():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_weights_may_change_at_every_step():
     step, model, state = _arrays(EXACT["leaky"])
     learner = DRTRL(step)

@@ -75,6 +75,7 @@ def test_modules_and_states_that_are_not_floats():
     np.testing.assert_allclose(learned.loss, squared_error(learned.output[0], target[0]))
 
 
+@pytest.mark.slow
 def test_what_is_trained_can_be_chosen():
     model = {"w": normal(IN, HIDDEN, seed=2), "v": normal(IN, HIDDEN, seed=3)}
 
@@ -210,6 +211,7 @@ def test_memory_does_not_grow_with_the_sequence(learner):
     assert temporary_bytes(reverse, 1000) > 10 * temporary_bytes(reverse, 10)
 
 
+@pytest.mark.slow
 def test_the_size_of_traces():
     sizes = {}
     for n in (8, 16):
@@ -228,6 +230,7 @@ def test_the_size_of_traces():
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_trace_is_told():
     def step(model, h, x):
         h = jnp.tanh(matmul(x, model["w"]) + h @ model["plain"])

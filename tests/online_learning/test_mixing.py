@@ -14,11 +14,12 @@ from quaxlike.online_learning import (
     matmul,
     register_primitive,
 )
+from tests.samples import array
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 BATCH, IN, HIDDEN = 2, 3, 6
-X, H, W = jnp.ones((BATCH, IN)), jnp.full((BATCH, HIDDEN), 0.3), jnp.ones((IN, HIDDEN))
+X, H, W = array(np.ones((BATCH, IN))), array(np.full((BATCH, HIDDEN), 0.3)), array(np.ones((IN, HIDDEN)))
 K = np.random.default_rng(0).normal(size=(HIDDEN, HIDDEN)).astype(np.float32)
 
 # Maps that mix, and the operation that is named.
@@ -155,6 +156,7 @@ def _gru(w, h, x):
     return z * h + (1 - z) * n, jax.nn.softmax(h)
 
 
+@pytest.mark.slow
 def test_usual_cells_are_accepted():
     DRTRL(_lif).init(W, (H, H), X)
     DRTRL(_gru, untraced="allow").init(jnp.ones((IN + HIDDEN, HIDDEN)), H, X)

@@ -116,7 +116,7 @@ def _in_dtypes(weights, inputs, state, case, steps=STEPS):
     return step, model, h.astype(state), xs, targets.astype(state)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)
 def test_d_rtrl_in_mixed_precision(case, mixed):
@@ -130,7 +130,7 @@ def test_d_rtrl_in_mixed_precision(case, mixed):
     assert max(jax.tree.leaves(errors)) < (1e-6 if mixed == "weights_float32" else 2e-2)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("case", CASES)
 def test_pp_prop_in_mixed_precision(case, mixed):
@@ -145,6 +145,7 @@ def test_pp_prop_in_mixed_precision(case, mixed):
     assert max(jax.tree.leaves(errors)) < (1e-5 if mixed == "weights_float32" else 0.2)  # terms cancel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learner", [DRTRL, functools.partial(PPProp, decay=0.999)])
 def test_traces_in_half_precision_decay_as_slowly_as_the_state(learner):
     """In bfloat16, 0.999 is 1."""
@@ -227,6 +228,7 @@ VALUES = {
 }
 
 
+@pytest.mark.quick("bias", "lora", "elementwise", "embedding", "conv")
 @pytest.mark.parametrize("name", VALUES)
 def test_values_outside_of_quaxify(name):
     x, w = _normal(0, 3, 64), NF4Array.quantize(jnp.asarray(_normal(1, 64, 64), jnp.float32))

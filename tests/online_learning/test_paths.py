@@ -65,12 +65,13 @@ def _exact(step, model, state):
     assert max(jax.tree.leaves(errors)) < 1e-12, errors
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_d_rtrl_is_exact_for_outputs_of_old_and_new_states(output):
     _exact(_reading(output), _model(), _state())
 
 
+@pytest.mark.slow
 def test_several_states_of_which_the_old_ones_are_read():
     def step(m, state, x):
         v, (a, slow) = state
@@ -81,6 +82,7 @@ def test_several_states_of_which_the_old_ones_are_read():
     _exact(step, _model(), (_state(), (0.5 * _state(), 0.1 * _state())))
 
 
+@pytest.mark.slow
 def test_a_state_that_is_passed_on_unchanged():
     """The last state is kept as a state of its own."""
 
@@ -91,6 +93,7 @@ def test_a_state_that_is_passed_on_unchanged():
     _exact(step, _model(), (_state(), 0.3 * _state()))
 
 
+@pytest.mark.slow
 def test_a_leaky_readout_of_the_old_state_teaches_the_hidden_layer():
     """As it does with the new state: within the step, through the op of the read-out."""
 
@@ -115,6 +118,7 @@ def test_a_leaky_readout_of_the_old_state_teaches_the_hidden_layer():
     assert relative_error(grads["w"], later["w"]) > 1e-6
 
 
+@pytest.mark.slow
 def test_recurrence_through_weights_stays_left_out():
     def step(m, h, x):
         new = jnp.tanh(0.5 * h + matmul(jnp.concatenate([x, h], -1), m["w"]))
@@ -130,6 +134,7 @@ def test_recurrence_through_weights_stays_left_out():
     assert relative_error(found, backpropagated(without, model, _state(), *_xs())) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.8])
 def test_pp_prop_of_the_old_state_follows_its_definition(decay):
     """An output of the old state has the gradient that the last step had for this loss of its new one."""
@@ -161,7 +166,7 @@ COMPLEX = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_d_rtrl_is_exact_for_complex_states(name, dtype):
@@ -172,6 +177,7 @@ def test_d_rtrl_is_exact_for_complex_states(name, dtype):
     _exact(step, _model(dtype), _state(complex))
 
 
+@pytest.mark.slow
 def test_real_states_of_complex_results():
     def step(m, h, x):
         y = matmul(x, m["w"])
@@ -181,7 +187,7 @@ def test_real_states_of_complex_results():
     _exact(step, _model(complex), _state())
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPLEX)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_pp_prop_of_one_step_is_exact_for_complex_states(name, dtype):
@@ -234,7 +240,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("d_rtrl-checkpointed")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "learner",
@@ -260,6 +266,7 @@ def test_spikes_by_custom_vjp_learn_like_those_by_custom_jvp(way, learner):
     assert max(jax.tree.leaves(errors_by_leaf(found, expected))) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_backward_function_that_is_not_linear_is_named():
     @jax.custom_vjp
     def f(v):

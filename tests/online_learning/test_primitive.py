@@ -28,11 +28,11 @@ from quaxlike.online_learning import (
     register_primitive,
 )
 from quaxlike.primitives import DefinedPrimitive, MissingRuleError
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
 from ..primitives.jaxprs import primitives
 
-X, W = jnp.arange(12.0).reshape(4, 3), jnp.arange(6.0).reshape(3, 2)
+X, W = array(np.arange(12.0).reshape(4, 3)), array(np.arange(6.0).reshape(3, 2))
 
 
 def _scaled(x, w, *, scale=1.0):
@@ -202,7 +202,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("instant")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_rule_of_the_wrong_form_is_named(name):
     slot, rule, learner, message = WRONG[name]
@@ -258,6 +258,7 @@ def test_positions_of_the_wrong_form_are_named():
         DRTRL(step).init(jnp.ones((3, 2)), jnp.ones((4, 2)), jnp.ones((4, 3)))
 
 
+@pytest.mark.quick("False-call", "True-call", "True-bind")
 @pytest.mark.parametrize("how", [lambda p: p, lambda p: p.bind], ids=["call", "bind"])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_static_parameter_that_cannot_be_hashed_is_named(how, jitted):

@@ -28,6 +28,7 @@ def step(model, spec, optimiser):
     return eqx.combine(optax.apply_updates(params, updates), rest)
 
 
+@pytest.mark.slow
 def test_b_has_a_rate_of_its_own(default_promotion):
     model = adapted(init="gaussian")
     model = {name: w.replace(b=w.b + 0.1) for name, w in model.items()}
@@ -55,6 +56,7 @@ def test_what_is_no_lora():
         lora_plus(0)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_stays_as_it_began(nested):
     model = adapted(dora=True)

@@ -12,11 +12,11 @@ import quaxlike as ql
 from quaxlike.files import safetensors
 from quaxlike.optim import QuantizedState, quantize_state
 from quaxlike.sharding import fsdp, shard
-from tests.samples import normal
+from tests.samples import array, normal
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-PARAMS = {"weight": normal(96, 64, seed=1), "window": normal(40, 40, 3, seed=2), "bias": jnp.zeros(96)}
+PARAMS = {"weight": normal(96, 64, seed=1), "window": normal(40, 40, 3, seed=2), "bias": array(np.zeros(96))}
 
 
 def gradients(number, params=None):
@@ -66,6 +66,7 @@ def test_the_nearest_of_the_numbers_that_are_told():
     assert np.all((found == 0) == (scale == 0))
 
 
+@pytest.mark.slow
 def test_bytes_by_table():
     params = {"weight": jnp.zeros((128, 256)), "bias": jnp.zeros(256)}
     state = quantize_state(optax.adamw(1e-3)).init(params)
@@ -82,6 +83,7 @@ def test_bytes_by_table():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moments", [None, {"nu": "linear"}])
 def test_small_second_moments_are_not_zero(moments):
     """A linear code makes zeros of them, by which the updates are divided."""
@@ -129,7 +131,7 @@ OPTIMISERS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMISERS)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_updates_of_optax(name, stochastic):
@@ -158,6 +160,7 @@ def test_extra_arguments():
     assert norm(jax.tree.map(jnp.subtract, found, wanted)) < 0.1 * norm(wanted)
 
 
+@pytest.mark.slow
 def test_small_arrays_stay_as_they_are():
     transformation = optax.adamw(1e-3)
     found, state = updated(quantize_state(transformation, min_size=6145))
@@ -167,6 +170,7 @@ def test_small_arrays_stay_as_they_are():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_adapters_and_their_state_as_a_table():
     """The names in the state are those of the model."""
     model = ql.loraify(

@@ -12,10 +12,11 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 from quaxlike.primitives import custom_dce
+from tests.samples import array
 
 from .jaxprs import equations
 
-X, Y = jnp.array([0.3, -0.7, 1.1]), jnp.array([2.0, 0.5, -1.5])
+X, Y = array([0.3, -0.7, 1.1]), array([2.0, 0.5, -1.5])
 
 
 def _both(x, y):
@@ -216,7 +217,7 @@ def _with_rule(fun):
     return f
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("custom_vjp_jitted-second-grad_checkpoint")
 @pytest.mark.parametrize("derivative", [*DERIVATIVES, "primal"])
 @pytest.mark.parametrize("used", [first, second])
 @pytest.mark.parametrize("name", DECLARED)
@@ -376,12 +377,14 @@ def test_redefining_the_rule_takes_effect():
     np.testing.assert_array_equal(g(X), 1.0)
 
 
+@pytest.mark.slow
 def test_export():
     exported = jax.export.export(jax.jit(jax.value_and_grad(first(both))))(X, Y)
     assert "tan" not in exported.mlir_module().replace("constant", "")
     np.testing.assert_allclose(exported.call(X, Y)[0], first(_both)(X, Y), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_xla_computes_once_what_both_passes_compute():
     """The derivative starts from the inputs; compiled, that costs nothing."""
     g = lambda f: jax.jit(jax.value_and_grad(lambda x, y: sum(map(jnp.sum, f(x, y))), argnums=(0, 1)))
@@ -392,6 +395,7 @@ def test_xla_computes_once_what_both_passes_compute():
         assert found.get(key, 0) <= plain.get(key, 0)
 
 
+@pytest.mark.slow
 def test_named_axis_in_function_and_rule():
     f = custom_dce(lambda x: (lax.psum(jnp.sin(x), "i"), jnp.exp(x)))
     f.def_dce(lambda used, x: (lax.psum(jnp.tanh(x), "i") if used[0] else None, None))

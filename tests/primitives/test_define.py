@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 from quaxlike.primitives import DefinedPrimitive, define_primitive
-from tests.samples import normal
+from tests.samples import array, normal, random_key
 
 from .jaxprs import equations, names, primitives
 
@@ -32,10 +32,10 @@ def _split(x, params, n, shift):
 gate_p = define_primitive("test_gate", _gate)
 split_p = define_primitive("test_split", _split, multiple_results=True)
 
-key = jax.random.key(0)
+key = random_key(0)
 X, W = normal(3), normal(3, 2)
-TREE = {"w": normal(3, seed=2), "v": [jnp.array([0.3, 2.0])]}
-N = jnp.array([1, 2])
+TREE = {"w": normal(3, seed=2), "v": [array([0.3, 2.0])]}
+N = array([1, 2])
 
 
 def _gate_loss(gate, x, w):
@@ -178,6 +178,7 @@ def test_derived_primitives_are_recognised():
     assert gate_p.batch_p.jvp_p.root is gate_p
 
 
+@pytest.mark.slow
 def test_tree_result_and_static_parameters():
     out = split_p(X, TREE, N, jnp.ones(3))
     expected = _split(X, TREE, N, jnp.ones(3))
@@ -186,6 +187,7 @@ def test_tree_result_and_static_parameters():
     np.testing.assert_allclose(gate_p(X, W, power=3), _gate(X, W, power=3), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_integer_operands_and_results_have_trivial_derivatives():
     def f(x, n):
         out = split_p(x, TREE, n, None)
@@ -240,6 +242,7 @@ def test_weak_types_are_kept():
 double_p = define_primitive("test_double", lambda x: 2 * x)
 
 
+@pytest.mark.slow
 def test_modules_are_operands():
     class Pair(eqx.Module):
         a: jax.Array
@@ -266,6 +269,7 @@ def test_named_axis_in_the_function():
     np.testing.assert_allclose(jax.grad(partial(loss, centre_p))(rows), jax.grad(partial(loss, plain))(rows))
 
 
+@pytest.mark.quick("Explicit")
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_operands(axis_type):
     kind = getattr(jax.sharding.AxisType, axis_type)
@@ -299,6 +303,7 @@ def test_inside_shard_map():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_export_and_symbolic_shapes():
     f = jax.jit(lambda x: gate_p(x, W, power=2))
     (n,) = jax.export.symbolic_shape("n")

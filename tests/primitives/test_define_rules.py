@@ -12,11 +12,12 @@ from jax.interpreters import ad, mlir
 
 import quaxlike
 from quaxlike.primitives import MissingRuleError, define_primitive
+from tests.samples import array
 
 from .jaxprs import names, primitives
 
-X = jnp.arange(1.0, 4.0)
-W = jnp.arange(6.0).reshape(3, 2) / 6
+X = array(np.arange(1.0, 4.0))
+W = array(np.arange(6.0).reshape(3, 2) / 6)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def _matmul_loss(matmul, x, w):
     return jnp.sum(matmul(x, w) ** 2)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [
@@ -115,6 +116,7 @@ def test_rules_written_with_the_primitive_itself(transform):
     assert not {matmul_p.jvp_p, matmul_p.vjp_p, matmul_p.transpose_p} & found
 
 
+@pytest.mark.slow
 def test_any_batch_axis_of_the_result_and_not_implemented():
     x = jnp.arange(24.0).reshape(2, 3, 4)
     by_hand = jax.vmap(matmul_p, in_axes=(2, None))
@@ -165,6 +167,7 @@ def test_vjp_by_hand_with_results(use, order):
     assert norm_p.vjp_p not in primitives(found, X)
 
 
+@pytest.mark.slow
 def test_forward_mode_is_derived_beside_a_vjp_by_hand():
     f = lambda x: norm_p(x, eps=1e-3)
     tangent = jax.jvp(f, (X,), (X,))[1]
@@ -191,6 +194,9 @@ def test_linear_primitives_transpose():
     )
 
 
+@pytest.mark.quick(
+    "options1-for each of its 1 operands", "options2-the jvp rule of .* returned the structure"
+)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -253,6 +259,7 @@ def _of_another_library(name):
     return theirs
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("theirs_first", [True, False])
 def test_a_name_that_another_library_has(theirs_first):
     name = f"test_shared_{theirs_first}"

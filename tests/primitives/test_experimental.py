@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.jet import jet
 
 from quaxlike.primitives import define_primitive
-from tests.samples import normal
+from tests.samples import array, normal
 
 
 def _gate(x, w, *, power):
@@ -31,7 +31,7 @@ from_results_p = define_primitive(
     vjp_with_results=True,
 )
 
-X, W, N = normal(3), normal(3, 2, seed=1), jnp.array([1, 2])
+X, W, N = normal(3), normal(3, 2, seed=1), array([1, 2])
 gate_p_of, gate_of = (lambda x, gate=gate: gate(x, W, power=2) for gate in (gate_p, _gate))
 CASES = {
     "one operand": (lambda x: gate_p(x, W, power=2), lambda x: _gate(x, W, power=2)),
@@ -50,7 +50,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("from results-jit")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("case", CASES)
 def test_of_the_function(case, wrap):

@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from quaxlike.primitives import Partitioning, define_primitive
+from tests.samples import array
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-X = jnp.arange(32.0).reshape(4, 8)
-W = jnp.arange(64.0).reshape(8, 8)
+X = array(np.arange(32.0).reshape(4, 8))
+W = array(np.arange(64.0).reshape(8, 8))
 
 
 def _opaque(x, w):
@@ -38,7 +39,7 @@ def _run(fn, *args_and_specs):
     return compiled(*args), {op for op in ops if op in compiled.as_text()}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("x_spec2-w_spec2-out_spec2-collectives2", "x_spec4-w_spec4-out_spec4-collectives4")
 @pytest.mark.parametrize(
     ("x_spec", "w_spec", "out_spec", "collectives"),
     [
@@ -56,11 +57,13 @@ def test_split_without_gathering(x_spec, w_spec, out_spec, collectives):
     np.testing.assert_allclose(out, X @ W.T)
 
 
+@pytest.mark.slow
 def test_one_mesh_axis_splits_one_dimension():
     out, _ = _run(product_p, (X, P("a", "b")), (W, P("a", "b")))
     np.testing.assert_allclose(out, X @ W.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_batched(dim):
     xs = jnp.stack([X, X + 1, X + 2, X + 3], axis=dim)
@@ -72,6 +75,7 @@ def test_batched(dim):
     np.testing.assert_allclose(out, jnp.moveaxis(xs, dim, 0) @ W.T)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_split_primitive():
     grad = jax.grad(lambda x, w: jnp.sum(product_p(x, w) ** 2), argnums=(0, 1))
     found, _ = _run(grad, (X, P("a")), (W, P("b")))
@@ -79,6 +83,7 @@ def test_gradient_of_a_split_primitive():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_contracted_dimensions_are_whole_unless_summed():
     shapes = []
 

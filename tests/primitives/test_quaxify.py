@@ -9,12 +9,13 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.primitives import custom_dce, define_primitive
+from tests.samples import array
 
 from ..strict import Strict, strict, strict_pair
 from .jaxprs import primitives
 from .test_custom_dce import live
 
-X, Y = jnp.array([0.3, -0.7, 1.1]), jnp.array([2.0, 0.5, -1.5])
+X, Y = array([0.3, -0.7, 1.1]), array([2.0, 0.5, -1.5])
 
 
 def _fun(x, y):
@@ -50,7 +51,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("checkpoint-strict_pair")
 @pytest.mark.parametrize("make", [strict, strict_pair])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_the_type_survives_in_function_and_rule(make, transform):

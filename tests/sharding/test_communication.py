@@ -13,9 +13,9 @@ import quaxlike as ql
 from quaxlike.core.inspect.exchange import exchanges
 from quaxlike.lm import tensor_parallel
 from quaxlike.sharding import constrain, fsdp, shard
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=AUTO)
 X = normal(8, 64)

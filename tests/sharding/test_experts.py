@@ -16,9 +16,9 @@ from quaxlike.lm.models import DecoderConfig
 from quaxlike.lm.models.feed_forward import Experts
 from quaxlike.lm.sharding import usual_rule
 from quaxlike.sharding import fsdp, shard, specs_for
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 2), ("data", "expert"), axis_types=AUTO)
 
@@ -39,6 +39,7 @@ def _experts(architecture: str) -> Any:
     return jax.tree.map(raised, model, is_leaf=lambda w: isinstance(w, ql.LoraArray))
 
 
+@pytest.mark.slow
 def test_stacks_are_cut_by_their_number():
     model = _experts("GptOssForCausalLM")
     rule = expert_parallel(model, MESH)

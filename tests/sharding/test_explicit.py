@@ -12,10 +12,10 @@ import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import constrain, fsdp, shard
-from tests.samples import normal
+from tests.samples import normal, random_key
 from tests.sharding.test_communication import exchanged
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 X = normal(8, 64)
 
@@ -64,6 +64,7 @@ def _agree(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @ADAPTED_OR_NOT
 @pytest.mark.parametrize("name", EACH)
 def test_tensor_parallel(name: str):
@@ -115,6 +116,7 @@ def test_mapped_outside_of_quaxify(name: str, over: str | None):
 
 
 # A dense weight that is spread over the devices of the batch has to be gathered first: JAX refuses it.
+@pytest.mark.slow
 @ADAPTED_OR_NOT
 @pytest.mark.parametrize("name", [p for p in EACH if p.values != ("LoRA",)])
 def test_fully_sharded(name: str):

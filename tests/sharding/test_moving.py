@@ -11,9 +11,9 @@ import pytest
 import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.sharding import fsdp, shard
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 AUTO = (jax.sharding.AxisType.Auto,) * 2
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=AUTO)
 OTHER = jax.make_mesh((1, 4), ("data", "model"), axis_types=AUTO)
@@ -33,6 +33,7 @@ def _kinds(tree: Any) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 def test_from_one_mesh_to_another():
     w = _weight()
     columns = jax.NamedSharding(OTHER, jax.P(None, "model"))
@@ -61,6 +62,7 @@ def test_in_host_memory_and_back():
     assert _bytes(back) == _bytes(w)
 
 
+@pytest.mark.slow
 def test_fetched_from_host_memory_within_a_program():
     w = _weight()
     waiting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), w)
@@ -106,6 +108,7 @@ def test_some_axes_by_hand_and_the_others_by_the_compiler():
     np.testing.assert_allclose(gradient, jax.grad(dense)(w.a), rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.quick("fsdp")
 @pytest.mark.parametrize("rule", ["tensor_parallel", "fsdp"])
 def test_whole_models_from_mesh_to_mesh(rule: str):
     model = ql.quantize(eqx.nn.MLP(64, 64, 256, depth=1, key=KEY), "nf4", block_size=32)

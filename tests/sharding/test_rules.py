@@ -13,8 +13,9 @@ import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import abstract, fsdp, shard, specs_for
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 LLAMA = DecoderConfig.from_json(
     {"architectures": ["LlamaForCausalLM"],
@@ -29,6 +30,7 @@ def _llama(*, double_quant: bool = False) -> Decoder:
     return ql.loraify(model, rank=4, key=KEY)
 
 
+@pytest.mark.slow
 def test_outputs_then_inputs_by_name():
     model = _llama()
     specs = specs_for(model, tensor_parallel(model, MESH))
@@ -81,6 +83,7 @@ def test_weights_that_are_stored_the_other_way_round():
     assert specs.transformer.wte.weight == jax.P()  # 47 words
 
 
+@pytest.mark.quick("fsdp", "both")
 @pytest.mark.parametrize("kind", ["tensor_parallel", "fsdp", "both"])
 def test_partitioned_models_and_optimiser_states_go_with_the_model(kind: str):
     model = _llama(double_quant=True)
@@ -140,6 +143,7 @@ def test_shapes_with_shardings_are_those_of_the_placed_model():
     assert jax.tree.structure(found) == jax.tree.structure(placed)
 
 
+@pytest.mark.slow
 def test_the_least_divisor_is_told():
     model = ql.quantize({"down_proj": {"weight": jnp.ones((8, 64 * 6))}}, "nf4")
     mesh = jax.sharding.AbstractMesh((4,), ("model",))

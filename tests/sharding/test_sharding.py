@@ -13,9 +13,9 @@ from quaxlike.arrays.zero import Zero
 from quaxlike.sharding import shard, specs_for
 from tests.array_types import TYPES
 from tests.differential.program import under
-from tests.samples import normal
+from tests.samples import normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 # Megatron's layout of two layers: rows of the first and columns of the second are spread out.
 RULE = {
@@ -50,6 +50,7 @@ def _run(model, x):
         return ql.quaxify(jax.vmap(model))(x)
 
 
+@pytest.mark.slow
 def test_what_adapters_share_is_placed_once():
     model = ql.adapt(_mlp(), METHODS["vera"].start, key=KEY)
     first, second = (layer.weight for layer in shard(model, MESH, RULE).layers)
@@ -140,6 +141,7 @@ def test_stacked_layers_are_spread_by_layers():
     assert [leaf.addressable_shards[0].data.shape[0] for leaf in jax.tree.leaves(placed)] == [2] * 4
 
 
+@pytest.mark.quick("64-False", "192-False", "192-True", "96-False", "96-True")
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("width", [64, 192, 96])
 def test_blocks_are_not_cut(width, double_quant):

@@ -10,11 +10,11 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
 from ..primitives.jaxprs import equations
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 
@@ -166,6 +166,12 @@ def test_training_several_adapters_at_once():
             np.testing.assert_allclose(g[i], e, atol=1e-5)
 
 
+@pytest.mark.quick(
+    "<lambda>-at least one model",
+    "<lambda>-have no adapters",
+    "<lambda>-different names",
+    "<lambda>-adapters on layers\\\\.0\\\\.weight do not fit1",
+)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -234,6 +240,7 @@ def test_svd_combination_is_the_best_of_its_rank():
         np.testing.assert_allclose(delta, (u[:, :2] * s[:2]) @ vt[:2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_linear_combination():
     """Factors are added up: PEFT's way, which is exact for one adapter."""
     x, y = adapted(1, alpha=6), adapted(2, alpha=6)
@@ -266,6 +273,7 @@ def test_combinations_that_there_are_not(weights, options, message):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("cat", "linear")
 @pytest.mark.parametrize("method", ["cat", "linear", "svd"])
 def test_a_single_adapter_is_combined(method):
     found = deltas(ql.combine_adapters(mixed()[:1], [0.5], method=method))
@@ -303,7 +311,7 @@ def test_dropout_is_unbiased_and_depends_on_the_key(dora):
         assert np.abs(possible - np.asarray(out)).max(axis=1).min() < 1e-5
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_before_a_convolution(dora):
     x = normal(6, 5, 5)
@@ -342,7 +350,7 @@ def test_each_sample_and_each_layer_of_a_stack_has_its_own_mask():
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
 
 def _mlp(**options):
-    return drawn(eqx.nn.MLP, 4, 3, 8, depth=1, key=jax.random.key(0), **options)
+    return drawn(eqx.nn.MLP, 4, 3, 8, depth=1, key=random_key(0), **options)
 
 
 BASE = _mlp()
@@ -66,7 +66,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_differs_is_named(function, name):
@@ -79,6 +79,7 @@ def test_what_differs_is_named(function, name):
         FUNCTIONS[function](_adapted(), _adapted(make(), seed=1 if function == "unmerge" else 2))
 
 
+@pytest.mark.quick("int8-combine_adapters", "nf4-stack_adapters", "nf4-combine_adapters", "nf4-unmerge")
 @pytest.mark.filterwarnings("ignore:Adapters were merged")
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

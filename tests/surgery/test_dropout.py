@@ -5,13 +5,15 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.lora import DropoutWarning
+from tests.samples import array, random_key
 
-KEY = jax.random.key(0)
-X = jnp.ones(64)
+KEY = random_key(0)
+X = array(np.ones(64))
 
 
 class Conv(eqx.Module):
@@ -40,7 +42,7 @@ def _grad(model, x=X, of=lambda f: f):
     return jax.grad(loss)(params)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_without_a_key_warns(kind):
     model = _adapted(kind)
@@ -53,7 +55,7 @@ def test_training_without_a_key_warns(kind):
         eqx.filter_jit(_grad)(model)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_nothing_else_warns(kind):
     model = _adapted(kind)

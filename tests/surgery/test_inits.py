@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import drawn
+from tests.samples import drawn, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 6, 3, 16, depth=2, key=KEY)
 
 
@@ -24,12 +24,14 @@ def test_pissa_takes_the_principal_part():
         np.testing.assert_allclose(lora.a @ lora.a.T, np.diag(s[:3] / 2), atol=tolerance)
 
 
+@pytest.mark.slow
 def test_olora_takes_orthogonal_columns():
     lora = ql.loraify(MLP, rank=3, init="olora", key=KEY).layers[1].weight
     np.testing.assert_allclose(lora.b.T @ lora.b, np.eye(3), atol=1e-5)
     np.testing.assert_allclose(lora.materialise(), MLP.layers[1].weight, atol=1e-6)
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("scheme", ["nf4", "int4"])
 def test_loftq_makes_up_for_the_rounding(scheme):
     linear = eqx.nn.Linear(64, 64, key=KEY)

@@ -12,8 +12,9 @@ import pytest
 import quaxlike as ql
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
+from tests.samples import random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 z = lambda shape: jax.device_put(np.zeros(shape, np.float32))  # which compiles nothing
 
 
@@ -136,6 +137,7 @@ def test_an_array_that_stands_alone_is_a_matrix_if_it_has_two_axes():
     assert told([z((4, 8))]) == {"0": "oi"}
 
 
+@pytest.mark.slow
 def test_all_linear_passes_over_biases_norms_embeddings_and_heads():
     params, expected = NAMED["Linen"]
     layers = {n.removeprefix("params.").removesuffix(".kernel") for n in ql.select(params)}
@@ -269,7 +271,7 @@ OPTIONS = {
 QUICK = [("Linen", "plain"), ("Linen", "gaussian, a layer in full"), ("Haiku", "plain")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("naming", "options"),
     [pytest.param(n, o, marks=[] if (n, o) in QUICK else pytest.mark.slow) for n in NAMINGS for o in OPTIONS],
@@ -315,6 +317,7 @@ def test_peft_refuses_what_pytorch_has_no_layer_for(tmp_path):
     assert eqx.tree_equal(peft.load_adapter(tmp_path, unknown, layout={"mixer": "iio"}), model)
 
 
+@pytest.mark.slow
 def test_gpt2_weights_are_fan_in_fan_out(tmp_path):
     state = {"c_attn.weight": normal(4, 12), "c_attn.bias": normal(12)}
     model = ql.loraify(state, rank=2, key=KEY, fan_in_fan_out=True)
@@ -328,7 +331,7 @@ def test_gpt2_weights_are_fan_in_fan_out(tmp_path):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "nf4", "int4"])
 def test_blocks_run_along_the_inputs(scheme):
     """However the kernel is laid out, it is rounded as the twin's."""

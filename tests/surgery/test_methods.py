@@ -14,14 +14,14 @@ from quaxlike.adapters import METHODS, MethodArray
 from quaxlike.adapters.lora import TOKENS
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
-from tests.samples import normal, wrong_types
+from tests.samples import normal, random_key, wrong_types
 
 
 def _start(name, **options):
     return functools.partial(METHODS[name].start, **options)
 
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 # For a weight of 6 outputs and 8 inputs: options, and how many numbers are trained.
 STARTS = {
     "lora": ({"rank": 2}, 2 * (6 + 8)),

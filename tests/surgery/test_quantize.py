@@ -8,9 +8,10 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.implicit import ste
+from tests.samples import random_key
 
 SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
-KEY = jax.random.key(1)
+KEY = random_key(1)
 X = np.linspace(-1, 1, 64, dtype=np.float32)
 
 
@@ -42,6 +43,7 @@ def test_stored_bytes(mlp):
     assert all(row.stored_bytes == row.size // 2 + 4 * row.size // 64 for row in weights)
 
 
+@pytest.mark.slow
 def test_options_and_where(mlp):
     model = ql.quantize(mlp, "nf4", where=["layers.0"], double_quant=True, block_size=32)
     want = ql.NF4Array.quantize(mlp.layers[0].weight, double_quant=True, block_size=32)
@@ -54,6 +56,7 @@ def test_exclude(mlp):
     assert [ql.is_value(layer.weight) for layer in model.layers] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_before_or_after_adapting(mlp):
     """The base of an adapter is quantised: the same model, whichever comes first."""
     before = ql.loraify(ql.quantize(mlp), rank=4, key=KEY)
@@ -183,7 +186,7 @@ def test_straight_through_over_products_with_codes(cls):
     np.testing.assert_allclose(actual, jax.grad(loss)(cls.quantize(w).materialise()), atol=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"double_quant": True}])
 def test_scales_are_trained_to_meet_other_outputs(mlp, options):
     """As after a merge: codes and bytes stay, and the distance to the outputs that are wanted falls."""
@@ -237,7 +240,7 @@ def test_a_scheme_by_another_name(found, meant):
     assert str(error.value).count(" nf4,") == 1
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("q8_0")
 @pytest.mark.parametrize("scheme", ["nf4", "int8", "q8_0", "fp8"])
 def test_codes_that_were_cast_with_all_leaves_are_told(scheme):
     """With the name of the weight, and what to do."""

@@ -39,7 +39,7 @@ def products(fn, *args):
     ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_those_of_codes(scheme):
     """Every product of the program, with an error that is that of two roundings instead of one."""
@@ -79,7 +79,7 @@ def test_gradients_pass_through_the_rounding(scheme):
     )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_by_products_of_codes(scheme):
     """All products that lead back to the inputs; adapters have their own in full precision."""

@@ -16,6 +16,7 @@ def mlp():
     return eqx.nn.MLP(64, 32, 64, depth=3, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_each_weight_follows_the_first_rule_that_selects_it(mlp):
     model = ql.quantize(mlp, MIXED)
     assert eqx.tree_equal(model.layers[0].weight, ql.BlockArray.quantize(mlp.layers[0].weight, codec="q6_k"))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import normal
+from tests.samples import array, drawn, normal, random_key
 
-KEYS = jax.random.split(jax.random.key(0), 3)
+KEYS = [random_key(seed) for seed in range(3)]
 
 
 def _quantised(scheme, **options):
@@ -33,7 +33,7 @@ FORMS = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_scanned_layers_are_the_layers_in_turn(form):
     layers = [FORMS[form](eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]
@@ -58,6 +58,7 @@ def test_scanned_layers_are_the_layers_in_turn(form):
     assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(layers)))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_layers():
     layers = [_qlora(eqx.nn.Linear(64, 64, key=key), key) for key in KEYS]
 
@@ -86,14 +87,14 @@ def test_gradients_are_those_of_the_layers():
     ("layers", "message"),
     [
         ([], "at least one layer; found none"),
-        ([{"a": jnp.ones(2)}, {"b": jnp.ones(2)}], "layers 0 and 1 have different arrays: a, b"),
+        ([{"a": array(np.ones(2))}, {"b": array(np.ones(2))}], "layers 0 and 1 have different arrays: a, b"),
         (
-            [{"a": jnp.ones(2)}, {"a": jnp.ones(3)}],
+            [{"a": array(np.ones(2))}, {"a": array(np.ones(3))}],
             r"a is float32\[2\] in layer 0 and float32\[3\] in layer 1",
         ),
         ([{"a": 1.0}, {"a": 2.0}], "a is 1.0 in layer 0 and 2.0 in layer 1"),
         (
-            [eqx.nn.RMSNorm(2, eps=1e-5), eqx.nn.RMSNorm(2, eps=1e-6)],
+            [drawn(eqx.nn.RMSNorm, 2, eps=1e-5), drawn(eqx.nn.RMSNorm, 2, eps=1e-6)],
             "layers 0 and 1 differ in their static fields",
         ),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS
-from tests.samples import normal, wrong_types
+from tests.samples import normal, random_key, wrong_types
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def mlp():
 
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
-KEY = jax.random.key(1)
+KEY = random_key(1)
 WEIGHTS = ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
 
 OPTIONS = {
@@ -89,6 +89,7 @@ def test_gradients_are_of_what_is_trained(mlp, name):
     assert not any(jnp.any(x.w != 0) for x in loras)
 
 
+@pytest.mark.slow
 def test_options_reach_the_layers(mlp):
     model = ql.loraify(
         mlp, rank=4, alpha=8, key=KEY, rank_pattern={"layers.0": 2, r"layers\.\d": 3},
@@ -116,6 +117,7 @@ def test_stacked_layers_get_an_adapter_each():
     np.testing.assert_allclose(y, run(ql.merge(model)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_tied():
     table = jax.random.normal(KEY, (7, 4))
     model = {"wte.weight": table, "out.weight": table, "mlp.weight": jnp.ones((4, 4))}
@@ -220,7 +222,7 @@ def test_a_part_of_a_fused_layer_is_told():
         ql.select(model, ["up_proj", "down_proj"])
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

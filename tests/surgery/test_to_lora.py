@@ -12,9 +12,9 @@ import quaxlike as ql
 from quaxlike.adapters import METHODS
 from quaxlike.adapters.ia3 import ScaledBias
 from quaxlike.lm import peft
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 12, 6, 10, depth=2, key=KEY)
 
 

@@ -64,7 +64,7 @@ def _marked(x):
     return {jtu.keystr(path[:1]) for path, on in jtu.tree_leaves_with_path(ql.trainable(x)) if on}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The model has no adapters", "ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TYPES)
@@ -88,7 +88,7 @@ def test_a_constant_factor_changes_nothing_but_numbers(kind):
     assert jax.tree.structure(ql.quaxify(lambda w: -(w * 2.0) / 3.0)(w)) == jax.tree.structure(w)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "block", "lora", "qlora"])
 def test_frozen_and_trained_arrays_meet(kind):
     """Gradients of the trained one arrive, and those of the frozen one do not."""
@@ -123,6 +123,7 @@ def _trained(x):
     return ql.train_scales({"w": x})["w"]
 
 
+@pytest.mark.slow
 def test_gradients_reach_a_factor_after_the_call():
     """The product leaves one call and enters another."""
     w, x = ql.NF4Array.quantize(normal(8, 64)), normal(64, seed=3)

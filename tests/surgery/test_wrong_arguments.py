@@ -5,13 +5,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import quaxlike as ql
-from tests.samples import wrong_types
+from tests.samples import array, wrong_types
 
-_MODEL = {"q_proj.weight": jnp.ones((2, 64))}
-_W = jnp.ones((2, 64))
+_MODEL = {"q_proj.weight": array(np.ones((2, 64)))}
+_W = array(np.ones((2, 64)))
 _WRONG = [5, -1, None, 2.5, float("nan"), object()]
 
 

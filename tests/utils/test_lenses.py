@@ -326,6 +326,7 @@ def test_lens_laws(x, v, w):
     assert lens.set(lens.set(o, v), w) == lens.set(o, w)
 
 
+@pytest.mark.slow
 def test_under_transforms():
     @jax.jit
     def step(p: Point) -> Point:

@@ -24,7 +24,7 @@ def expected(rng, shape, n):
     return rows.reshape(*shape, *data(rng).shape)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (1,), [2, 2]])
 def test_items(make, shape):
@@ -48,6 +48,7 @@ def test_other_generators(impl):
         np.testing.assert_array_equal(next(key_chain(legacy, 2)), data(item))
 
 
+@pytest.mark.quick("shape1", "shape2")
 @pytest.mark.parametrize("shape", [4, np.int64(4), (4,)])
 def test_integer_shape(shape):
     rng = jax.random.key(0)
@@ -58,6 +59,7 @@ def test_no_keys():
     assert next(key_chain(jax.random.key(0), (0, 2))).shape == (0, 2)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31 - 1))
 def test_items_differ_from_each_other(seed):
     chain = key_chain(jax.random.key(seed), 2)
@@ -99,6 +101,7 @@ def test_no_compilation_for_a_new_chain(caplog: pytest.LogCaptureFixture):
 # Inside transforms
 
 
+@pytest.mark.slow
 def test_under_jit():
     def take(rng):
         chain = key_chain(rng, 2)
@@ -125,6 +128,7 @@ def test_a_chain_that_is_first_asked_inside_a_transform():
     np.testing.assert_array_equal(data(next(chain)), expected(rng, (), 1))
 
 
+@pytest.mark.slow
 def test_with_a_model():
     keys = key_chain(jax.random.key(0))
     model = eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=next(keys)), eqx.nn.Linear(3, 1, key=next(keys))])

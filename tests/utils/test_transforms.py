@@ -86,6 +86,7 @@ class Model:
         return self.w * x * n
 
 
+@pytest.mark.slow
 def test_methods():
     model = Model(jnp.array(2.0))
     assert float(model.apply(3.0)) == 6.0
@@ -143,6 +144,7 @@ def test_donation_and_compiler_options():
 # vectorize
 
 
+@pytest.mark.slow
 def test_vectorize_plain_and_with_options():
     @vectorize
     def add(x, y):
@@ -171,6 +173,7 @@ def norm(x, order=2, scale=1.0):
 X = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3)
 
 
+@pytest.mark.quick("<lambda>1", "<lambda>2", "<lambda>3")
 @pytest.mark.parametrize(
     "call",
     [
@@ -195,6 +198,7 @@ def test_excluded_by_name():
     np.testing.assert_allclose(f(X, mode="a", kind="b"), 2 * X)
 
 
+@pytest.mark.slow
 def test_keywords_are_mapped_over():
     @vectorize
     def subtract(x, y):
@@ -253,6 +257,7 @@ def test_wrong_exclusions():
         vectorize(power, excluded=frozenset({-1}))
 
 
+@pytest.mark.slow
 def test_vectorize_under_transforms():
     np.testing.assert_allclose(jax.jit(lambda x: norm(x, order=1))(X), X.sum(-1))
     grad = jax.grad(lambda x: norm(x, order=1).sum())(X + 1)
@@ -273,7 +278,7 @@ def local_sum(x, y):
     return jnp.sum(x)[None] + y
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>0")
 @pytest.mark.parametrize(
     "call",
     [
@@ -357,6 +362,7 @@ def test_keyword_only_arguments_of_a_shard_map():
         sharded(jnp.arange(4.0), n=2)
 
 
+@pytest.mark.slow
 def test_shard_map_under_grad():
     f = shard_map(lambda x: jax.lax.psum(jnp.sum(x**2), "i"), mesh=AUTO("i"), in_specs=P("i"), out_specs=P())
     np.testing.assert_allclose(jax.grad(f)(jnp.arange(4.0)), [0, 2, 4, 6])
@@ -391,6 +397,7 @@ PASSED = {
 }
 
 
+@pytest.mark.quick("in_a_product", "in_jit", "in_scan")
 @pytest.mark.parametrize("name", BLOCKED)
 def test_linearize_raises_where_no_derivative_may_pass(name):
     x = jnp.arange(3.0)

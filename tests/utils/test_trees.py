@@ -226,6 +226,7 @@ def test_stack_for_scan():
     np.testing.assert_allclose(scanned, looped, rtol=1e-6)
 
 
+@pytest.mark.quick("tree_concat")
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("join", [tree_stack, tree_concat])
 def test_dtypes_promote(join):
@@ -325,6 +326,7 @@ def test_where(accept, data):
         np.testing.assert_array_equal(out["x"][index], x[index] if accept[index] else -x[index] - 1.0)
 
 
+@pytest.mark.slow
 def test_where_with_leaves_of_several_ranks():
     accept = jnp.array([True, False])
     t1 = Point([jnp.ones(2), jnp.ones((2, 3)), jnp.ones((2, 3, 4))])
@@ -358,6 +360,7 @@ def test_where_with_another_batch():
         tree_where_broadcast_last(jnp.array([True, False]), [jnp.ones((3, 2))], [jnp.ones((3, 2))])
 
 
+@pytest.mark.slow
 def test_where_under_grad_and_vmap():
     accept = jnp.array([True, False])
     loss = lambda x: jnp.sum(tree_where_broadcast_last(accept, [x], [x**2])[0])

@@ -33,9 +33,10 @@ from quaxlike.utils import (
     vectorize,
 )
 from tests.primitives.jaxprs import names
+from tests.samples import array
 from tests.strict import Strict, StrictPair, strict, strict_pair
 
-X = jnp.arange(1.0, 7.0).reshape(3, 2)
+X = array(np.arange(1.0, 7.0).reshape(3, 2))
 MAKERS = [strict, strict_pair]
 
 
@@ -48,6 +49,7 @@ def assert_value(found, cls, expected):
 # As pytrees
 
 
+@pytest.mark.quick("strict_pair")
 @pytest.mark.parametrize("make", MAKERS)
 def test_tree_functions_take_values_apart(make):
     cls = type(make(X))
@@ -96,6 +98,7 @@ def test_values_that_differ_in_their_statics_do_not_stack():
         tree_stack(Strict(X, "a"), Strict(X, "b"))
 
 
+@pytest.mark.slow
 def test_sums_of_values():
     total, lost = kahan_summation(strict_pair(1e8 + X), strict_pair(X), strict_pair(-1e8 - X))
     assert type(total) is type(lost) is StrictPair
@@ -147,6 +150,7 @@ def test_jit(make, outer):
     assert_value(quaxified(make(X), X), type(make(X)), -6 * X * X)
 
 
+@pytest.mark.slow
 def test_keys():
     @ql.quaxify
     def f(w, rng):
@@ -225,10 +229,10 @@ def test_sequential_without_vmap(make, outer):
     assert_value(outer(ql.quaxify(sequential))(make(w), X[0]), type(make(w)), product(w, X[0]))
 
 
-W = jnp.arange(12.0).reshape(3, 2, 2)
+W = array(np.arange(12.0).reshape(3, 2, 2))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("<lambda>-quaxify of vmap-strict", "jit-vmap of quaxify-strict_pair")
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     "mapped",

@@ -12,7 +12,7 @@ from jax import lax
 
 import quaxlike as ql
 from tests.primitives.jaxprs import names
-from tests.samples import normal
+from tests.samples import normal, once
 
 B = ql.BlockSparseArray
 
@@ -21,8 +21,14 @@ def pruned(*shape, b=4, density=1 / 3, balanced=False):
     return B.from_dense(normal(*shape, seed=1), block_size=b, density=density, balanced=balanced)
 
 
-W = pruned(8, 12)
-STACK = pruned(2, 8, 12)
+@once
+def a_matrix():
+    return pruned(8, 12)
+
+
+@once
+def a_stack():
+    return pruned(2, 8, 12)
 
 
 def agrees(f, *args, rtol=1e-5):
@@ -41,6 +47,7 @@ def agrees(f, *args, rtol=1e-5):
 # -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_numbers_are_kept():
     w = jnp.zeros((8, 8)).at[0, 5].set(jnp.nan)
     np.testing.assert_array_equal(B.from_dense(w, block_size=4).materialise(), w)
@@ -90,14 +97,14 @@ def test_without_a_density_nothing_changes(batch, rows, columns, b, share):
 
 
 def test_to_and_from_scipy():
-    for w in (W, ql.quaxify(jnp.transpose)(W)):
+    for w in (a_matrix(), ql.quaxify(jnp.transpose)(a_matrix())):
         bsr = w.to_scipy()
         assert bsr.format == "bsr"
         np.testing.assert_array_equal(bsr.toarray(), w.materialise())
-    for matrix in (W.to_scipy(), scipy.sparse.csr_array(W.to_scipy())):
+    for matrix in (a_matrix().to_scipy(), scipy.sparse.csr_array(a_matrix().to_scipy())):
         again = B.from_scipy(matrix, block_size=4)
         assert type(again) is B
-        np.testing.assert_array_equal(again.materialise(), W.materialise())
+        np.testing.assert_array_equal(again.materialise(), a_matrix().materialise())
     empty = B.from_scipy(scipy.sparse.csr_array((8, 4), dtype=np.float32), block_size=4)
     np.testing.assert_array_equal(agrees(lambda w, x: x @ w, empty, normal(3, 8)), jnp.zeros((3, 4)))
 
@@ -112,8 +119,8 @@ def test_to_and_from_scipy():
         (lambda: B.from_blocks(normal(2, 1, 4, 4), [[0], [3]], 3), None),
         (lambda: B.from_blocks(normal(2, 1, 4, 4), [[0], [4]], 3), r"must lie in \[0, 3\]"),
         (lambda: B.from_blocks(normal(2, 1, 4, 3), [[0], [1]], 3), r"\(2, 1, 4, 3\) and \(2, 1\)"),
-        (lambda: B.from_scipy(W.to_scipy(), block_size=5), r"block_size that divides both"),
-        (lambda: STACK.to_scipy(), r"no stacks of matrices.*\(2, 8, 12\)"),
+        (lambda: B.from_scipy(a_matrix().to_scipy(), block_size=5), r"block_size that divides both"),
+        (lambda: a_stack().to_scipy(), r"no stacks of matrices.*\(2, 8, 12\)"),
     ],
 )
 def test_what_cannot_be_made(make, match):
@@ -125,9 +132,9 @@ def test_what_cannot_be_made(make, match):
 
 
 def test_how_it_prints():
-    printed = eqx.tree_pformat(W)
+    printed = eqx.tree_pformat(a_matrix())
     assert printed.startswith("BlockSparseArray(")
-    assert f"col_idx=i32[2,{W.col_idx.shape[1]}]" in printed
+    assert f"col_idx=i32[2,{a_matrix().col_idx.shape[1]}]" in printed
 
 
 # -------------------------------------------------------------------------------------------------
@@ -155,7 +162,7 @@ def products(draw):
 def test_dot_general_on_both_sides(case):
     """Against the product of the dense arrays in float64."""
     stacked, shape, dims = case
-    w, x = STACK if stacked else W, normal(*shape)
+    w, x = a_stack() if stacked else a_matrix(), normal(*shape)
     swapped = tuple(pair[::-1] for pair in dims)
     with ql.on_materialise("error"):
         on_either_side = lambda w, x: (lax.dot_general(w, x, dims), lax.dot_general(x, w, swapped))
@@ -170,7 +177,7 @@ def test_dot_general_on_both_sides(case):
 def test_products_are_the_kernel():
     x = normal(3, 12)
     f = ql.quaxify(lambda w, x: x @ w.T)
-    assert names(f, W, x) == ["block_sparse_matmul"]
+    assert names(f, a_matrix(), x) == ["block_sparse_matmul"]
 
 
 @pytest.mark.slow
@@ -192,14 +199,14 @@ def test_a_layer_forward_and_backward_without_anything_dense():
 def test_gradients_are_those_of_the_stored_blocks():
     x = normal(5, 12)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
-    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(W)
+    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(a_matrix())
     assert type(found) is B
-    expected = jax.grad(loss)(W.materialise(), x)
-    stored = jnp.asarray(B.from_dense(W.materialise(), block_size=4).materialise() != 0)
+    expected = jax.grad(loss)(a_matrix().materialise(), x)
+    stored = jnp.asarray(B.from_dense(a_matrix().materialise(), block_size=4).materialise() != 0)
     np.testing.assert_allclose(
-        W.replace(blocks=found.blocks).materialise(), jnp.where(stored, expected, 0), rtol=1e-5
+        a_matrix().replace(blocks=found.blocks).materialise(), jnp.where(stored, expected, 0), rtol=1e-5
     )
-    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(W)
+    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(a_matrix())
     np.testing.assert_allclose(jitted.blocks, found.blocks, rtol=1e-5)
 
 
@@ -208,7 +215,7 @@ def test_gradients_through_vmap_and_scan():
     x = normal(2, 12)
 
     def loss(blocks, product):
-        return jnp.sum(jnp.sin(product(STACK.replace(blocks=blocks), x)))
+        return jnp.sum(jnp.sin(product(a_stack().replace(blocks=blocks), x)))
 
     def scanned(w, x):
         def step(total, of_row):
@@ -219,12 +226,12 @@ def test_gradients_through_vmap_and_scan():
 
     mapped = jax.vmap(ql.quaxify(lambda w, x: w @ x))
     with ql.on_materialise("error"):
-        grads = [jax.grad(loss)(STACK.blocks, f) for f in (mapped, ql.quaxify(scanned))]
-    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(STACK.materialise())
-    stored = STACK.replace(blocks=jnp.ones_like(STACK.blocks)).materialise()
+        grads = [jax.grad(loss)(a_stack().blocks, f) for f in (mapped, ql.quaxify(scanned))]
+    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(a_stack().materialise())
+    stored = a_stack().replace(blocks=jnp.ones_like(a_stack().blocks)).materialise()
     for grad in grads:
         np.testing.assert_allclose(
-            STACK.replace(blocks=grad).materialise() * stored, dense * stored, rtol=1e-4, atol=1e-6
+            a_stack().replace(blocks=grad).materialise() * stored, dense * stored, rtol=1e-4, atol=1e-6
         )
 
 
@@ -251,6 +258,7 @@ def test_products_without_rows(stored):
         assert out.shape == (*shape[:-1], 24 - shape[-1])
 
 
+@pytest.mark.quick("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)
@@ -293,10 +301,10 @@ DENSE = {
 
 
 @pytest.mark.quick(4)
-@pytest.mark.parametrize("w", [W, STACK], ids=["matrix", "stack"])
+@pytest.mark.parametrize("make", [a_matrix, a_stack], ids=["matrix", "stack"])
 @pytest.mark.parametrize("name", KEEPS | DENSE)
-def test_other_operations(name, w):
-    f = (KEEPS | DENSE)[name]
+def test_other_operations(name, make):
+    w, f = make(), (KEEPS | DENSE)[name]
     if name == "new axes" and w.ndim == 2:
         f = lambda w: w[None][0]
     assert (type(agrees(f, w)) is B) == (name in KEEPS)
@@ -304,21 +312,23 @@ def test_other_operations(name, w):
 
 @pytest.mark.slow
 def test_stacks():
-    assert type(agrees(lambda w: w[1], STACK)) is B
-    assert type(agrees(lambda w: w[:1], STACK)) is B
-    agrees(lambda w, i: lax.dynamic_index_in_dim(w, i) * 2.0, STACK, jnp.int32(1))
-    agrees(lambda w: w.sum((0, 1)), STACK)
-    four = jax.tree.map(lambda leaf: leaf[None], STACK)
+    assert type(agrees(lambda w: w[1], a_stack())) is B
+    assert type(agrees(lambda w: w[:1], a_stack())) is B
+    agrees(lambda w, i: lax.dynamic_index_in_dim(w, i) * 2.0, a_stack(), jnp.int32(1))
+    agrees(lambda w: w.sum((0, 1)), a_stack())
+    four = jax.tree.map(lambda leaf: leaf[None], a_stack())
     assert type(agrees(lambda w: w.transpose(1, 0, 2, 3).reshape(2, 8, 12), four)) is B
 
 
 def test_what_densifies_says_so():
     for f in (jnp.cos, lambda w: w > 1.0, jnp.max, lambda w: w[2:5], lambda w: w @ w.T):
         with pytest.raises(ql.MaterialisationError, match="BlockSparseArray"), ql.on_materialise("error"):
-            ql.quaxify(f)(W)
+            ql.quaxify(f)(a_matrix())
     with ql.on_materialise("allow"):
         np.testing.assert_allclose(
-            ql.quaxify(lambda w: w @ w.T)(W), W.materialise() @ W.materialise().T, rtol=1e-5
+            ql.quaxify(lambda w: w @ w.T)(a_matrix()),
+            a_matrix().materialise() @ a_matrix().materialise().T,
+            rtol=1e-5,
         )
 
 
@@ -331,16 +341,16 @@ def test_shard_map():
     def on_devices(f, *in_specs):
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=cut)
 
-    agrees(on_devices(lambda w, x: x @ w.T, whole, cut), W, x)
-    agrees(on_devices(lambda w, y: y @ w, whole, cut), W, normal(4, 8))
-    agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), STACK, x)
+    agrees(on_devices(lambda w, x: x @ w.T, whole, cut), a_matrix(), x)
+    agrees(on_devices(lambda w, y: y @ w, whole, cut), a_matrix(), normal(4, 8))
+    agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), a_stack(), x)
     with pytest.raises(ValueError, match=r"BlockSparseArray of shape \(8, 12\) cannot be sharded"):
-        ql.quaxify(on_devices(lambda w, x: w @ x, cut, whole))(W, x[0])
+        ql.quaxify(on_devices(lambda w, x: w @ x, cut, whole))(a_matrix(), x[0])
 
 
 @pytest.mark.parametrize("start", [-3, -1, 1, 9])
 def test_starts_are_clamped_and_not_wrapped_twice(start):
-    agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int32(start), 0), STACK)
+    agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int32(start), 0), a_stack())
 
 
 @pytest.mark.slow

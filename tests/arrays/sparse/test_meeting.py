@@ -13,13 +13,15 @@ from quaxlike.arrays.unitful import Unitful
 from quaxlike.arrays.zero import Full, Identity, Zero
 from quaxlike.files import safetensors
 from tests.primitives.jaxprs import names
-from tests.samples import normal
+from tests.samples import Lazy, array, normal
 
-DENSE, X = normal(2, 64, 64)
-SPARSE = {
-    "elements": ql.SparseArray.from_dense(DENSE, density=0.1),
-    "blocks": ql.BlockSparseArray.from_dense(DENSE, block_size=16, density=0.25),
-}
+DENSE, X = map(array, np.asarray(normal(2, 64, 64)))
+SPARSE = Lazy(
+    {
+        "elements": lambda: ql.SparseArray.from_dense(DENSE, density=0.1),
+        "blocks": lambda: ql.BlockSparseArray.from_dense(DENSE, block_size=16, density=0.25),
+    }
+)
 KERNEL = {"elements": "csr_matmul", "blocks": "block_sparse_matmul"}
 
 
@@ -94,7 +96,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapping", WRAPPED)
 @pytest.mark.parametrize("kind", SPARSE)
 def test_under_an_adapter_a_unit_and_names(kind, wrapping):
@@ -108,6 +110,7 @@ def test_under_an_adapter_a_unit_and_names(kind, wrapping):
     np.testing.assert_allclose(ql.materialise(out), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("kind", SPARSE)
 def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
     adapted, x = lora(SPARSE[kind]), X[:5]
@@ -141,17 +144,18 @@ def test_models_are_pruned_and_then_quantised(scheme, options):
 
 
 def test_files(tmp_path):
-    safetensors.save(tmp_path / "sparse.safetensors", SPARSE)
+    safetensors.save(tmp_path / "sparse.safetensors", dict(SPARSE))
     again = safetensors.load(tmp_path / "sparse.safetensors", like=dict.fromkeys(SPARSE, DENSE))
-    assert eqx.tree_equal(again, SPARSE)
+    assert eqx.tree_equal(again, dict(SPARSE))
 
 
 def test_summary_counts_what_is_stored():
-    rows = {row.path: row for row in ql.summary(SPARSE).rows}
+    rows = {row.path: row for row in ql.summary(dict(SPARSE)).rows}
     assert rows["blocks"].logical_bytes == 64 * 64 * 4
     assert rows["blocks"].stored_bytes < 64 * 64 * 4 * 0.26
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("kind", SPARSE)
 def test_activations_on_several_devices_under_jit(kind):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -192,6 +196,7 @@ def test_in_float64(kind, x64):
         )
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("axis", [1, 2])
 def test_a_stack_beside_an_array_of_as_many_axes(axis):
     dense = jnp.where(normal(2, 3, 4) > 0, normal(2, 3, 4), 0.0)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.primitives.classes import ZERO_PRESERVING
-from tests.samples import normal
+from tests.samples import array, normal
 
-SINGLE = OneHotVector(5.0, 2, length=4)
-STACKED = OneHotVector(jnp.array([5.0, 3.0, 2.0]), jnp.array([2, -1, 7]), length=4)  # the last: nowhere
+SINGLE = OneHotVector(jax.device_put(5.0), jax.device_put(2), length=4)
+STACKED = OneHotVector(array([5.0, 3.0, 2.0]), array([2, -1, 7]), length=4)  # the last: nowhere
 
 
 def agrees(f, *args):
@@ -24,6 +24,7 @@ def agrees(f, *args):
     return out
 
 
+@pytest.mark.slow
 def test_what_it_stands_for():
     np.testing.assert_array_equal(SINGLE.materialise(), [0, 0, 5, 0])
     np.testing.assert_array_equal(STACKED.materialise(), [[0, 0, 5, 0], [0, 0, 0, 3], [0, 0, 0, 0]])
@@ -111,7 +112,7 @@ def test_what_has_no_rule_is_materialised_visibly():
     np.testing.assert_array_equal(jnp.ones(4) + SINGLE, [1, 1, 6, 1])
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("(3, 1)")
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (1, 1), (3, 4)], ids=str)
 def test_times_an_array_with_axes_of_size_one(shape):
     y = normal(*shape)
@@ -120,6 +121,7 @@ def test_times_an_array_with_axes_of_size_one(shape):
             assert isinstance(agrees(f, STACKED, y), OneHotVector)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative():
     loss = lambda value: jnp.sum(

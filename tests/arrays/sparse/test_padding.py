@@ -8,24 +8,44 @@ import pytest
 import quaxlike as ql
 from quaxlike.arrays.sparse import OneHotVector
 from quaxlike.arrays.structured import KroneckerMatrix
+from tests.samples import Lazy, array, once
 
 S, B = ql.SparseArray, ql.BlockSparseArray
 DENSE = np.array([[[1.0, 2.0, 0.0], [0.0, 3.0, 4.0]], [[0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]], np.float32)
 
-ELEMENTS = S.from_dense(DENSE, stacked=1)
-BLOCKS = B.from_blocks(jnp.arange(1.0, 17.0).reshape(2, 2, 2, 2), np.array([[0, 2], [1, 0]]), 2)
-VECTORS = OneHotVector(jnp.array([1.0, 2.0, 3.0]), jnp.array([2, 7, 0]), 3)
+
+@once
+def elements():
+    return S.from_dense(DENSE, stacked=1)
+
+
+@once
+def blocks():
+    return B.from_blocks(jnp.arange(1.0, 17.0).reshape(2, 2, 2, 2), np.array([[0, 2], [1, 0]]), 2)
+
+
+VECTORS = OneHotVector(array([1.0, 2.0, 3.0]), array([2, 7, 0]), 3)
 
 # For each: how to put other numbers where numbers are, the numbers, and which of them hold nothing.
-CASES = {
-    "elements": (lambda data: ELEMENTS.replace(data=data), ELEMENTS.data, ELEMENTS.indices[0] == 2),
-    "blocks": (
-        lambda blocks: BLOCKS.replace(blocks=blocks),
-        BLOCKS.blocks,
-        jnp.broadcast_to((BLOCKS.col_idx == 2)[..., None, None], BLOCKS.blocks.shape),
-    ),
-    "one-hot": (lambda value: OneHotVector(value, VECTORS.index, 3), VECTORS.value, VECTORS.index == 7),
-}
+CASES = Lazy(
+    {
+        "elements": lambda: (
+            lambda data: elements().replace(data=data),
+            elements().data,
+            elements().indices[0] == 2,
+        ),
+        "blocks": lambda: (
+            lambda numbers: blocks().replace(blocks=numbers),
+            blocks().blocks,
+            jnp.broadcast_to((blocks().col_idx == 2)[..., None, None], blocks().blocks.shape),
+        ),
+        "one-hot": lambda: (
+            lambda value: OneHotVector(value, VECTORS.index, 3),
+            VECTORS.value,
+            VECTORS.index == 7,
+        ),
+    }
+)
 
 READS = {
     "sum": jnp.sum,
@@ -70,7 +90,7 @@ def _materialised(f, x):
     return jnp.sum(jnp.sin(out)), out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_factor_of_it_is_trained_by_what_is_held(case):
     make, numbers, empty = CASES[case]
@@ -79,18 +99,19 @@ def test_a_factor_of_it_is_trained_by_what_is_held(case):
     np.testing.assert_allclose(found, x.materialise().sum())
 
 
+@pytest.mark.slow
 def test_training_keeps_sum_and_array_together():
-    data = ELEMENTS.data
+    data = elements().data
     for _ in range(2):
-        data -= 0.1 * jax.grad(lambda data: ELEMENTS.replace(data=data).sum())(data)
-    x = ELEMENTS.replace(data=data)
+        data -= 0.1 * jax.grad(lambda data: elements().replace(data=data).sum())(data)
+    x = elements().replace(data=data)
     np.testing.assert_allclose(x.sum(), x.materialise().sum(), rtol=1e-6)
 
 
 def test_arrays_of_a_stack_with_unequal_counts_are_reversed():
     """Each with its own padding."""
     for axes in (0, 1, 2, (0, 1, 2)):
-        found = ql.quaxify(lambda x, axes=axes: jnp.flip(x, axes))(ELEMENTS)
+        found = ql.quaxify(lambda x, axes=axes: jnp.flip(x, axes))(elements())
         np.testing.assert_array_equal(ql.materialise(found), np.flip(DENSE, axes))
 
 
@@ -113,15 +134,17 @@ def _stack_of(blocks):
 
 
 def _normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    return array(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
-STACKS = {
-    "arrays": (_stack_of(_normal(2, 2, 2, 2, 2)), True),
-    "stacked": (_stack_of(KroneckerMatrix(_normal(2, 2, 2, 1, 1), _normal(2, 2, 2, 2, 2))), True),
-    "partly shared": (_stack_of(KroneckerMatrix(_normal(1, 1), _normal(2, 2, 2, 2, 2))), False),
-    "opaque": (_stack_of(Opaque(_normal(2, 2, 2, 2, 2))), False),
-}
+STACKS = Lazy(
+    {
+        "arrays": lambda: (_stack_of(_normal(2, 2, 2, 2, 2)), True),
+        "stacked": lambda: (_stack_of(KroneckerMatrix(_normal(2, 2, 2, 1, 1), _normal(2, 2, 2, 2, 2))), True),
+        "partly shared": lambda: (_stack_of(KroneckerMatrix(_normal(1, 1), _normal(2, 2, 2, 2, 2))), False),
+        "opaque": lambda: (_stack_of(Opaque(_normal(2, 2, 2, 2, 2))), False),
+    }
+)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 
 import quaxlike as ql
-from tests.samples import Lazy
+from tests.samples import Lazy, array
 
-from .test_unstructured import W, agrees, thinned
+from .test_unstructured import a_matrix, agrees, thinned
 
 
 def _blocks(balanced):
@@ -19,15 +19,15 @@ def _blocks(balanced):
 
 MATRICES = Lazy(
     {
-        "elements": lambda: W,
-        "elements, transposed": lambda: ql.quaxify(jnp.transpose)(W),
+        "elements": a_matrix,
+        "elements, transposed": lambda: ql.quaxify(jnp.transpose)(a_matrix()),
         "blocks": lambda: _blocks(balanced=True),
         "blocks, transposed": lambda: _blocks(balanced=True).T,
         "ragged blocks": lambda: _blocks(balanced=False),
         "nothing": lambda: ql.SparseArray.from_dense(jnp.zeros((8, 12))),
     }
 )
-IDS = jnp.array([[3, 0, 7], [3, 3, 1]])
+IDS = array([[3, 0, 7], [3, 3, 1]])
 LOOKED_UP = {
     "take": lambda w, ids: jnp.take(w, ids, axis=0),
     "columns": lambda w, ids: jnp.take(w, ids, axis=1),
@@ -42,7 +42,7 @@ LOOKED_UP = {
 QUICK = ("elements", "blocks")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("blocks-one")
 @pytest.mark.parametrize("what", LOOKED_UP)
 @pytest.mark.parametrize(
     "matrix", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in MATRICES]
@@ -51,6 +51,7 @@ def test_are_those_of_the_dense_matrix(matrix, what):
     agrees(LOOKED_UP[what], MATRICES[matrix], IDS)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("matrix", QUICK)
 def test_have_gradients(matrix):
     """Of the stored elements, those of the dense matrix."""
@@ -71,7 +72,7 @@ def test_embeddings_of_tokens(matrix):
 
 
 def test_of_elements_in_no_order_are_those_of_the_whole():
-    unordered = W.placed(W.data, W.indices, W.sizes)
+    unordered = a_matrix().placed(a_matrix().data, a_matrix().indices, a_matrix().sizes)
     with ql.on_materialise("allow"):
         found = ql.quaxify(jnp.take)(unordered, IDS, axis=0)
-    np.testing.assert_allclose(found, jnp.take(ql.materialise(W), IDS, axis=0))
+    np.testing.assert_allclose(found, jnp.take(ql.materialise(a_matrix()), IDS, axis=0))

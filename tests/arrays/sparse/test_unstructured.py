@@ -14,7 +14,7 @@ from jax.experimental import sparse as jsparse
 import quaxlike as ql
 from quaxlike.primitives.classes import ZERO_PRESERVING
 from tests.primitives.jaxprs import names
-from tests.samples import normal, wrong_types
+from tests.samples import normal, once, wrong_types
 
 S = ql.SparseArray
 
@@ -24,9 +24,23 @@ def thinned(*shape, density=0.3, seed=1):
     return jnp.asarray(np.where(keep, normal(*shape, seed=seed), np.float32(0)))
 
 
-W = S.from_dense(thinned(8, 12))
-STACK = S.from_dense(thinned(2, 8, 12), stacked=1)  # one of them is padded
-TENSOR = S.from_dense(thinned(3, 4, 5))
+@once
+def a_matrix():
+    return S.from_dense(thinned(8, 12))
+
+
+@once
+def a_stack():
+    """One of its matrices is padded."""
+    return S.from_dense(thinned(2, 8, 12), stacked=1)
+
+
+@once
+def a_tensor():
+    return S.from_dense(thinned(3, 4, 5))
+
+
+KINDS = {"matrix": a_matrix, "stack": a_stack, "tensor": a_tensor}
 
 
 def close(found, expected):
@@ -65,6 +79,7 @@ def test_without_a_density_nothing_changes(shape, density, data):
     np.testing.assert_array_equal(again.materialise(), x)
 
 
+@pytest.mark.slow
 def test_the_largest_elements_are_kept():
     x = jnp.array([[1.0, -5.0, 2.0], [0.0, 4.0, 3.0]])
     np.testing.assert_array_equal(S.from_dense(x, density=0.5).materialise(), [[0, -5, 0], [0, 4, 3]])
@@ -89,8 +104,9 @@ def test_elements_in_any_order_are_sorted_and_added_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("x", [W, STACK, ql.quaxify(jnp.transpose)(W)], ids=["matrix", "stack", "transposed"])
-def test_bcoo_and_bcsr(x):
+@pytest.mark.parametrize("kind", ["matrix", "stack", "transposed"])
+def test_bcoo_and_bcsr(kind):
+    x = ql.quaxify(jnp.transpose)(a_matrix()) if kind == "transposed" else KINDS[kind]()
     dense = x.materialise()
     for matrix in (x.to_bcoo(), x.to_bcsr()):
         np.testing.assert_array_equal(matrix.todense(), dense)
@@ -129,11 +145,16 @@ def test_bcoo_that_is_traced(shared):
 
 
 def test_scipy():
-    for matrix in (scipy.sparse.csc_array(W.materialise()), scipy.sparse.dok_array(W.materialise())):
-        np.testing.assert_array_equal(S.from_scipy(matrix).materialise(), W.materialise())
-    assert W.to_scipy().format == "csr"
-    np.testing.assert_array_equal(W.to_scipy().toarray(), W.materialise())
-    np.testing.assert_array_equal(ql.quaxify(jnp.transpose)(W).to_scipy().toarray(), W.materialise().T)
+    for matrix in (
+        scipy.sparse.csc_array(a_matrix().materialise()),
+        scipy.sparse.dok_array(a_matrix().materialise()),
+    ):
+        np.testing.assert_array_equal(S.from_scipy(matrix).materialise(), a_matrix().materialise())
+    assert a_matrix().to_scipy().format == "csr"
+    np.testing.assert_array_equal(a_matrix().to_scipy().toarray(), a_matrix().materialise())
+    np.testing.assert_array_equal(
+        ql.quaxify(jnp.transpose)(a_matrix()).to_scipy().toarray(), a_matrix().materialise().T
+    )
     vector = S.from_dense(thinned(9))
     np.testing.assert_array_equal(vector.to_scipy().toarray(), vector.materialise())
     np.testing.assert_array_equal(S.from_scipy(vector.to_scipy()).materialise(), vector.materialise())
@@ -147,8 +168,8 @@ def test_scipy():
         (lambda: S.from_dense(normal(3, 4), stacked=2), r"shape \(3, 4\) and stacked=2"),
         (lambda: S.from_coo(jnp.ones(3), np.zeros((3, 2)), (4,)), r"indices \(3, 2\) and shape \(4,\)"),
         (lambda: jax.jit(lambda i: S.from_coo(jnp.ones(1), i, (4,)))(jnp.zeros((1, 1))), "are traced"),
-        (lambda: STACK.to_scipy(), r"no stacks of arrays.*\(2, 8, 12\)"),
-        (lambda: W.shard_spec(jax.P("i")), r"SparseArray of shape \(8, 12\) cannot be sharded"),
+        (lambda: a_stack().to_scipy(), r"no stacks of arrays.*\(2, 8, 12\)"),
+        (lambda: a_matrix().shard_spec(jax.P("i")), r"SparseArray of shape \(8, 12\) cannot be sharded"),
         (lambda: S(jnp.ones(1), (jnp.array([99]),), (4,)), r"sizes \(4,\) .* found an element at \(99,\)"),
         (lambda: S(jnp.ones(1), (jnp.array([-1]),), (4,)), r"found an element at \(-1,\)"),
         (lambda: S(jnp.ones(1), (jnp.array([4]), jnp.array([1])), (4, 4)), r"found an element at \(4, 1\)"),
@@ -163,9 +184,9 @@ def test_what_cannot_be_made(make, match):
 
 
 def test_how_it_prints():
-    printed = eqx.tree_pformat(W)
+    printed = eqx.tree_pformat(a_matrix())
     assert printed.startswith("SparseArray(")
-    assert f"data=f32[{W.nse}]" in printed
+    assert f"data=f32[{a_matrix().nse}]" in printed
 
 
 # -------------------------------------------------------------------------------------------------
@@ -194,7 +215,7 @@ def products(draw):
 def test_dot_general_on_both_sides(case):
     """Against the product of the dense arrays in float64."""
     kind, shape, dims = case
-    w, x = {"matrix": W, "stack": STACK, "tensor": TENSOR}[kind], normal(*shape)
+    w, x = KINDS[kind](), normal(*shape)
     swapped = tuple(pair[::-1] for pair in dims)
     on_either_side = lambda w, x: (lax.dot_general(w, x, dims), lax.dot_general(x, w, swapped))
     with ql.on_materialise("error"):
@@ -209,18 +230,18 @@ def test_dot_general_on_both_sides(case):
 def test_products_are_the_kernel():
     x = normal(3, 12)
     f = ql.quaxify(lambda w, x: x @ w.T)
-    assert names(f, W, x) == ["csr_matmul"]
-    assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), W, x).count("csr_matmul") == 1
+    assert names(f, a_matrix(), x) == ["csr_matmul"]
+    assert names(ql.quaxify(lambda w, x: w.T.T @ x.T), a_matrix(), x).count("csr_matmul") == 1
 
 
 @pytest.mark.slow
 def test_products_of_two_whose_patterns_are_known():
     other = S.from_dense(thinned(12, 5, seed=3))
     with ql.on_materialise("error"):
-        product = ql.quaxify(jnp.matmul)(W, other)
+        product = ql.quaxify(jnp.matmul)(a_matrix(), other)
     assert type(product) is S
     assert product.nse < 8 * 5
-    close(product, W.materialise() @ other.materialise())
+    close(product, a_matrix().materialise() @ other.materialise())
     vectors = [S.from_dense(thinned(30, seed=seed)) for seed in (5, 6)]
     with ql.on_materialise("error"):
         found = ql.quaxify(jnp.dot)(*vectors)
@@ -229,12 +250,12 @@ def test_products_of_two_whose_patterns_are_known():
     # Of data that is traced:
     @jax.jit
     def traced(data):
-        return ql.quaxify(jnp.matmul)(W.replace(data=data), other).materialise()
+        return ql.quaxify(jnp.matmul)(a_matrix().replace(data=data), other).materialise()
 
     with ql.on_materialise("error"):
-        close(traced(2 * W.data), 2 * W.materialise() @ other.materialise())
+        close(traced(2 * a_matrix().data), 2 * a_matrix().materialise() @ other.materialise())
     with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match="SparseArray"):
-        jax.jit(ql.quaxify(jnp.matmul))(W, other)
+        jax.jit(ql.quaxify(jnp.matmul))(a_matrix(), other)
 
 
 @pytest.mark.slow
@@ -254,11 +275,11 @@ def test_a_layer_forward_and_backward_without_anything_dense():
 def test_gradients_are_those_of_the_stored_elements():
     x = normal(5, 12)
     loss = lambda w, x: jnp.sum(jnp.sin(x @ w.T))
-    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(W)
+    found = eqx.filter_grad(lambda w: ql.quaxify(loss)(w, x))(a_matrix())
     assert type(found) is S
-    expected = jax.grad(loss)(W.materialise(), x)
-    close(W.replace(data=found.data), jnp.where(W.materialise() != 0, expected, 0))
-    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(W)
+    expected = jax.grad(loss)(a_matrix().materialise(), x)
+    close(a_matrix().replace(data=found.data), jnp.where(a_matrix().materialise() != 0, expected, 0))
+    jitted = jax.jit(jax.grad(lambda w: ql.quaxify(loss)(w, x), allow_int=True))(a_matrix())
     np.testing.assert_allclose(jitted.data, found.data, rtol=1e-5)
 
 
@@ -267,17 +288,17 @@ def test_gradients_through_vmap_and_scan():
     x = normal(2, 12)
 
     def loss(data, product):
-        return jnp.sum(jnp.sin(product(STACK.replace(data=data), x)))
+        return jnp.sum(jnp.sin(product(a_stack().replace(data=data), x)))
 
     def scanned(w, x):
         return lax.scan(lambda total, of_row: (total, of_row[0] @ of_row[1]), 0.0, (w, x))[1]
 
     mapped = jax.vmap(ql.quaxify(lambda w, x: w @ x))
     with ql.on_materialise("error"):
-        grads = [jax.grad(loss)(STACK.data, f) for f in (mapped, ql.quaxify(scanned))]
-    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(STACK.materialise())
+        grads = [jax.grad(loss)(a_stack().data, f) for f in (mapped, ql.quaxify(scanned))]
+    dense = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("lnk,lk->ln", w, x))))(a_stack().materialise())
     for grad in grads:
-        close(STACK.replace(data=grad), jnp.where(STACK.materialise() != 0, dense, 0))
+        close(a_stack().replace(data=grad), jnp.where(a_stack().materialise() != 0, dense, 0))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -342,18 +363,19 @@ def dense(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("x", [W, STACK, TENSOR], ids=["matrix", "stack", "tensor"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [elementwise, moved, dense], ids=lambda group: group.__name__)
-def test_other_operations(group, x):
-    for name, y in agrees(group, x).items():
+def test_other_operations(group, kind):
+    for name, y in agrees(group, KINDS[kind]()).items():
         if name != "looked up":  # sparse where that is smaller
             assert (type(y) is S) == (group is not dense), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("x", [W, STACK], ids=["matrix", "stack"])
-def test_products_after_moving(x):
+@pytest.mark.parametrize("kind", ["matrix", "stack"])
+def test_products_after_moving(kind):
     """What moved an array leaves products with it right: padding and the order of elements."""
+    x = KINDS[kind]()
     agrees(lambda x: jnp.swapaxes(jnp.swapaxes(x, -1, -2)[..., 1:9, ::2], -1, -2) @ jnp.ones((8, 2)), x)
     agrees(lambda x: jnp.stack([x, 3 * x])[1] @ jnp.ones(12), x)
     agrees(lambda x: jnp.ones((2, 24)) @ jnp.concatenate([x, x], -1).reshape(-1, 24).T, x)
@@ -362,7 +384,7 @@ def test_products_after_moving(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [-9, -1, 0, 1, 9])
 def test_starts_are_clamped_and_not_wrapped_twice(start):
-    for x in (W, STACK):
+    for x in (a_matrix(), a_stack()):
         agrees(lambda x: lax.dynamic_index_in_dim(x, jnp.int8(start), 0), x)
         agrees(lambda x: lax.dynamic_slice_in_dim(x, jnp.int32(start), 7, -1), x)
 
@@ -382,18 +404,21 @@ def test_sums_of_small_integers_keep_their_dtype():
 
 @pytest.mark.slow
 def test_booleans():
-    for x in (W, STACK, S.from_dense(jnp.ones((2, 3)))):
+    for x in (a_matrix(), a_stack(), S.from_dense(jnp.ones((2, 3)))):
         close(ql.quaxify(lambda x: x.astype(bool))(x), x.materialise().astype(bool))
         for f in (jnp.any, jnp.all, lambda x: jnp.any(x, -1), lambda x: jnp.all(x, 0)):
             agrees(f, x)
-    close(ql.quaxify(lambda x: x @ x.T)(W.astype(bool)), W.materialise() @ W.materialise().T != 0)
+    close(
+        ql.quaxify(lambda x: x @ x.T)(a_matrix().astype(bool)),
+        a_matrix().materialise() @ a_matrix().materialise().T != 0,
+    )
 
 
 def test_the_gradient_of_an_empty_slice_is_zero():
     grad = jax.grad(
-        lambda data: ql.quaxify(lambda x: jnp.sum(x[:0] * jnp.ones((0, 12))))(W.replace(data=data))
+        lambda data: ql.quaxify(lambda x: jnp.sum(x[:0] * jnp.ones((0, 12))))(a_matrix().replace(data=data))
     )
-    assert not grad(W.data).any()
+    assert not grad(a_matrix().data).any()
 
 
 @pytest.mark.slow
@@ -424,7 +449,9 @@ def test_functions_that_keep_zero_keep_the_type(name):
         "imag": lambda x: lax.imag(x.astype(jnp.complex64)),
         "real": lambda x: lax.real(x.astype(jnp.complex64)),
     }
-    assert type(agrees(functions.get(name) or getattr(lax, name, None) or getattr(jnp, name), W)) is S
+    assert (
+        type(agrees(functions.get(name) or getattr(lax, name, None) or getattr(jnp, name), a_matrix())) is S
+    )
 
 
 @pytest.mark.slow
@@ -432,18 +459,18 @@ def test_two_whose_patterns_are_known():
     other = S.from_dense(thinned(8, 12, seed=7))
     for f in (lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y):
         with ql.on_materialise("error"):
-            found = ql.quaxify(f)(W, other)
+            found = ql.quaxify(f)(a_matrix(), other)
         assert type(found) is S
-        assert found.nse <= W.nse + other.nse
-        close(found, f(W.materialise(), other.materialise()))
+        assert found.nse <= a_matrix().nse + other.nse
+        close(found, f(a_matrix().materialise(), other.materialise()))
 
 
 def test_what_densifies_says_so():
     for f in (jnp.cos, lambda x: x > 1.0, jnp.max, jnp.exp, lambda x: x**0):
         with pytest.raises(ql.MaterialisationError, match="SparseArray"), ql.on_materialise("error"):
-            ql.quaxify(f)(W)
+            ql.quaxify(f)(a_matrix())
     with pytest.warns(ql.MaterialisationWarning, match="SparseArray"):
-        close(ql.quaxify(jnp.cos)(W), jnp.cos(W.materialise()))
+        close(ql.quaxify(jnp.cos)(a_matrix()), jnp.cos(a_matrix().materialise()))
 
 
 @pytest.mark.slow
@@ -455,10 +482,10 @@ def test_shard_map():
     def on_devices(f, *in_specs):
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=cut)
 
-    agrees(on_devices(lambda w, x: x @ w.T, whole, cut), W, normal(4, 12))
-    agrees(on_devices(lambda w, y: y @ w, whole, cut), W, normal(4, 8))
-    agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), STACK, normal(4, 12))
-    agrees(on_devices(lambda t, x: jnp.einsum("abc,mc->mab", t, x), whole, cut), TENSOR, normal(4, 5))
+    agrees(on_devices(lambda w, x: x @ w.T, whole, cut), a_matrix(), normal(4, 12))
+    agrees(on_devices(lambda w, y: y @ w, whole, cut), a_matrix(), normal(4, 8))
+    agrees(on_devices(lambda w, x: jnp.einsum("lnk,mk->lnm", w, x), cut, whole), a_stack(), normal(4, 12))
+    agrees(on_devices(lambda t, x: jnp.einsum("abc,mc->mab", t, x), whole, cut), a_tensor(), normal(4, 5))
 
 
 def test_a_shape_of_integers_of_any_kind():

@@ -59,7 +59,7 @@ def test_round_trip_is_byte_identical(name, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["copy.safetensors"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("cls", [ql.NF4Array, ql.FP4Array])
 @pytest.mark.parametrize("shape", [(8, 64), (7, 33), (2, 3, 64)])

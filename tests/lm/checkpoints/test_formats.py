@@ -70,7 +70,7 @@ def _references(family, case):
 _QUICK = (*("_act_asym", "gemm_g32", "_group_asym", "nvfp4", "small_block", "ue8m0_dtype", "extreme", "_b3"),)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("fp8/modelopt_nvfp4")
 @pytest.mark.parametrize(
     "name", [pytest.param(c, marks=() if c.endswith(_QUICK) else pytest.mark.slow) for c in _cases()]
 )
@@ -138,7 +138,7 @@ def _mapping(codecs):
     return {**mapping, "model.norm.weight": w[0], "lm_head.weight": w.astype(jnp.bfloat16)}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("mxfp4-folder")
 @pytest.mark.parametrize(
     ("format", "file"),
     [
@@ -216,7 +216,7 @@ def test_tiles_that_reach_far_beyond_the_weight(tmp_path):
     np.testing.assert_array_equal(ql.materialise(found), ql.materialise(expected))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>-gguf-NF4Array has no place in the file: merge adapters")
 @pytest.mark.parametrize(
     ("value", "format", "message"),
     [

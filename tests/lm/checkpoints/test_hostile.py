@@ -37,7 +37,7 @@ def adapter(tmp_path):
     return with_entries
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("entries2")
 @pytest.mark.parametrize(
     "entries",
     [
@@ -83,6 +83,7 @@ def test_a_configuration_of_empty_lists(tmp_path):
         peft.load_adapter(tmp_path, {})
 
 
+@pytest.mark.slow
 def test_many_tensors_take_linear_time(tmp_path):
     def calls(n):
         write_tensors(tmp_path / "x.safetensors", {f"t{i}": np.zeros(1, np.uint8) for i in range(n)}, {})

@@ -111,6 +111,7 @@ def test_experts_beyond_the_tensors(base, entry, size, edited):
         ql.lm.load(edited(base, **{entry: size}))
 
 
+@pytest.mark.quick("an empty tensor")
 @pytest.mark.parametrize("beside", ["safetensors", "an empty tensor"])
 def test_layers_beyond_the_tensors(beside, edited):
     """However many empty tensors there are, and whatever their axes."""
@@ -257,7 +258,7 @@ def test_normalisers_that_blow_texts_up(normalizer, tmp_path):
 LONG = "x" * 10**6
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("entries0", "entries2", "entries5")
 @pytest.mark.parametrize(
     "entries",
     [

@@ -185,6 +185,7 @@ def test_models(name, tmp_path):
                 assert _bytes_of(named_arrays(found[0])) == _bytes_of(named_arrays(whole)), (tensor, what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _all(_ADAPTERS))
 def test_adapters(name, tmp_path):
     path, changed = _copied(name, tmp_path)

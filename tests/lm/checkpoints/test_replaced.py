@@ -113,6 +113,7 @@ def test_a_checkpoint_that_is_replaced_all_the_time(tmp_path, monkeypatch):
         lm.open_checkpoint(tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_of_one_state(tmp_path, monkeypatch):
     base, _ = ql.lm.load(fixture("peft_llama/base"))
     names = sorted(path.name for path in fixture("peft_llama/adapters").iterdir())[:2]

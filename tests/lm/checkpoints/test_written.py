@@ -37,6 +37,7 @@ def test_this_version_is_kept(folder):
     assert ql.__version__ in {path.name for path in VERSIONS}, "run `python -m tests.written`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weights", "corners"])
 def test_arrays_of_every_type(folder, name):
     expected = np.load(folder / f"{name}.npz")

@@ -45,6 +45,7 @@ def tensors(folder):
     }
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_the_adapter_stood(run, tmp_path):
     """With its settings, in a run of its own that is resumed as others are."""
     options = ["bert", "label", "--quantize=none", "--steps=4"]

@@ -444,7 +444,7 @@ def test_a_list_in_utf_16_is_named(tmp_path):
         data.read_examples(tmp_path / "data.jsonl", lambda fields: None)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lines", "options", "message"),
     [
@@ -614,6 +614,7 @@ def test_a_damaged_log_is_told(line, tmp_path):
     directory.close()
 
 
+@pytest.mark.slow
 def test_options_are_listed_without_the_extra():
     code = (
         "import sys; sys.modules |= dict.fromkeys(['optax', 'rich', 'tokenizers'])\n"

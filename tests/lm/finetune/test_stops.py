@@ -46,6 +46,7 @@ def stopped(run, monkeypatch):  # noqa: F811
     return stopped
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_saved_after_its_step(stopped, run, tmp_path):  # noqa: F811
     """Whatever it was doing. Checkpoints are counted from there; the resumed run is the uninterrupted one."""
     out, whole = tmp_path / "out", tmp_path / "whole"

@@ -111,6 +111,7 @@ def test_attention_by_a_kernel(adapted):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_arrays_beside_adapters_in_another_dtype():
     model = ql.loraify(
         decoder(), rank=2, trainable_token_indices=[3], modules_to_save=["norm"], key=jax.random.key(0)

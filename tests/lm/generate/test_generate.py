@@ -40,6 +40,7 @@ def run(capsys, *arguments):
     return status, out.out, out.err
 
 
+@pytest.mark.slow
 def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     status, out, told = run(capsys, "--model", checkpoint, "--prompt", "w5 w6 w7", "--max-new-tokens", 6)
     assert status == 0
@@ -181,6 +182,7 @@ def answer(talker, ids, new):
     return tokens[: ends[0]] if ends else tokens
 
 
+@pytest.mark.slow
 def test_a_message_is_answered_by_the_template(talker, capsys):
     status, out, _ = run(
         capsys, "--model", talker, "--message", "w5 w6", "--system", "w7", "--max-new-tokens", 4

@@ -28,6 +28,7 @@ def _file(name):
     return fixture(f"formats/gguf_whole/{_MODELS[name]['files'][0]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "qwen2_f32" else pytest.param(name, marks=pytest.mark.slow) for name in _MODELS]
 )

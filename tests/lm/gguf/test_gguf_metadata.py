@@ -9,6 +9,7 @@ import pytest
 from quaxlike import lm
 from quaxlike.files import CheckpointError
 from tests.fixtures import fixture
+from tests.samples import array
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = 4, 5, 6, 7, 8, 9, 10, 11, 12
@@ -106,7 +107,7 @@ def test_known_keys_have_the_types_of_the_format(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kinds", [[1, 6], (1, 6), np.array([1, 6]), np.array([1, 6], np.uint8), jnp.array([1, 6])]
+    "kinds", [[1, 6], (1, 6), np.array([1, 6]), np.array([1, 6], np.uint8), array([1, 6])]
 )
 def test_kinds_of_tokens_are_int32(kinds, tmp_path):
     key = "tokenizer.ggml.token_type"

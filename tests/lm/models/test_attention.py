@@ -10,21 +10,23 @@ import pytest
 
 from quaxlike.lm.models import attention_blocks
 from quaxlike.lm.models.attention import Sight, attend
-from tests.samples import normal
+from tests.samples import Lazy, array, normal
 
 HEADS, SHARED, SIZE = 4, 2, 8
 PADDED = np.arange(45) >= 7
-TEXTS = jnp.asarray(np.repeat([0, 1, 2], [11, 20, 14]), jnp.int32)
-SIGHTS = {
-    "all": Sight.of(jnp.ones(45, bool)),
-    "causal": Sight.of(jnp.ones(45, bool), after=0),
-    "window": Sight.of(jnp.ones(45, bool), before=9, after=0),
-    "near": Sight.of(jnp.asarray(PADDED), before=5, after=5),
-    "padded before": Sight.of(jnp.asarray(PADDED), after=0),
-    "padded after": Sight.of(jnp.asarray(PADDED[::-1].copy()), after=0),
-    "packed": Sight.of(jnp.ones(45, bool), after=0, texts=(TEXTS, TEXTS)),
-    "cached": Sight.of(jnp.arange(45) < 33, 20 + jnp.arange(13), after=0),
-}
+TEXTS = array(np.repeat([0, 1, 2], [11, 20, 14]), jnp.int32)
+SIGHTS = Lazy(
+    {
+        "all": lambda: Sight.of(array(np.ones(45, bool))),
+        "causal": lambda: Sight.of(array(np.ones(45, bool)), after=0),
+        "window": lambda: Sight.of(array(np.ones(45, bool)), before=9, after=0),
+        "near": lambda: Sight.of(array(PADDED), before=5, after=5),
+        "padded before": lambda: Sight.of(array(PADDED), after=0),
+        "padded after": lambda: Sight.of(array(PADDED[::-1]), after=0),
+        "packed": lambda: Sight.of(array(np.ones(45, bool)), after=0, texts=(TEXTS, TEXTS)),
+        "cached": lambda: Sight.of(array(np.arange(45) < 33), array(20 + np.arange(13)), after=0),
+    }
+)
 OPTIONS = {
     "plain": {},
     "softcap": {"softcap": 3.0},
@@ -47,7 +49,7 @@ def _forms(monkeypatch, f, *args):
     return out
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_by_blocks_it_is_the_same(sight, options, monkeypatch):
@@ -94,6 +96,7 @@ def test_divided_among_devices_it_is_the_same(sight, options, monkeypatch):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.slow
 def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     monkeypatch.setattr(attention_blocks, "_BLOCK", 16)
     operands = [jnp.stack([x, 2 * x]) for x in _operands(45, dtype="bfloat16")]
@@ -105,7 +108,7 @@ def test_by_blocks_in_a_batch_and_in_half_precision(monkeypatch):
     np.testing.assert_allclose(np.float32(by_blocks)[1, 7:], np.float32(at_once)[1, 7:], rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("softcap-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_one_query_sees_what_it_sees_among_others(options, dtype):
@@ -141,6 +144,7 @@ def _temporaries(tokens):
     return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_the_number_of_tokens():
     few, some, many = map(_temporaries, (2048, 8192, 32768))
     assert many <= 16 * few

@@ -14,11 +14,11 @@ from quaxlike.kernels import KernelFallbackWarning
 from quaxlike.lm.models import Decoder, DecoderConfig, attention_backend, attention_backends
 from quaxlike.lm.models.attention import attend
 from quaxlike.lm.models.attention_blocks import Sight
-from tests.samples import normal
+from tests.samples import array, normal
 
 TOKENS = 128
-SEEN = jnp.asarray((np.arange(TOKENS) >= 30) & (np.arange(TOKENS) < 120))
-TEXTS = jnp.asarray(np.arange(TOKENS) // 50, jnp.int32)
+SEEN = array((np.arange(TOKENS) >= 30) & (np.arange(TOKENS) < 120))
+TEXTS = array(np.arange(TOKENS) // 50, jnp.int32)
 REACHES = {
     "causal": {"after": 0},
     "window": {"before": 20, "after": 0},
@@ -69,6 +69,7 @@ def test_splash_attention(reach, options):
     _assert_as_by_blocks("splash", Sight.of(SEEN, **REACHES[reach], texts=texts), **OPTIONS[options])
 
 
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("reach", [name for name in REACHES if name != "near"])
 def test_cudnn_is_asked_for_the_same(reach, monkeypatch):
     """By JAX's own form of the function that calls cuDNN."""
@@ -107,11 +108,17 @@ CASES = {
     "size": ("cudnn", {"size": 12}, {}, "heads of a multiple of 8"),
     "texts": ("cudnn", {}, {"texts": (TEXTS, TEXTS)}, "does not tell texts in a row apart"),
     "near": ("cudnn", {}, REACHES["near"], "windows before a token alone"),
-    "places": ("splash", {}, {"places": jnp.arange(TOKENS)}, "must be known when the program is traced"),
+    "places": (
+        "splash",
+        {},
+        {"places": array(np.arange(TOKENS))},
+        "must be known when the program is traced",
+    ),
     "tokens": ("splash", {"tokens": 100}, {}, "a multiple of 128 tokens"),
 }
 
 
+@pytest.mark.quick("texts", "near", "places")
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_kernel_does_not_take_is_told(name, monkeypatch):
     backend, operands, sight, reason = CASES[name]

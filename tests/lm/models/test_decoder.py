@@ -31,7 +31,7 @@ def logits_of(model, z):
         return jax.jit(run)(model, z["input_ids"], z["attention_mask"].astype(bool))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("llama_llama3")
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -49,6 +49,7 @@ def test_configurations_of_transformers_4_say_the_same(name, tmp_path):
     assert DecoderConfig.from_json(config) == DecoderConfig.from_json(old)
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_chose_has_no_gradient():
     """Not even what rounding leaves: Adam would make a whole step of it."""
     config = DecoderConfig.from_json(SHARED | {
@@ -99,6 +100,7 @@ def test_experts_of_4_bits_stand_for_what_transformers_makes_of_them(name):
         np.testing.assert_array_equal(ql.materialise(arrays[key]), z[f"dequant::{key}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_llama3", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_quantised_as_they_are_read(name):
     z, q = expected(name), expected(name, "nf4.npz")
@@ -134,6 +136,7 @@ def test_experts_are_quantised_in_their_stacks(name):
     agree(logits_of(model, z)[z["valid"]], dense[z["valid"]])
 
 
+@pytest.mark.slow
 def test_each_device_gets_its_part():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     model, _ = load(folder("gemma3"), quantize={"scheme": "nf4", "block_size": 32}, mesh=mesh)
@@ -158,6 +161,7 @@ def test_scanned_layers(name):
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.slow
 def test_no_module_is_written_out_to_name_it(monkeypatch):
     """JAX names a function that has no name by its `repr`, which for a module is one of all its arrays."""
     model, _ = load(folder("qwen2"))
@@ -169,6 +173,7 @@ def test_no_module_is_written_out_to_name_it(monkeypatch):
     jax.eval_shape(jax.grad(lambda model: jnp.sum(model(jnp.arange(5), jnp.ones(5, bool)))), model)
 
 
+@pytest.mark.slow
 def test_one_array_for_tied_layers():
     model, _ = load(folder("qwen2"))
     assert "lm_head.weight" not in named_arrays(model)
@@ -197,7 +202,7 @@ def test_an_output_layer_that_is_tied_becomes_one_of_its_own(options):
     agree(ql.quaxify(moved)(ids, seen), wanted, 1e-4)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize(
     "options",
     [
@@ -372,7 +377,7 @@ def test_made_anew():
     assert jax.eval_shape(make).shape == (3, 11)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pooled", [False, True])
 def test_an_untied_output_layer_may_be_missing_where_texts_are_embedded(pooled, tmp_path):
     """Its hidden states are those of the whole model; there are no logits."""

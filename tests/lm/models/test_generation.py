@@ -27,6 +27,7 @@ def qwen2():
     return load(folder("qwen2"))[0], expected("qwen2")["greedy_prompt_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -115,6 +116,7 @@ def test_all_is_compiled_before_the_first_token(qwen2):
     assert len(compiled) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["list", pytest.param("stacked", marks=pytest.mark.slow)])
 def test_the_cache_is_written_in_place(form, qwen2):
     model, _ = qwen2
@@ -156,6 +158,7 @@ def test_a_single_text_costs_what_the_decoder_does(cache, qwen2):
         assert found[figure] == pytest.approx(wanted[figure], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_tokens_are_told_as_they_come(qwen2, monkeypatch):
     """Each while the step behind it runs."""
     model, ids = qwen2
@@ -344,6 +347,7 @@ def test_a_conversation_runs_only_what_is_new(widths):
     assert widths == [64, 1, 16, 1]
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversation_goes_on(monkeypatch):
     model, _ = load(folder("qwen2"))
     conversation = Conversation(model)
@@ -469,6 +473,7 @@ def test_caches_that_do_not_exist(qwen2):
         generate(*qwen2, max_new_tokens=1, cache="int9")
 
 
+@pytest.mark.quick("96", "7")
 @pytest.mark.parametrize("size", [64, 96, 7])
 def test_rotated_keys(size):
     """Products stay the same, and an element that is much larger than the others is spread over all."""
@@ -480,6 +485,7 @@ def test_rotated_keys(size):
         assert float(jnp.max(jnp.abs(rotate(large)))) == pytest.approx((size & -size) ** -0.5)
 
 
+@pytest.mark.slow
 def test_rotated_keys_lose_less():
     """If one element of all keys is large, as in models."""
     key, query = normal(32, 64, seed=1).at[:, 3].mul(30), normal(8, 64, seed=2)

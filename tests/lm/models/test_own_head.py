@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,8 +12,9 @@ from quaxlike.lm import load, loading, save
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import MODELS, folder
 from tests.lm.models.made import checkpoint
+from tests.samples import array
 
-_IDS, _SEEN = jnp.arange(5, 15), jnp.ones(10, bool)
+_IDS, _SEEN = array(np.arange(5, 15)), array(np.ones(10, bool))
 _WARNING = r"config\.json ties the output layer .* Its lm_head\.weight is the output layer, untied"
 
 
@@ -36,6 +36,7 @@ def _one_row_differs(w):
     return out
 
 
+@pytest.mark.quick("gemma3-True-flipud")
 @pytest.mark.parametrize(
     ("name", "explicit", "change"),
     [
@@ -72,6 +73,7 @@ def test_an_equal_output_layer_stays_tied(tmp_path):
     assert "tie_word_embeddings" not in config
 
 
+@pytest.mark.slow
 def test_it_is_kept_in_gguf_and_from_there(tmp_path):
     """A file of llama.cpp beside a configuration that knows nothing of its output layer."""
     base, mixed = tmp_path / "base", tmp_path / "mixed"

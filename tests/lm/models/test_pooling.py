@@ -2,17 +2,16 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from quaxlike.files import CheckpointError
 from quaxlike.lm.finetune.tasks import Pairs
 from quaxlike.lm.models import Pooling, mean_pooled
-from tests.samples import normal
+from tests.samples import array, normal
 
 X = normal(5, 3)
-SEEN = jnp.array([False, True, True, True, False])
+SEEN = array([False, True, True, True, False])
 _OURS = np.asarray(X)[1:4]
 EXPECTED = {
     "cls": _OURS[0],

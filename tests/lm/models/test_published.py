@@ -16,6 +16,7 @@ _CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "gptq_v2_qwen2" else pytest.param(n, marks=pytest.mark.slow) for n in _CASES]
 )

@@ -19,6 +19,7 @@ FEW = ["gemma3", "mixtral"]
 MORE = [name for name in MODELS if name not in FEW]
 
 
+@pytest.mark.quick("mixtral")
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_what_was_read_is_written_again(name, tmp_path):
     model, config = load(folder(name))
@@ -60,6 +61,7 @@ def test_a_merged_adapter_gives_the_logits_of_peft(tmp_path):
     agree(logits[z["valid"]], wanted[z["valid"]])
 
 
+@pytest.mark.slow
 def test_an_output_layer_of_its_own(tmp_path):
     model, _ = load(folder("gemma3"))
     save(tmp_path, model.with_separate_head(), folder("gemma3"))
@@ -68,6 +70,7 @@ def test_an_output_layer_of_its_own(tmp_path):
     np.testing.assert_array_equal(again.lm_head.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
@@ -92,6 +95,7 @@ def test_quantised_weights(scheme, method, tmp_path):
         np.testing.assert_array_equal(*(ql.materialise(x) for x in (found, leaf)))
 
 
+@pytest.mark.quick("qwen2")
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_names_of_a_decoder_without_its_output_layer(name, tmp_path):
     """As in Qwen3-Embedding and in OpenAI's GPT-2: they are written again without the prefix."""
@@ -123,7 +127,7 @@ def test_a_checkpoint_in_several_files_is_not_written_over(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_a_checkpoint_over_another_is_one_of_them(n, tmp_path, monkeypatch):
     """However many files were replaced before the process was killed."""

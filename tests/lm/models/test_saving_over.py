@@ -40,6 +40,7 @@ def _owners(folder):
     return {name: x["of"] if isinstance(x, dict) else x for name, x in found.items()}
 
 
+@pytest.mark.slow
 def test_nothing_of_another_model_stays(model, tmp_path):
     a = _source(tmp_path / "a", "a", [*_MINE, *_TEMPLATES])
     b = _source(tmp_path / "b", "b", _MINE[:2])
@@ -110,6 +111,7 @@ def _stop_at(monkeypatch, n):
         monkeypatch.setattr(os, name, stopping(getattr(os, name)))
 
 
+@pytest.mark.slow
 def test_weights_never_lie_beside_the_tokeniser_of_others(model, tmp_path, monkeypatch):
     a = _source(tmp_path / "a", "a", [*_MINE, *_TEMPLATES])
     b = _source(tmp_path / "b", "b", [*_MINE, "merges.txt"])

@@ -80,6 +80,7 @@ def _kinds(path):
     return {name: tensor.kind for name, tensor in open_gguf(path)._tensors.items()}
 
 
+@pytest.mark.slow
 def test_the_factor_of_yarn_is_told(checkpoint, tmp_path):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 2.0}
     source, model = checkpoint("llama_yarn", rope_parameters=yarn)
@@ -107,6 +108,7 @@ def test_types_of_tensors(quantize, kind, output, checkpoint, tmp_path):
         np.testing.assert_allclose(found, leaf, atol=0.15 * float(jnp.abs(leaf).max()) + 1e-6, err_msg=key)
 
 
+@pytest.mark.slow
 def test_the_dtype_that_a_model_computes_in(checkpoint, tmp_path):
     source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
     save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q8_0")
@@ -146,7 +148,7 @@ def test_stacks_of_experts_are_cut_in_two(name, checkpoint, tmp_path):
         np.testing.assert_allclose(leaf, wanted[key], atol=2e-7, err_msg=key)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_oss", *LIKE])
 def test_the_configuration_is_the_same(name, checkpoint, tmp_path):
     """Read again: every option that computations depend on, and all arrays."""
@@ -187,6 +189,7 @@ def test_experts_of_mxfp4_keep_their_codes(checkpoint, tmp_path):
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
 
 
+@pytest.mark.slow
 def test_quantised_models(checkpoint, tmp_path):
     """Weights of other types are rounded to the file's; its own stay as they are; adapters are refused."""
     source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
@@ -256,7 +259,7 @@ _PLACES = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("llama_llama3", "smollm3")
 @pytest.mark.parametrize(
     "name",
     [x for x in MODELS if x in ("llama_llama3", "phi3") or not x.startswith(("llama", "phi3", "gpt"))]

@@ -5,7 +5,6 @@ import shutil
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,9 +15,9 @@ from quaxlike.lm.models import Bert, BertConfig, BertForSequenceClassification
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
 from tests.lm.models.fixtures import folder
-from tests.samples import normal
+from tests.samples import array, normal
 
-IDS, SEEN = jnp.arange(6), jnp.ones(6, bool)
+IDS, SEEN = array(np.arange(6)), array(np.ones(6, bool))
 
 
 def logits(model):
@@ -84,6 +83,7 @@ def test_a_special_token_that_is_left_out_is_refused(tmp_path):
         save(tmp_path / "out", resize_vocabulary(base, 2), folder("qwen2"))
 
 
+@pytest.mark.slow
 def test_an_output_layer_that_was_tied(tmp_path):
     base, _ = load(folder("llama_llama3"))
     tied = eqx.tree_at(lambda model: model.lm_head, base, None)
@@ -147,7 +147,7 @@ def _moved(x):
     return x
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -181,6 +181,7 @@ def test_a_trained_token_that_is_left_out_is_refused():
         resize_vocabulary(_adapted("rows"), 50)
 
 
+@pytest.mark.slow
 def test_adapters_of_other_types_say_how_they_change():
     class Shifted(ql.AdaptedArray):
         shift: jax.Array
@@ -202,7 +203,7 @@ def test_adapters_of_other_types_say_how_they_change():
         resize_vocabulary({"embed_tokens.weight": Shifted(x.w, x.shift)}, 9)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [("nf4", {"block_size": 32}), ("nf4", {"double_quant": True}), ("q8_0", {}), ("int8", {})],
@@ -223,6 +224,7 @@ def test_rows_of_quantised_embeddings_keep_their_codes(scheme, options):
         assert np.abs(ql.materialise(x)[96:] - mean).max(initial=0) <= 0.2 * np.abs(mean).max()
 
 
+@pytest.mark.slow
 def test_stacked_layers_and_encoders():
     base, _ = load(folder("qwen2"))
     model = resize_vocabulary(base.stacked(), 110)

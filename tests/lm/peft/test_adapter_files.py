@@ -9,9 +9,9 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.surgery.trees import named_arrays
-from tests.samples import drawn, normal
+from tests.samples import drawn, normal, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 64, 32, 32, depth=1, key=KEY)
 
 

@@ -61,6 +61,7 @@ def test_the_adapter_is_the_old_one_or_the_new_one(n, found, tmp_path, stopping,
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
+@pytest.mark.slow
 def test_an_adapter_that_others_write_afterwards(tmp_path, stopping, monkeypatch):
     mlp, old = adapted(2, 4.0)
     _, new = adapted(3, 64.0)

@@ -12,9 +12,9 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.lm import peft
 from quaxlike.surgery.trees import named_arrays, replace
-from tests.samples import drawn
+from tests.samples import array, drawn, random_key
 
-KEY = jax.random.key(0)
+KEY = random_key(0)
 RANK, ALPHA = 3, 12
 
 
@@ -64,11 +64,11 @@ OPTIONS = {
     "dora": {"dora": True},
     "ranks": {"rank_pattern": {"lin.1": 5}, "alpha_pattern": {"lin.0": 2}},
     "head": {"modules_to_save": ["conv"]},
-    "bfloat16": {"base": jax.tree.map(lambda x: x.astype(jnp.bfloat16), NET)},
+    "bfloat16": {"base": jax.tree.map(lambda x: array(x, jnp.bfloat16), NET)},
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_round_trip_is_the_identity(init, options, tmp_path):
@@ -125,6 +125,7 @@ def test_conversion_to_an_adapter_of_the_base_as_it_was(init, tmp_path):
         assert_same(again, model)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_saved_as_well(tmp_path):
     for number, init in enumerate(["pissa", "pissa_niter_2", ql.loftq("int8")]):
         model = adapted(init)
@@ -136,6 +137,7 @@ def test_a_base_that_is_saved_as_well(tmp_path):
         assert_same(again, model)
 
 
+@pytest.mark.slow
 def test_the_record_is_in_native_files(tmp_path):
     model = adapted("pissa")
     safetensors.save(tmp_path / "model.safetensors", model)
@@ -145,6 +147,7 @@ def test_the_record_is_in_native_files(tmp_path):
     assert config(tmp_path)["init_lora_weights"] == "pissa"
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     "model",
     [
@@ -183,6 +186,7 @@ def test_a_base_that_does_not_fit_the_adapter(tmp_path):
             peft.save_adapter(tmp_path / "adapter", model, base=base)
 
 
+@pytest.mark.quick("orthogonal", "Gaussian", "eva", "True", "False")
 @pytest.mark.parametrize("init", ["mica", "orthogonal", "Gaussian", "eva", True, False])
 def test_initialisations_that_leave_the_base_alone(init, tmp_path):
     peft.save_adapter(tmp_path, model := adapted("gaussian"))
@@ -220,6 +224,7 @@ def test_a_base_that_pissa_cannot_be_taken_from(tmp_path):
         peft.load_adapter(tmp_path, NET)
 
 
+@pytest.mark.slow
 def test_embeddings_are_left_alone(tmp_path):
     """As PEFT does, whatever the initialisation."""
     peft.save_adapter(tmp_path, model := adapted("gaussian", where=["embed"]))

@@ -19,7 +19,7 @@ from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft
 from quaxlike.lm.peft.config import BY_TYPE as METHODS
 from quaxlike.surgery.trees import layer_of, named_arrays, replace
-from tests.samples import drawn
+from tests.samples import drawn, random_key
 
 from ...fixtures import fixture, has_fixture
 from ...samples import normal
@@ -118,7 +118,7 @@ def _cases():
             yield pytest.param(method, case, id=case, marks=() if case in FAST else pytest.mark.slow)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("llama/lokr", "llama/delora", "llama/randlora")
 @pytest.mark.parametrize("case", [cases[0] for cases in CASES.values()])
 def test_layers_compute_what_those_of_peft_compute(case):
     folder = fixture(f"peft_methods/{case}")
@@ -131,6 +131,7 @@ def test_layers_compute_what_those_of_peft_compute(case):
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "case"), list(_cases()))
 def test_computes_what_peft_computes(method, case, tmp_path):
     kind = case.partition("/")[0]
@@ -280,7 +281,7 @@ def _with_gradients(model, grads):
 
 # What is refused ----------------------------------------------------------------------------------
 
-MLP = drawn(eqx.nn.MLP, 8, 8, 8, depth=1, key=jax.random.key(0))
+MLP = drawn(eqx.nn.MLP, 8, 8, 8, depth=1, key=random_key(0))
 
 
 def _adapted(make, model=MLP, **options):
@@ -389,9 +390,7 @@ def test_factors_of_a_bias_that_were_trained_apart(tmp_path):
     assert ql.trainable(model).bias.factor
 
 
-ALORA = functools.partial(
-    ql.loraify, rank=2, where=["layers.0"], invocation_tokens=(3, 4), key=jax.random.key(0)
-)
+ALORA = functools.partial(ql.loraify, rank=2, where=["layers.0"], invocation_tokens=(3, 4), key=random_key(0))
 
 
 @pytest.mark.parametrize(

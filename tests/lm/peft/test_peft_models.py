@@ -30,7 +30,7 @@ QUICK = ["qwen3_moe/experts_down_only_rslora", "qwen2/embed_lora_tied"]
 WRITTEN_OTHERWISE = ("embed_lora", "embed_lora_tied", "legacy_per_expert")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
@@ -58,7 +58,7 @@ def test_logits_are_those_of_peft_and_survive_saving(case, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("qwen3_moe/all_linear")
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(WRITTEN_OTHERWISE)])
 def test_files_are_those_of_peft(case, tmp_path):
     base, _ = load(folder(case.partition("/")[0]))
@@ -115,6 +115,7 @@ def test_adapters_of_single_experts(tmp_path):
         peft.load_adapter(tmp_path, base)
 
 
+@pytest.mark.slow
 def test_modules_do_not_name_stacks_of_experts(tmp_path):
     """PEFT's usual names for Qwen2-MoE: the layers of the shared experts alone, since experts are parameters;
     and with adapters of single experts, as for transformers 4."""
@@ -158,6 +159,7 @@ def test_all_linear_layers_and_experts(tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_in_the_file_too(tmp_path):
     base, _ = load(folder("qwen2"))
     model = ql.loraify(base, rank=2, where=["embed_tokens"], init="gaussian", key=jax.random.key(0))
@@ -170,6 +172,7 @@ def test_a_tied_head_is_in_the_file_too(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["ensure_weight_tying"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"where": ["lm_head"]}, {"where": ["q_proj"], "modules_to_save": ["lm_head"]}]
 )
@@ -193,6 +196,7 @@ def test_experts_that_differ_in_shape(tmp_path):
         peft.load_adapter(adapter(QUICK[0]), model)
 
 
+@pytest.mark.slow
 def test_trained_tokens_of_a_table_that_is_no_layer(tmp_path):
     """Rows of any matrix, whatever its name says of it."""
     draw = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
@@ -215,6 +219,7 @@ _BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", _BODIES)
 def test_names_of_embedding_models(architecture, tmp_path):
     """PEFT puts an adapter for feature extraction on `AutoModel`, whose names are those of the body alone."""
@@ -229,6 +234,7 @@ def test_names_of_embedding_models(architecture, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
 
 
+@pytest.mark.slow
 def test_names_of_a_model_of_ones_own(tmp_path):
     """Those that it has, as PEFT keeps the names of a module that it wraps."""
     base = {"model": eqx.nn.MLP(4, 4, 8, depth=1, key=jax.random.key(0))}

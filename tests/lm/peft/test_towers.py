@@ -65,6 +65,7 @@ def _renamed(adapter, out, change, **more):
     return out
 
 
+@pytest.mark.slow
 def test_names_are_those_of_the_whole_model(whole, tmp_path):
     model, _ = load(whole)
     adapted = _adapted(model, where=["q_proj", "down_proj"]).stacked()
@@ -98,6 +99,7 @@ def test_the_names_of_transformers_4_and_of_models_without_head_are_read(whole, 
     _same(peft.load_adapter(tmp_path / "bare", model), adapted)
 
 
+@pytest.mark.slow
 def test_the_output_layer_has_its_name(whole, tmp_path):
     model, _ = load(whole)
     adapted = _adapted(model.with_separate_head(), where=["lm_head", "q_proj"])
