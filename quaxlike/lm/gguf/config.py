@@ -81,7 +81,7 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
-_MOST_LAYERS = 1 << 16  # far beyond any model, so that a damaged number takes no memory
+_LARGEST = 1 << 16  # far beyond any number of layers or size of heads, so that damaged ones take no memory
 # Keys that are read beside the numbers.
 _OTHERS = (
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
@@ -125,7 +125,7 @@ def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) 
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
         return {"layer_types": [_TYPES[bool(x)] for x in found]}
     if type(found) is int:
-        if type(layers) is not int or not 0 <= layers < _MOST_LAYERS:
+        if type(layers) is not int or not 0 <= layers < _LARGEST:
             raise file_error(
                 path, f"{prefix}block_count", f"expected the number of layers; found {quoted(layers)}"
             )
@@ -150,7 +150,7 @@ def _rope(
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
     if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
-        if not partial:
+        if not partial and size < _LARGEST:  # a damaged size is told where sizes are
             key, name = f"{prefix}rope.dimension_count", config["model_type"]
             raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
