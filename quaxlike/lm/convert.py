@@ -30,14 +30,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
         from ..files.errors import CheckpointError
         from ..surgery.merge import merge
         from ..surgery.quantize import quantize
+        from .adapter_folder import read_adapter
         from .folders.model_config import UnsupportedConfigError
         from .loading import load, save
-        from .peft import load_adapter
     to_gguf = arguments.target.suffix == ".gguf"
     try:
         model, _ = load(arguments.source)
         if arguments.adapter is not None:
-            model = merge(load_adapter(arguments.adapter, model))
+            model = merge(read_adapter(arguments.adapter, model))
         if arguments.quantize is not None and not to_gguf:
             model = quantize(model, arguments.quantize)
         save(

@@ -41,8 +41,8 @@ class Gguf:
     biases: bool = False
     """Whether layers may have biases, as `attention_bias` and `mlp_bias` say. Otherwise llama.cpp takes what
     `config` says, or none."""
-    partial: bool = False
-    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
+    square: bool = False
+    """Whether all heads together must be as wide as the model."""
     yarn: bool = False
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
@@ -77,13 +77,15 @@ class Family:
     tied: bool = False
     """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
 
-    windows: int | Literal["upper"] | None = None
+    windows: int | Literal["upper", "lower"] | None = None
     """Which layers see only a window: all but every n-th (0: all of them), those from `max_window_layers` on
-    ("upper"), or none. `layer_types` overrides it."""
+    ("upper"), every other one before that ("lower"), or none. `layer_types` overrides it."""
     window_switch: bool = False
     """Whether windows are off unless `use_sliding_window` is set."""
     plain_windows: bool = False
     """Whether rotations in layers with a window are never scaled for longer texts."""
+    partial: bool = False
+    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
     unrotated: int = 0
     """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
     `no_rope_layers` overrides it."""
@@ -97,6 +99,8 @@ class Family:
     interleaved: bool = False
     """Whether gates and values of experts alternate, and are clamped."""
 
+    entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
+    """Those of `OF_FEW` that its models depend on. In its files, the others have no effect."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The family's names for entries of `config.json`, by their usual names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -134,6 +138,15 @@ class Family:
         }
 
 
+_SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+#: Entries of `config.json` that the models of some families alone depend on.
+OF_FEW = (
+    *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
+    *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
+)
+
 _WINDOW = "attention.sliding_window"
 _GEMMA_KEYS = {
     _WINDOW: "sliding_window",
@@ -155,9 +168,15 @@ _GEMMA = Family(
     ),
     defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
     required={"use_bidirectional_attention": (None, False)},
+    entries=("attention_bias", "query_pre_attn_scalar", *_SOFTCAPPING),
 )  # fmt: skip
 _QWEN = Family(
-    qkv_bias=True, output_bias=False, windows="upper", window_switch=True, gguf=Gguf("qwen2", "qwen2")
+    qkv_bias=True,
+    output_bias=False,
+    windows="upper",
+    window_switch=True,
+    entries=(),
+    gguf=Gguf("qwen2", "qwen2", square=True),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -166,20 +185,20 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("llama", "llama", permuted=True, biases=True),
     ),
     "MistralForCausalLM": Family(
-        windows=0, defaults={"sliding_window": 4096},
+        windows=0, entries=(), defaults={"sliding_window": 4096},
         gguf=Gguf("llama", "mistral", permuted=True, biases=True),
     ),
     "Qwen2ForCausalLM": _QWEN,
     "Qwen3ForCausalLM": dataclasses.replace(
         _QWEN, qkv_bias=None, output_bias=None, qk_norm="heads", defaults={"head_dim": 128},
-        gguf=Gguf("qwen3", "qwen3"),
+        entries=("attention_bias",), gguf=Gguf("qwen3", "qwen3"),
     ),
     "Gemma2ForCausalLM": dataclasses.replace(
         _GEMMA, defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         gguf=Gguf("gemma2", "gemma2", keys=_GEMMA_KEYS, output="tied", large=46),
     ),
     "Gemma3ForCausalLM": dataclasses.replace(
-        _GEMMA, qk_norm="heads", windows=6,
+        _GEMMA, qk_norm="heads", windows=6, entries=(*_GEMMA.entries, "sliding_window_pattern"),
         defaults={
             **_GEMMA.defaults, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "vocab_size": 262208,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -188,26 +207,30 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
     ),
     "Phi3ForCausalLM": Family(
-        fused=True, windows=0, qkv_bias=False, output_bias=False,
-        gguf=Gguf("phi3", "phi3", partial=True, keys={
+        fused=True, windows=0, qkv_bias=False, output_bias=False, partial=True, entries=(),
+        gguf=Gguf("phi3", "phi3", square=True, keys={
             "rope.scaling.original_context_length": "original_max_position_embeddings"
         }),
     ),
     "MixtralForCausalLM": Family(
         windows=0, experts="out_in", expert_files=("w1", "w3", "w2"), files={"mlp": "block_sparse_moe"},
+        entries=(),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
         gguf=Gguf("llama", "mixtral", marker="expert_count", keys=_EXPERT_KEYS, permuted=True, biases=True),
     ),
     "Qwen2MoeForCausalLM": dataclasses.replace(
-        _QWEN, experts="out_in", required={"qkv_bias": True},
-        gguf=Gguf("qwen2moe", "qwen2_moe", keys=_EXPERT_KEYS, output="own")
+        _QWEN, experts="out_in", required={"qkv_bias": True}, windows="lower",
+        entries=(*_SPARSE, "shared_expert_intermediate_size"),
+        gguf=Gguf("qwen2moe", "qwen2_moe", square=True, keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="heads", windows=0, window_switch=True, experts="out_in",
+        entries=("attention_bias", *_SPARSE),
         gguf=Gguf("qwen3moe", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}),
     ),
     "GptOssForCausalLM": Family(
         windows=2, sinks=True, experts="in_out", router="router", expert_bias=True, interleaved=True,
+        entries=("attention_bias", "swiglu_limit"),
         defaults={"attention_bias": True, "norm_topk_prob": True, "head_dim": 64, "sliding_window": 128},
         required={"swiglu_alpha": 1.702},
         gguf=Gguf(
@@ -220,19 +243,22 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Olmo2ForCausalLM": Family(
-        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        gguf=Gguf("olmo2", "olmo2", output="own"),
+        qk_norm="whole", entries=("attention_bias",),
+        norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        gguf=Gguf("olmo2", "olmo2", square=True, output="own"),
     ),
     "Olmo3ForCausalLM": Family(
-        qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        qk_norm="whole", entries=("attention_bias",),
+        norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         windows=4, plain_windows=True,
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         gguf=Gguf(
-            "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"},
+            "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"}, square=True,
             output="own",
         ),
     ),
     "GraniteForCausalLM": Family(
+        entries=("attention_bias", "mlp_bias", *_MULTIPLIERS),
         defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0},
         gguf=Gguf(
             "granite", "granite", permuted=True, biases=True, config={"attention_multiplier": 0},
@@ -247,7 +273,7 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("smollm3", "smollm3", permuted=True),
     ),
     "Ministral3ForCausalLM": Family(
-        windows=0, defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
+        windows=0, entries=(), defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         }},
@@ -259,6 +285,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
         activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
         norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
+        entries=(),
         renamed={
             "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
             "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",

@@ -11,7 +11,7 @@ from typing import Any
 from ..files.errors import CheckpointError, quoted
 from .folders.companions import named_ends
 from .text import TextTokenizer
-from .tokenizer import read_special_tokens
+from .tokenizer import read_special_tokens, read_templates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Marks:
     end: list[int]
     """What the tokeniser puts after a text."""
     ends: list[int]
-    """The tokens that end what a model writes. It learns the first."""
+    """The tokens that end what a model writes. It learns the first, but for answers."""
+    answer: list[int]
+    """The token that the chat template writes after an answer; none if it writes no special one."""
     differ: str = ""
     """What to tell the user if files do not agree about the ends."""
 
@@ -56,17 +58,20 @@ class Marks:
                 f"Warning: the files of {folder} name different tokens that end a text: {found}. Those of "
                 f"{first} count, and {ends[0]} is the one that is learned."
             )
-        return cls(begin, end, ends, differ)
+        return cls(begin, end, ends, _end_of_answers(tokenizer, folder), differ)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
         """A prompt: with the marks of its beginning, unless it brings them, and none of an end."""
         own = next((n for n in range(len(self.begin), 0, -1) if [*ids[:n]] == self.begin[-n:]), 0)
         return [*self.begin[: len(self.begin) - own], *ids]
 
-    def finished(self, ids: Sequence[int]) -> list[int]:
-        """A text that a model learns to end, unless it brings its end."""
+    def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
+        """A text that a model learns to end, unless it brings its end. An answer ends as the chat template
+        ends one, if the model stops there: Llama 3.1's at `<|eot_id|>`, the last of three."""
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]
+        if answer and self.answer and self.answer[0] in self.ends:
+            return [*ids, *self.answer]
         usual = self.end if self.end[-1:] and self.end[-1] in (self.ends or self.end) else self.ends[:1]
         return [*ids, *usual]
 
@@ -78,3 +83,20 @@ class Marks:
         ids = self.begun(ids)
         room = max(0, most - len(self.end))
         return [*ids[:room], *self.end], len(ids) > room
+
+
+def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
+    """The special token that the chat template writes after an answer, if it does."""
+    if "default" not in read_templates(folder)[0]:
+        return []
+    try:
+        from .chat import ChatTemplate  # here, since texts need no jinja2
+
+        text, spans = ChatTemplate(folder).learned(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        )
+    except (ModuleNotFoundError, CheckpointError, ValueError):  # the template takes other conversations
+        return []
+    start, end = spans[-1]
+    ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids
+    return [token for token in ids[:1] if not tokenizer.decode([token])]

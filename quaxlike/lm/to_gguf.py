@@ -14,7 +14,7 @@ from .families import FAMILIES
 from .gguf.config import config_of, metadata_of, rope_tensors
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
-from .gguf.tokenizer import vocabulary_of
+from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
 from .gguf.writer import TYPES, write
 from .models.decoder_config import DecoderConfig
 from .models.rope import Rope
@@ -94,6 +94,9 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
 def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    from .marks import Marks  # here, since readers of other formats need no tokenizers
+    from .text import TextTokenizer
+
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:
@@ -107,7 +110,12 @@ def _of_folder(
         raise CheckpointError(f"{source}: {error}") from None
     ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
     rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
-    keys |= vocabulary_of(source, config, rows, *read_templates(source))
+    templates, special = read_templates(source)
+    vocabulary = vocabulary_of(source, config, rows, templates, special)
+    marks = Marks.of(TextTokenizer(source), source, config)
+    keys |= vocabulary | ends_in_vocabulary(
+        source, vocabulary, special.get("eos_token"), marks.ends, marks.answer
+    )
     return {"general.type": "model", **keys}, factors
 
 

@@ -1,6 +1,7 @@
 """`loraify`: puts adapters on a model's weights."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from ..core.values import materialise
 from .adapt import adapters_on, weights_to_adapt
 from .records import Layouts
 from .select import Where
-from .trees import bias_of, layer_of, map_arrays, named_arrays, replace, suggestion
+from .trees import bias_of, layer_of, listing, map_arrays, named_arrays, replace, suggestion
 
 _OPTIONS = ("rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "bias", "invocation_tokens")
 _FLAGS = ("rslora", "dora", "lora_bias", "train_base")
@@ -57,7 +58,7 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
-    - `rank`: of the adapters.
+    - `rank`: of the adapters. A rank above both sizes of a weight is taken, as in PEFT, with a warning.
     - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
     - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -126,9 +127,13 @@ def loraify(
     arrays = {name: record.array for name, record in targets.items()}
     checked_patterns("rank_pattern", rank_pattern, arrays)
     checked_patterns("alpha_pattern", alpha_pattern, arrays)
+    above: dict[str, Any] = {}
 
     def made(name: str, w: Any, layout: Layout, key: Any) -> LoraArray:
         r = value_for(rank_pattern, layer_of(name), rank)
+        shape, batch = tuple(w.shape), len(layout.batch_shape(tuple(w.shape)))
+        if all(r > math.prod(sizes(shape)[batch:]) for sizes in (layout.out_shape, layout.in_shape)):
+            above[name] = w
         lora = blank(
             w, layout, r, dtype=dtype,
             alpha=value_for(alpha_pattern, layer_of(name), r if alpha is None else alpha),
@@ -138,6 +143,13 @@ def loraify(
         return with_magnitude(lora) if dora else lora
 
     adapters = adapters_on(targets, key, made)
+    if above:
+        warnings.warn(
+            f"The rank is above both sizes of {listing(above)}: such an adapter has more parameters than "
+            "the weight, and changes it no further than a smaller one. Set a lower `rank`, or one for these "
+            "alone in `rank_pattern`.",
+            stacklevel=3,  # beyond `checked`
+        )
     extras = with_trained_extras(replace(model, adapters), adapters, saved, bias, lora_bias)
     if not invocation_tokens:
         return extras

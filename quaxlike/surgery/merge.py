@@ -31,7 +31,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     **Returns:**
 
     A model of the same structure as before it was adapted. A quantised weight is quantised again, with a
-    warning if `exact` lacks it, since that rounds what the adapter has learned.
+    warning if `exact` lacks it, since that rounds what the adapter has learned. A model without adapters is
+    returned as it is, with a warning.
 
     **Raises:**
 
@@ -50,6 +51,12 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     """
     requantised: list[str] = []
     adapted = {name: leaf for name, leaf in named_arrays(model).items() if isinstance(leaf, AdaptedArray)}
+    if not adapted:
+        warnings.warn(
+            "merge found no adapters in the model, and returns it as it is. They are there after `loraify`, "
+            "`adapt` or `load_adapter`, until they are merged.",
+            stacklevel=3,  # beyond `checked`
+        )
     out = replace(model, map_arrays(lambda name, x: _merged(name, x, requantised, exact or {}), adapted))
     if requantised:
         warnings.warn(

@@ -159,6 +159,13 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
     return chosen
 
 
+def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
+    """The weights that "all-linear" leaves out, and that could be named."""
+    chosen = {*_all_linear(records, records)}
+    weights = {name: record.array for name, record in records.items() if record.layout is not None}
+    return {name: array for name, array in weights.items() if name not in chosen}
+
+
 def output_layer(records: Mapping[str, Record]) -> list[str]:
     """Returns the weights of the output head; for a tied head, the embedding; none if there is neither."""
     matrices = [name for name, record in records.items() if record.layout is not None]
@@ -190,7 +197,15 @@ def select_matrices(
         raise ValueError(
             f"`where` selects no weight of two or more axes and floating-point dtype, only {found}."
         )
-    matrices = {name: record for name, record in matrices.items() if name not in excluded}
-    if not matrices:
-        raise ValueError("`exclude` leaves nothing of what `where` selects.")
-    return matrices
+    kept = {name: record for name, record in matrices.items() if name not in excluded}
+    if not kept:
+        taken = listing({name: record.array for name, record in matrices.items()})
+        others = _not_selected(records) if where == "all-linear" else {}
+        hint = (
+            "'all-linear' takes no convolutions, embeddings, routers and output layers; name in `where` what "
+            f"you want of them: {listing(others)}."
+            if others
+            else "Exclude fewer of them, or name others in `where`."
+        )
+        raise ValueError(f"`exclude` leaves nothing of what `where` selects, which is {taken}. {hint}")
+    return kept

@@ -100,6 +100,30 @@ def test_the_end_stands_in_one_of_several_files(single, config, files, ends, dif
     assert example.texts == ([B, ONE, TWO, *ends[:1]],)
 
 
+@pytest.mark.parametrize(
+    ("template", "end", "of_answers"),
+    [
+        ("{% for m in messages %}{{ m.content }}<end>{% endfor %}", STOP, [STOP]),
+        ("{% for m in messages %}{{ m.content }}</s>{% endfor %}", E, [E]),
+        ("{% for m in messages %}{{ m.content }}<s>{% endfor %}", E, [B]),  # at which it does not stop
+        ("{% for m in messages %}{{ m.content }} {% endfor %}", E, []),
+        ("{{ raise_exception('no') }}", E, []),
+    ],
+)
+def test_an_answer_ends_as_the_chat_template_ends_one(template, end, of_answers, tmp_path):
+    """Of several ends, as Llama 3.1 has; a text ends at the first."""
+    settings = {**SETTINGS, "chat_template": template}
+    files = {"generation_config": {"eos_token_id": [E, 0, STOP]}, "tokenizer_config": settings}
+    tokens = tokeniser(tmp_path, "<s> $A", {}, **files)
+    assert tokens.marks.answer == of_answers
+    learned = lambda **row: NextToken().encode(row, tokens).texts
+    assert learned(prompt="one", completion="two") == ([B, ONE, TWO, end],)
+    assert learned(prompt="one", completion="two <end>") == ([B, ONE, TWO, STOP],)
+    assert learned(text="one two") == ([B, ONE, TWO, E],)
+    pair = Preferences().encode({"prompt": "one", "chosen": "two", "rejected": "three"}, tokens)
+    assert pair.texts == ([B, ONE, TWO, end], [B, ONE, THREE, end])
+
+
 def test_an_end_that_is_no_token(tmp_path):
     with pytest.raises(CheckpointError, match="eos_token='<over>', which is no token of its tokeniser"):
         tokeniser(tmp_path, "$A", {}, tokenizer_config={"eos_token": "<over>"})

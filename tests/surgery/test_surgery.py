@@ -236,7 +236,10 @@ def test_a_part_of_a_fused_layer_is_told():
             {"where": ["layers"]},
             r"'layers' matches none.*is a part of the model, with the arrays layers\.0\.weight",
         ),
-        ({"exclude": r"layers\.\d"}, "leaves nothing"),
+        (
+            {"exclude": r"layers\.\d", "where": WEIGHTS},
+            r"leaves nothing of what `where` selects, which is layers\.0\.weight \(16, 5\).*Exclude fewer",
+        ),
         ({"where": r".*bias"}, r"no weight of two or more axes.*layers\.0\.bias \(16,\)"),
         ({"init": "kaimin"}, "init must be one of 'kaiming'"),
         ({"init": "pissa", "rank": 4}, r"rank of at most min\(out, in\) = 3 for layers\.2\.weight; found 4"),
@@ -249,6 +252,28 @@ def test_a_part_of_a_fused_layer_is_told():
 def test_errors(mlp, options, message):
     with pytest.raises(ValueError, match=message):
         ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
+
+
+def test_what_all_linear_leaves_out_is_told_where_nothing_is_left():
+    layers = {"fc": eqx.nn.Linear(4, 4, key=KEY), "conv": eqx.nn.Conv2d(2, 4, 3, key=KEY)}
+    with pytest.raises(
+        ValueError, match=r"which is fc\.weight.*takes no convolutions.*: conv\.weight \(4, 2"
+    ):
+        ql.loraify(layers, rank=1, exclude=["fc"], key=KEY)
+
+
+def test_a_rank_above_both_sizes_of_a_weight_is_told(mlp):
+    with pytest.warns(UserWarning, match=r"rank is above both sizes of layers\.0\.weight \(8, 5\): such"):
+        ql.loraify(eqx.nn.MLP(5, 16, 8, depth=1, key=KEY), rank=9, key=KEY)
+    ql.loraify(mlp, rank=16, key=KEY)
+    stack = {"w": normal(40, 8, 8)}
+    with pytest.warns(UserWarning, match=r"above both sizes of w \(40, 8, 8\)"):
+        ql.loraify(stack, rank=2, rank_pattern={"w": 9}, layout="oi", where=["w"], key=KEY)
+
+
+def test_a_model_without_adapters_to_merge_is_told(mlp):
+    with pytest.warns(UserWarning, match="merge found no adapters.*loraify"):
+        assert eqx.tree_equal(ql.merge(mlp), mlp)
 
 
 @wrong_types

@@ -81,8 +81,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         - `w`: `(*batch, N, K)`, any floating dtype.
         - `block_size`: the size of the blocks, which divides `N` and `K`. GPU kernels take 64 and 128, TPU
             kernels multiples of 128. Default 128.
-        - `density`: the fraction of blocks to keep, in (0, 1]. Default: all nonzero blocks, so nothing
-            changes.
+        - `density`: the fraction of blocks to keep, in (0, 1]. A warning tells if that cannot be met with so
+            few blocks. Default: all nonzero blocks, so nothing changes.
         - `balanced`: with a `density`, whether each block row keeps the same number, so no slot is
             empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many slots
             as the fullest row has blocks. Default True.
@@ -110,9 +110,10 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
-            masks = largest(norms, density)
+            masks = largest(norms, density, "the {} blocks of each row")
         else:
-            masks = largest(norms.reshape(*norms.shape[:-2], -1), density).reshape(norms.shape)
+            flat = norms.reshape(*norms.shape[:-2], -1)
+            masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, jnp.asarray(places), axis=-3)

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -151,11 +152,25 @@ def check_values(x: Any, chooses: str, name: str) -> None:
         )
 
 
-def largest(sizes: np.ndarray, density: float | None) -> np.ndarray:
-    """A mask of the largest entries along the last axis, keeping this fraction; None keeps all nonzeros."""
+# How far, as a share of it, the density may be from the one that was asked for.
+_NEAR = 0.05
+
+
+def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
+    """A mask of the largest entries along the last axis, keeping this fraction; None keeps all nonzeros.
+
+    `of` names the entries in the warning for a fraction that cannot be met.
+    """
     if density is None:
         return sizes != 0
-    count = max(1, round(density * sizes.shape[-1]))
+    size = sizes.shape[-1]
+    count = max(1, round(density * size))
+    if size and abs(count / size - density) > _NEAR * density:
+        warnings.warn(
+            f"density={density:g} cannot be met: {count} of {of.format(size)} are kept, which is "
+            f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
+            stacklevel=4,  # beyond `from_dense` and `checked`
+        )
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)

@@ -92,8 +92,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `x`: any array.
-        - `density`: the fraction of elements to keep, in (0, 1]. Default: all nonzeros, so nothing
-            changes.
+        - `density`: the fraction of elements to keep, in (0, 1]. A warning tells if that cannot be met with so
+            few elements. Default: all nonzeros, so nothing changes.
         - `stacked`: how many leading axes stack arrays that are sparse separately, for use with `vmap` or
             `lax.scan`. Default 0.
 
@@ -110,7 +110,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         batch, sizes = x.shape[:stacked], x.shape[stacked:]
         flat = x.reshape(*batch, math.prod(sizes))
-        mask = largest(np.asarray(jnp.abs(flat)), density)
+        mask = largest(np.asarray(jnp.abs(flat)), density, "{} elements")
         size = flat.shape[-1]
         places = np.sort(np.where(mask, np.arange(size), size), axis=-1)[..., : mask.sum(-1).max(initial=0)]
         data = jnp.take_along_axis(flat, jnp.asarray(np.minimum(places, max(size - 1, 0))), axis=-1)

@@ -1,7 +1,6 @@
 """`--adapter`: a type of the user's own in place of LoRA, or an adapter to go on with."""
 
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,12 @@ import jax.numpy as jnp
 from ..._checked import did_you_mean
 from ...adapters import LORA, METHODS
 from ...arrays.adapted import AdaptedArray
-from ...files import safetensors
-from ...files.json_text import read_json_file
 from ...surgery.adapt import check_make
 from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
-from .. import peft
+from ..adapter_folder import OWN_FILE, holds_own, read_adapter
 from ..peft.config import AdapterConfig, files_of, read_config
 from .settings import FinetuneError, TrainSettings
-
-#: The file of adapters that PEFT's files do not hold.
-OWN_FILE = "adapters.safetensors"
 
 _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weight `w`"
 
@@ -74,7 +68,7 @@ def make_of(text: str) -> Callable[..., Any]:
 def is_own(settings: TrainSettings) -> bool:
     """Whether the adapter is of a type that PEFT's files do not hold."""
     if isinstance(settings.adapter, Path):
-        return not files_of(settings.adapter).config_path().is_file()
+        return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
@@ -100,25 +94,9 @@ def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
 
 def continued(model: Any, folder: Path) -> Any:
     """The model with the adapter in a folder, whose trained arrays are in float32."""
-    if files_of(folder).config_path().is_file():
-        model = peft.load_adapter(folder, model)
-    else:
-        model = safetensors.load_adapters(folder / OWN_FILE, model, types=_types_in(folder))
+    model = read_adapter(folder, model)
     trained, frozen = eqx.partition(model, trainable(model))
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
-
-
-def _types_in(folder: Path) -> list[type]:
-    """The user's types of adapters, from the module that the run in this folder was given."""
-    about = folder / "run.json"
-    given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
-    if not isinstance(given, str) or given in METHODS:
-        return []
-    if Path(given).is_dir():  # it went on with another
-        return _types_in(Path(given))
-    make_of(given)  # which imports the module, or says that it is not there
-    found = vars(sys.modules[given.partition(":")[0]]).values()
-    return [x for x in found if isinstance(x, type) and issubclass(x, AdaptedArray)]
 
 
 def types_of(model: Any) -> list[type]:

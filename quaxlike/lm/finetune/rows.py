@@ -1,7 +1,7 @@
 """The forms of rows that decoders learn from, as data sets have them."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 FORMS = (
@@ -22,7 +22,9 @@ WITHOUT_EFFECT = {
     "parallel_tool_calls": "a setting of OpenAI's servers",
 }
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
-# Entries of single forms: UltraChat has the first message twice, Alpaca the whole row as a text.
+_OF_INSTRUCTION = ("instruction", "input", "system", "history")
+# Entries of single forms that repeat others: UltraChat has the first message twice, Alpaca the whole row as
+# a text.
 _TWICE = {"messages": ("prompt",), "instruction": ("text",)}
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -40,7 +42,10 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
     """Raises `ValueError` for an entry that is not used, unless `WITHOUT_EFFECT` names it or it is null."""
     for name, value in fields.items():
         if value is not None and name not in used and name not in WITHOUT_EFFECT:
-            raise ValueError(f"{name!r} is not used beside {', '.join(x for x in used if x in fields)}")
+            there = ", ".join(x for x in used if x in fields)
+            free = ", ".join(x for x in used if x not in fields)
+            rename = f", or give it one of the names {free}" if free else ""
+            raise ValueError(f"{name!r} is not used beside {there}: leave it out{rename}")
 
 
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
@@ -55,12 +60,31 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """An entry that must be a conversation, or the text of one in JSON."""
+    """An entry that must be a conversation, or the text of one in JSON, in the form of OpenAI or ShareGPT."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
-    if not messages or not all(isinstance(x, dict) and "role" in x for x in messages):
-        raise ValueError(f"{name!r} must be a list of objects with a role; found {found!r}")
-    return messages
+    if not messages or not all(map(_is_message, messages)):
+        raise ValueError(
+            f"{name!r} must be a list of objects with role and content, or with from and value; found "
+            f"{found!r}"
+        )
+    return [_message(name, message) for message in messages]
+
+
+def _is_message(x: Any) -> bool:
+    return isinstance(x, dict) and bool(x.keys() & {"from", "role"})
+
+
+def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    if "from" not in message:
+        return message
+    speaker, value = message["from"], message.get("value")
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        raise ValueError(f"{name!r} has from={speaker!r}; expected one of {', '.join(_ROLES)}")
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} has value={value!r}; it must be a text")
+    others = {name: x for name, x in message.items() if name not in ("from", "value")}
+    return {"role": _ROLES[speaker], "content": value, **others}
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,14 +107,14 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     ShareGPT's conversations and Alpaca's instructions become messages; without a chat template, instructions
     become prompts as Stanford's Alpaca has them.
     """
-    fields = {name: value for name, value in fields.items() if value is not None} or fields
+    fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
-    if form in ("prompt", "text") and {"chosen", "rejected"} <= fields.keys():
+    if {"chosen", "rejected"} <= fields.keys():
         raise ValueError("'chosen' and 'rejected' are preferences, which --task dpo learns")
     used: tuple[str, ...] = {
         "messages": ("messages", *_OF_MESSAGES),
         "conversations": ("conversations", "system", *_OF_MESSAGES),
-        "instruction": ("instruction", "input", "output", "system", *_OF_MESSAGES),
+        "instruction": (*_OF_INSTRUCTION, "output", *_OF_MESSAGES),
         "prompt": ("prompt", "completion"),
         "text": ("text",),
     }[form]
@@ -98,11 +122,23 @@ def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     if needed and needed not in fields:
         text_of(fields, needed, FORMS)
     check_entries(fields, (*used, *_TWICE.get(form, ())))
+    if form == "messages":
+        messages = messages_of(fields)
+        _check_prompt(fields, messages, "messages")
+        return {**fields, "messages": messages}
     if form == "conversations":
-        return {**fields, "messages": [*_system(fields), *_shared(fields)]}
+        return {**fields, "messages": [*_system(fields), *messages_of(fields, form)]}
     if form == "instruction":
-        return _instruction(fields, has_template)
+        question, output = _instruction(fields, has_template), text_of(fields, "output")
+        _check_repeats(fields)
+        if isinstance(question, str):
+            return {"prompt": question, "completion": output}
+        return {**fields, "messages": [*question, _answer(output)]}
     return fields
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None} or fields
 
 
 def _from_json(value: Any) -> Any:
@@ -114,77 +150,158 @@ def _from_json(value: Any) -> Any:
     return value
 
 
+def _answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
 def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text_of(fields, "system")}] if fields.get("system") else []
 
 
-def _shared(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = _from_json(fields["conversations"])
-    messages = [*map(_from_json, found)] if isinstance(found, list) else []
-    if not messages or not all(isinstance(x, dict) and x.keys() & {"from", "role"} for x in messages):
-        raise ValueError(f"'conversations' must be a list of objects with from and value; found {found!r}")
-    out = []
-    for message in messages:
-        if "from" in message:
-            speaker, value = message["from"], message.get("value")
-            if not isinstance(speaker, str) or speaker not in _ROLES:
-                raise ValueError(f"'conversations' has from={speaker!r}; expected one of {', '.join(_ROLES)}")
-            if not isinstance(value, str):
-                raise ValueError(f"'conversations' has value={value!r}; it must be a text")
-            others = {name: x for name, x in message.items() if name not in ("from", "value")}
-            message = {"role": _ROLES[speaker], "content": value, **others}
-        out.append(message)
-    return out
+# Entries that repeat others ------------------------------------------------------------------------
 
 
-def _instruction(fields: Mapping[str, Any], has_template: bool) -> dict[str, Any]:
-    instruction, output = text_of(fields, "instruction"), text_of(fields, "output")
+def _check_prompt(fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raises `ValueError` unless the entry `"prompt"`, if there is one, is in these messages."""
+    if "prompt" not in fields:
+        return
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str):
+        prompt = messages_of(fields, "prompt")
+        if messages[: len(prompt)] == prompt:
+            return
+    elif any(_same(prompt, m.get("content")) for m in messages if m.get("role") != "assistant"):
+        return
+    raise ValueError(
+        f"'prompt' says something else than {name!r}, which is what is learned: leave it out, or add it to "
+        f"{name!r}; found {prompt!r}"
+    )
+
+
+def _same(text: str, content: Any) -> bool:
+    return isinstance(content, str) and content.strip() == text.strip()
+
+
+def _check_repeats(fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` unless the entry `"text"` of an instruction repeats the row, as Alpaca's does."""
+    if not fields.get("text"):
+        return
+    text = text_of(fields, "text")
+    for name in ("instruction", "input", "output"):
+        if isinstance(own := fields.get(name), str) and own.strip() not in text:
+            raise ValueError(
+                f"'text' stands beside 'instruction' and does not repeat {name!r}: leave it out to learn the "
+                f"instruction, or leave out the instruction to learn it; found {text!r}"
+            )
+
+
+# Alpaca --------------------------------------------------------------------------------------------
+
+
+def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[dict[str, Any]]:
+    """What is asked for: messages or, without a chat template, a prompt as Stanford's Alpaca has it."""
+    instruction, history = text_of(fields, "instruction"), _history(fields)
     given = text_of(fields, "input") if fields.get("input") else ""
     if has_template:
         question = f"{instruction}\n\n{given}" if given else instruction
-        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-        return {**fields, "messages": [*_system(fields), *talk]}
-    if fields.get("tools"):
-        raise ValueError("'tools' need a chat template, which the checkpoint does not have")
+        return [*_system(fields), *history, {"role": "user", "content": question}]
+    for name in ("tools", "history"):
+        if fields.get(name):
+            raise ValueError(f"{name!r} needs a chat template, which the checkpoint does not have")
     parts = [fields.get("system") or _ALPACA.format(more=_ALPACA_INPUT if given else "")]
     parts += [f"### Instruction:\n{instruction}", *([f"### Input:\n{given}"] if given else [])]
-    return {"prompt": "\n\n".join([*parts, "### Response:\n"]), "completion": output}
+    return "\n\n".join([*parts, "### Response:\n"])
 
 
-def preference_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _history(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The turns before an instruction, pairs of a question and its answer, as LLaMA-Factory has them."""
+    found = _from_json(fields.get("history") or [])
+    if not isinstance(found, list) or not all(map(_is_pair, found)):
+        raise ValueError(
+            f"'history' must be a list of pairs of texts, a question and its answer; found {found!r}"
+        )
+    turns = [({"role": "user", "content": question}, _answer(answer)) for question, answer in found]
+    return [message for turn in turns for message in turn]
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and all(isinstance(text, str) for text in x)
+
+
+# Preferences ---------------------------------------------------------------------------------------
+
+
+def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """A row of preferences with all of `"prompt"`, `"chosen"` and `"rejected"`, texts or lists of messages.
 
     As in TRL, a row without a prompt, or with a text as the prompt of messages, has the prompt at the
-    beginning of both others. If these do not begin alike, that text is a question.
+    beginning of both others. If these do not begin alike, that text is a question. As in LLaMA-Factory, the
+    prompt may be a conversation or an instruction of Alpaca's, and an answer a single message or a text.
     """
-    fields = {name: value for name, value in fields.items() if value is not None} or fields
-    for name in ("chosen", "rejected"):
-        if not isinstance(fields.get(name), list):
-            text_of(fields, name, FORMS)
-    check_entries(
-        fields,
-        ("prompt", "chosen", "rejected", *_OF_MESSAGES, "messages", "score_chosen", "score_rejected"),
-    )
-    chosen, rejected, prompt = fields["chosen"], fields["rejected"], fields.get("prompt")
+    fields = _without_nulls(fields)
+    chosen, rejected = (_answers(fields, name) for name in ("chosen", "rejected"))
+    form = next((x for x in ("prompt", "conversations", "instruction") if x in fields), None)
+    asked: tuple[str, ...] = {
+        None: ("prompt", "conversations", "instruction"),
+        "prompt": ("prompt",),
+        "conversations": ("conversations", "system"),
+        "instruction": _OF_INSTRUCTION,
+    }[form]
+    scores = ("score_chosen", "score_rejected")
+    check_entries(fields, (*asked, "chosen", "rejected", "messages", *_OF_MESSAGES, *scores))
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise ValueError("'chosen' and 'rejected' must both be texts or both be lists of messages")
-    if isinstance(chosen, list):
-        chosen, rejected = (messages_of(fields, name) for name in ("chosen", "rejected"))
-        if "prompt" in fields and not isinstance(prompt, str):
-            prompt = messages_of(fields, "prompt")
-            if all(x[: len(prompt)] == prompt for x in (chosen, rejected)):  # which repeat the prompt
-                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-            return {**fields, "prompt": prompt, "chosen": chosen, "rejected": rejected}
-    elif "prompt" in fields:
-        return {**fields, "prompt": text_of(fields, "prompt")}
+    prompt: Any = None
+    if form == "instruction":
+        prompt = _instruction(fields, has_template)
+    elif form == "conversations":
+        prompt = [*_system(fields), *messages_of(fields, form)]
+    elif form == "prompt":
+        prompt = messages_of(fields, form) if _is_talk(fields[form]) else text_of(fields, form)
+    elif "messages" in fields and messages_of(fields) != chosen:
+        prompt = messages_of(fields)
+    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = [_answer(chosen)], [_answer(rejected)]
+    prompt, chosen, rejected = _parted(fields, prompt, chosen, rejected)
+    if "messages" in fields and messages_of(fields) not in (prompt, chosen, [*prompt, *chosen]):
+        raise ValueError("'messages' is neither the prompt nor the prompt with 'chosen': leave it out")
+    return {**fields, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _is_talk(value: Any) -> bool:
+    """Whether a value is no text, nor one that happens to be JSON, but messages or their text in JSON."""
+    found = _from_json(value)
+    return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
+
+
+def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
+    """A text, or a list of messages, of which a single one may stand alone."""
+    found = fields.get(name)
+    if _is_message(alone := _from_json(found)):
+        return [_message(name, alone)]
+    return (
+        text_of(fields, name, FORMS)
+        if name not in fields or not _is_talk(found)
+        else messages_of(fields, name)
+    )
+
+
+def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt, and both continuations without it."""
+    if isinstance(prompt, list):
+        n = len(prompt)
+        both_repeat = all(x[:n] == prompt for x in (chosen, rejected))
+        return (prompt, chosen[n:], rejected[n:]) if both_repeat else (prompt, chosen, rejected)
+    if isinstance(chosen, str) and prompt is not None:
+        return prompt, chosen, rejected
     pairs = enumerate(zip(chosen, rejected, strict=False))
     alike = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
     if isinstance(chosen, str):  # between words, of which tokens begin with the space
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
-        prompt = chosen[:alike]
-    elif prompt is not None:
-        prompt = [{"role": "user", "content": prompt}]
-    else:
+        if prompt is not None and isinstance(chosen, list):
+            _check_prompt(fields, chosen[:alike], "chosen")
+        return chosen[:alike], chosen[alike:], rejected[alike:]
+    if prompt is None:
         raise ValueError("there is no 'prompt', and 'chosen' and 'rejected' do not begin alike")
-    return {**fields, "prompt": prompt, "chosen": chosen[alike:], "rejected": rejected[alike:]}
+    return [{"role": "user", "content": prompt}], chosen, rejected

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 from rich.console import Console
 
@@ -27,11 +28,12 @@ from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
 from .. import peft
 from .._interrupts import take_interrupt
+from ..adapter_folder import OWN_FILE
 from ..folders.model_config import UnsupportedConfigError
 from ..loading import load, open_model, save
 from ..models import Decoder
 from ..to_gguf import described
-from .adapter import OWN_FILE, config_of, continued, how_to_load, is_own, make_of, types_of
+from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
@@ -132,6 +134,9 @@ def _finetune(
     steps = steps_of(train, len(training))
     evaluates = lambda step: bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
     del model
+    if isinstance(train.adapter, Path) and task.compares_with_start:
+        # The weights are shared; what is trained is copied, since a step donates its state.
+        teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
     job = Training(
         task, frozen, training, train,
         steps=steps, max_length=max_length, devices=devices, teacher=teacher,

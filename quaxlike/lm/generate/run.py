@@ -13,8 +13,8 @@ from jaxtyping import Int
 from ...files.errors import CheckpointError, ErrorAboutFiles
 from ...kernels import native
 from ...sharding.meshes import mesh_from_text
-from .. import peft
 from .._interrupts import interrupts_deferred, take_interrupt
+from ..adapter_folder import read_adapter
 from ..chat import ChatTemplate
 from ..folders.model_config import UnsupportedConfigError
 from ..loading import load
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     if not isinstance(model, Decoder):
         raise GenerateError(f"{arguments.model} holds {type(model).__name__}, which is not a decoder.")
     if arguments.adapter is not None:
-        model = peft.load_adapter(arguments.adapter, model)
+        model = read_adapter(arguments.adapter, model)
     if arguments.cache is not None:
         found, dense = (_bytes_of_token(model, cache) for cache in (arguments.cache, None))
         tell(f"The cache takes {found:,} bytes a token; {dense:,} in {model.embedding.dtype}.")
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     if marks.differ:
         tell(marks.differ)
     if arguments.prompt is None:
-        return _chat(model, tokenizer, ChatTemplate(arguments.model), marks.ends, arguments, out, tell)
+        return _chat(model, tokenizer, ChatTemplate(arguments.model), marks, arguments, out, tell)
     return _continue(model, tokenizer, marks, arguments, out, tell)
 
 
@@ -201,7 +201,7 @@ def _chat(
     model: Decoder,
     tokenizer: TextTokenizer,
     template: ChatTemplate,
-    ends: list[int],
+    marks: Marks,
     arguments: argparse.Namespace,
     out: Any,
     tell: Callable[[str], None],
@@ -210,7 +210,7 @@ def _chat(
 
     **Raises:** `GenerateError` if the template rejects the conversation, or its text is too long.
     """
-    ends = sorted({*ends, *_ends_of_turns(template, tokenizer)})
+    ends = sorted({*marks.ends, *marks.answer})
     talk = _Talk(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
     if arguments.message is not None:
         talk.answer(arguments.message)
@@ -237,19 +237,6 @@ def _typed() -> Iterator[str]:
             return
         if text:
             yield text
-
-
-def _ends_of_turns(template: ChatTemplate, tokenizer: TextTokenizer) -> list[int]:
-    """The special token with which the template ends an answer, if it does."""
-    try:
-        text, spans = template.learned(
-            [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        )
-    except ValueError:  # the template takes other conversations
-        return []
-    start, end = spans[-1]
-    ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids
-    return [token for token in ids[:1] if not tokenizer.decode([token])]
 
 
 @dataclasses.dataclass

@@ -55,7 +55,7 @@ def config_of(
         if (value := _number(path, prefix + key, metadata)) is not None:
             config[entry] = value
     if _WINDOW in own.keys:
-        config |= _pattern(path, prefix, metadata)
+        config |= _pattern(path, prefix, metadata, config.get("num_hidden_layers", 0))
     if "token_embd.weight" in shapes:
         config["vocab_size"] = rows = shapes["token_embd.weight"][0]
         tokens = metadata.get("tokenizer.ggml.tokens")
@@ -66,7 +66,7 @@ def config_of(
         config.setdefault(entry, own.biases and f"blk.0.{tensor}.bias" in shapes)
     if own.large and config.get("num_attention_heads") and "hidden_size" in config:
         config["query_pre_attn_scalar"] = _scalar(own, config)
-    config |= _rope(path, metadata, prefix, config, shapes, read)
+    config |= _rope(path, metadata, prefix, config, shapes, read, family.partial)
     if own.rope_keys:
         numbers = {name: _number(path, prefix + key, metadata) for key, name in own.rope_keys.items()}
         original = _number(path, f"{prefix}rope.scaling.original_context_length", metadata)
@@ -81,6 +81,7 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
+_LARGEST = 1 << 16  # far beyond any number of layers or size of heads, so that damaged ones take no memory
 # Keys that are read beside the numbers.
 _OTHERS = (
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
@@ -117,14 +118,18 @@ def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | 
     return float(str(np.float32(number))) if isinstance(number, float) else number
 
 
-def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) -> dict[str, Any]:
     """The layers with a window, if a file says more than their number."""
     key = f"{prefix}{_WINDOW}_pattern"
     found = metadata.get(key)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
         return {"layer_types": [_TYPES[bool(x)] for x in found]}
     if type(found) is int:
-        return {"sliding_window_pattern": found}
+        if type(layers) is not int or not 0 <= layers < _LARGEST:
+            raise file_error(
+                path, f"{prefix}block_count", f"expected the number of layers; found {quoted(layers)}"
+            )
+        return {"layer_types": [_TYPES[not found or (i + 1) % found != 0] for i in range(layers)]}
     if found is not None:
         raise file_error(path, key, f"expected a number, or a list of booleans; found {quoted(found)}")
     return {}
@@ -137,6 +142,7 @@ def _rope(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
+    partial: bool,
 ) -> dict[str, Any]:
     """The scaling of rotary frequencies, and the part of heads that is rotated."""
     get = lambda key: metadata.get(f"{prefix}rope.{key}")
@@ -144,6 +150,9 @@ def _rope(
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
     if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
+        if not partial and size < _LARGEST:  # a damaged size is told where sizes are
+            key, name = f"{prefix}rope.dimension_count", config["model_type"]
+            raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
     if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
@@ -230,10 +239,13 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
     the format has no key for.
     """
-    kind, known = config.get("model_type"), [family.gguf for family in FAMILIES.values() if family.gguf]
-    own = next((x for x in known if x.model_type == kind), None)
-    if own is None:
-        names = ", ".join(x.model_type for x in known)
+    kind, known = (
+        config.get("model_type"),
+        [(family, x) for family in FAMILIES.values() if (x := family.gguf)],
+    )
+    family, own = next(((family, x) for family, x in known if x.model_type == kind), (None, None))
+    if family is None or own is None:
+        names = ", ".join(x.model_type for _, x in known)
         raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
     rope = _rope_parameters(config)
     config = {**config, "rope_theta": rope["rope_theta"]}
@@ -259,13 +271,21 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json has query_pre_attn_scalar={scalar}; GGUF has no key for it, and llama.cpp takes "
             f"{derived}."
         )
-    if (share := rope.get("partial_rotary_factor", 1.0)) != 1 and not own.partial:
+    wide = _head_size(config) * config["num_attention_heads"]
+    if own.square and wide != config["hidden_size"]:
         raise ValueError(
-            f"config.json has partial_rotary_factor={share}; llama.cpp rotates whole heads in models of type "
-            f"{own.model_type!r}."
+            f"config.json has heads of {wide} numbers together, for hidden_size={config['hidden_size']}; "
+            f"llama.cpp takes these to be equal in models of type {own.model_type!r}."
         )
+    kind, share = _rope_kind(rope), rope.get("partial_rotary_factor", 1.0)
+    if share != 1 and not family.partial:
+        if kind != "default":
+            raise ValueError(
+                f"config.json has partial_rotary_factor={share} beside rope_type={kind!r}; models of type "
+                f"{own.model_type!r} rotate whole heads."
+            )
+        share = 1.0  # without effect, as in transformers
     values["rope.dimension_count"] = int(_head_size(config) * share)
-    kind = _rope_kind(rope)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         values |= _yarn_values(rope, own) if kind == "yarn" else {}

@@ -7,13 +7,12 @@ the order of the merges, which was made from them.
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...files.errors import CheckpointError, file_error, quoted
 from ...files.json_text import read_json_file
-from ..folders.companions import ends_of
 
 _CONTRACTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -186,8 +185,8 @@ def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
 
 _NORMAL, _UNUSED = 1, 5
 _UNREACHABLE = -1000.0  # the score of a token that no merge makes, as llama.cpp's converter has it
-# Kinds of special tokens by their names in transformers.
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# Kinds of special tokens by their names in transformers, but for those that end texts.
+_SPECIAL = {"bos": "bos", "unk": "unknown", "pad": "padding"}
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
@@ -198,8 +197,9 @@ def vocabulary_of(
     templates: Mapping[str, str],
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file. Each
-    of the `rows` of the embedding is a token; those without one get one that no text has.
+    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file, but
+    for the tokens that end a text, which are `ends_in_vocabulary`. Each of the `rows` of the embedding is a
+    token; those without one get one that no text has.
 
     **Raises:** `FileNotFoundError` without `tokenizer.json`; `CheckpointError` for a tokeniser that is
     damaged, or that llama.cpp would not follow.
@@ -216,10 +216,10 @@ def vocabulary_of(
         merged = [" ".join(pair) for pair in merges]
         keys = {"model": "gpt2", "pre": _split_by(path, described), "merges": merged}
     ids = {token: i for i, token in enumerate(tokens)}
-    begins, ends = _around(path, described.get("post_processor"))
-    around = {kind: _number(path, ids, token) for kind, token in (("bos", begins), ("eos", ends)) if token}
+    marks = zip(("bos", "eos"), _around(path, described.get("post_processor")), strict=True)
+    around = {kind: _number(path, ids, token) for kind, token in marks if token}
     keys |= {"tokens": tokens, "token_type": kinds} | _special(folder, config, ids, special, around)
-    keys |= {"add_bos_token": begins is not None, "add_eos_token": ends is not None}
+    keys |= {f"add_{kind}_token": kind in around for kind in ("bos", "eos")}
     strips = any(token.get("rstrip") for token in described.get("added_tokens") or ())
     name = _name(folder, config, strips)
     named = {f".{name}": text for name, text in templates.items() if name != "default"}
@@ -454,7 +454,7 @@ def _special(
     around: Mapping[str, int],
 ) -> dict[str, int]:
     """The special tokens: those around texts first, then those of the tokeniser, then of the model."""
-    found: dict[str, int] = {}
+    found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():
         token, number = named.get(f"{ours}_token"), config.get(f"{ours}_token_id")
         if ours in around:
@@ -463,11 +463,40 @@ def _special(
             found[theirs] = _number(folder / "tokenizer_config.json", ids, token)
         elif type(number) is int and 0 <= number < len(ids):
             found[theirs] = number
-    ends = ends_of(folder, config, len(ids))
-    if "eos" not in found and ends:
-        found["eos"] = ends[0]
-    others = [end for end in ends if end != found.get("eos")]
+    return {f"{name}_token_id": number for name, number in found.items()}
+
+
+def ends_in_vocabulary(
+    folder: Path,
+    vocabulary: Mapping[str, Any],
+    eos_token: str | None,
+    ends: Sequence[int],
+    answer: Sequence[int],
+) -> dict[str, int]:
+    """The keys of a GGUF file for the tokens that end a text, at all of which llama.cpp stops.
+
+    `vocabulary` is from `vocabulary_of`; `ends` are the tokens, and `answer` is the one that the chat
+    template writes after an answer, if any. The key of `eos` is also what llama.cpp puts after texts, and
+    what it calls `eos_token` in a chat template. Raises `CheckpointError` for more ends than there are keys.
+    """
+    tokens = vocabulary["tokenizer.ggml.tokens"]
+    if out := next((end for end in ends if end >= len(tokens)), None):
+        raise CheckpointError(
+            f"{folder} has {out} among the tokens that end a text, of {len(tokens)} tokens."
+        )
+    if eos_token is not None and eos_token not in tokens:
+        raise file_error(folder / "tokenizer_config.json", None, f"has no token {quoted(eos_token)}")
+    own = None if eos_token is None else tokens.index(eos_token)
+    templates = (text for key, text in vocabulary.items() if key.startswith("tokenizer.chat_template"))
+    keeps = own in ends or any("eos_token" in text for text in templates)
+    first = own if own is not None and keeps else next(iter(ends), None)
+    first = vocabulary.get("tokenizer.ggml.eos_token_id", first)
+    others = [end for end in ends if end != first]
     if len(others) > 2:
         raise CheckpointError(f"{folder} has {len(ends)} tokens that end a text; GGUF has keys for three.")
+    others = list(dict.fromkeys([*(x for x in answer if x != first), *others]))
+    if len(others) > 2:
+        others = [end for end in others if end in ends]
+    found = {"eos": first} if first is not None else {}
     found |= zip(("eot", "eom"), others, strict=False)
-    return {f"{name}_token_id": number for name, number in found.items()}
+    return {f"tokenizer.ggml.{name}_token_id": number for name, number in found.items()}

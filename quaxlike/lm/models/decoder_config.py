@@ -1,11 +1,13 @@
 """`config.json` of decoders: the entries under their usual names, and values derived from them."""
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import FAMILIES, TEXT_TOWERS, Family
+from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, Family
 from ..folders.entries import warn_of_unknown
 from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
 from .rope import ENTRIES as ROPE_ENTRIES
@@ -50,14 +52,23 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
     warn_of_unknown(str(path), config, parsed.known_entries())
+    partial = isinstance(parsed, DecoderConfig) and parsed.family.partial
+    shares = [config.get("partial_rotary_factor")]
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
         if not isinstance(given, Mapping):
             continue
         kinds = {kind: part for kind in ATTENTION if isinstance(part := given.get(kind), Mapping)}
+        shares += [rope.get("partial_rotary_factor") for rope in (given, *kinds.values())]
         for part in kinds.values():
             warn_of_unknown(f"{path}, {name},", part, ROPE_ENTRIES)
         warn_of_unknown(f"{path}, {name},", given, ATTENTION if kinds else ROPE_ENTRIES)
+    if not partial and (found := next((x for x in shares if x not in (None, 1)), None)):
+        warnings.warn(
+            f"{path}: partial_rotary_factor={found} has no effect: such models rotate whole heads, as in "
+            "transformers.",
+            stacklevel=2,
+        )
 
 
 # Entries about images, and where the decoder takes them in.
@@ -125,7 +136,8 @@ class DecoderConfig(Config):
 
     def known_entries(self) -> set[str]:
         renamed, required = self.family.renamed, self.family.required
-        return super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+        known = super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+        return known.difference(OF_FEW) | {*self.family.entries, *required}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -142,6 +154,7 @@ class DecoderConfig(Config):
             )
         family = FAMILIES[known[0]]
         label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
         own = ("headless", "body_name", "new_embeddings", "windows", "sparse", "ropes")  # not in files
         fields |= dict.fromkeys(own)
@@ -188,11 +201,10 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
         return windows_of(types, len(layers), label)
-    if family.windows == "upper":
+    if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
-        return tuple(i >= first for i in layers)
-    default = whole(fields, "_sliding_window_pattern", family.windows, label)
-    every = whole(fields, "sliding_window_pattern", default, label) if family.windows else 0
+        return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
+    every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
@@ -237,7 +249,8 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
         sliding = {"rope_theta": fields["rope_local_base_freq"]}
     elif config.family.plain_windows:
         sliding = shared
+    read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
     if config.family.unrotated:
-        rope = rope_for(full, config, label)
+        rope = read(full)
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
-    return tuple(rope_for(rope, config, label) for rope in ([full, sliding] if windows else [full]))
+    return tuple(map(read, [full, sliding] if windows else [full]))

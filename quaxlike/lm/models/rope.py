@@ -65,9 +65,10 @@ ENTRIES = (
 )
 
 
-def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
+def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
     """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`. The `config` of the
-    model has the size of heads and the lengths of texts.
+    model has the size of heads and the lengths of texts. Unless the model rotates a `partial` head,
+    `partial_rotary_factor` has no effect, as in transformers.
 
     **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
     """
@@ -80,6 +81,10 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str) -> Rope:
         share = 1.0 if share is None else share
         if not 0 < share <= 1:
             raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
+        if not partial:
+            if share != 1 and kind != "default":  # which transformers fails to compute
+                raise refused("partial_rotary_factor", share, label, f"whole heads beside rope_type={kind!r}")
+            share = 1.0
         if config.head_dim > _LARGEST_HEAD:
             raise refused("head_dim", config.head_dim, label, f"heads of {_LARGEST_HEAD:,} numbers at most")
         dim, theta = int(config.head_dim * share), rope["rope_theta"]

@@ -17,7 +17,7 @@ from tests.samples import normal, once
 B = ql.BlockSparseArray
 
 
-def pruned(*shape, b=4, density=0.4, balanced=False):
+def pruned(*shape, b=4, density=1 / 3, balanced=False):
     return B.from_dense(normal(*shape, seed=1), block_size=b, density=density, balanced=balanced)
 
 
@@ -64,6 +64,15 @@ def test_the_largest_blocks_are_kept():
     of_all = B.from_dense(w, block_size=4, density=0.5, balanced=False)
     kept = jnp.array([[0.0, 5.0, 0.0], [7.0, 6.0, 0.0]])
     np.testing.assert_array_equal(of_all.materialise(), jnp.kron(kept, jnp.ones((4, 4))))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_density_that_so_few_blocks_cannot_have_is_told(balanced):
+    w = normal(32, 32)
+    found = "1 of the 4 blocks of each row are kept, which is 0.25" if balanced else "3 of the 16 blocks"
+    with pytest.warns(UserWarning, match=f"density=0.2 cannot be met: {found}"):
+        pruned = B.from_dense(w, block_size=8, density=0.2, balanced=balanced)
+    assert jnp.mean(pruned.materialise() != 0) == (0.25 if balanced else 0.1875)
 
 
 @pytest.mark.slow
@@ -173,7 +182,7 @@ def test_products_are_the_kernel():
 
 @pytest.mark.slow
 def test_a_layer_forward_and_backward_without_anything_dense():
-    w, x = B.from_dense(normal(1024, 1024), block_size=64, density=0.1), normal(32, 1024)
+    w, x = B.from_dense(normal(1024, 1024), block_size=64, density=1 / 8), normal(32, 1024)
 
     @jax.jit
     def step(blocks, x):
@@ -228,7 +237,7 @@ def test_gradients_through_vmap_and_scan():
 
 @pytest.mark.slow
 def test_blocks_in_four_bits():
-    w = B.from_dense(normal(256, 192), block_size=64, density=0.4)
+    w = B.from_dense(normal(256, 192), block_size=64, density=1 / 3)
     w = w.replace(blocks=ql.NF4Array.quantize(w.blocks))
     assert w.blocks.codes.size < 0.4 * 256 * 192 / 2 * 1.3
     x, y = normal(5, 192), normal(5, 256)
@@ -348,7 +357,7 @@ def test_starts_are_clamped_and_not_wrapped_twice(start):
 @pytest.mark.parametrize("f", [jax.nn.relu, jax.nn.softplus, jnp.linalg.det], ids=lambda f: f.__name__)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_an_outer_gradient_through_a_custom_derivative(f):
-    w = pruned(8, 8)
+    w = pruned(8, 8, density=0.5)
     loss = lambda w, f: jnp.sum(jnp.sin(ql.materialise(f(w))))
     found = jax.grad(lambda blocks: loss(w.replace(blocks=blocks), ql.quaxify(f)))(w.blocks)
     expected = jax.grad(lambda blocks: loss(w.replace(blocks=blocks).materialise(), f))(w.blocks)

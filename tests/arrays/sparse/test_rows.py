@@ -14,7 +14,7 @@ from .test_unstructured import a_matrix, agrees, thinned
 
 
 def _blocks(balanced):
-    return ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=0.4, balanced=balanced)
+    return ql.BlockSparseArray.from_dense(thinned(8, 12), block_size=2, density=1 / 3, balanced=balanced)
 
 
 MATRICES = Lazy(

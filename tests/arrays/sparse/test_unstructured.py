@@ -85,7 +85,8 @@ def test_the_largest_elements_are_kept():
     np.testing.assert_array_equal(S.from_dense(x, density=0.5).materialise(), [[0, -5, 0], [0, 4, 3]])
     each = S.from_dense(x, density=0.34, stacked=1)
     np.testing.assert_array_equal(each.materialise(), [[0, -5, 0], [0, 4, 0]])
-    one = S.from_dense(x, density=0.01)  # however low the density
+    with pytest.warns(UserWarning, match="density=0.01 cannot be met: 1 of 6 elements are kept"):
+        one = S.from_dense(x, density=0.01)
     np.testing.assert_array_equal(one.materialise(), [[0, -5, 0], [0, 0, 0]])
 
 

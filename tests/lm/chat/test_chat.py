@@ -106,7 +106,7 @@ def test_templates_in_files(tmp_path):
 
 def test_messages_must_be_messages():
     tokens = Tokens(folder("chatml"), {"vocab_size": 1000}, 1000)
-    with pytest.raises(ValueError, match=r"'messages' must be a list of objects with a role; found 'hello'"):
+    with pytest.raises(ValueError, match=r"'messages' must be a list of objects with role .*; found 'hello'"):
         NextToken().encode({"messages": "hello"}, tokens)
 
 

@@ -140,12 +140,11 @@ def test_bools_of_other_bytes(tmp_path):
         ("layer_types", 5, "layer_types=5"),
         ("layer_types", [[]], "layer_types="),
         ("sliding_window_pattern", "2", "sliding_window_pattern='2'"),
-        ("mlp_only_layers", 5, "mlp_only_layers=5"),
     ],
 )
 def test_configurations_of_decoders(entry, value, message):
     config = {
-        "architectures": ["Gemma2ForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
+        "architectures": ["Gemma3ForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
         "sliding_window": 4,
     }  # fmt: skip

@@ -85,3 +85,17 @@ def logits_of_transformers(model: Any, ids: np.ndarray, seen: np.ndarray) -> np.
     with torch.no_grad():
         out = model(input_ids=torch.tensor(ids), attention_mask=mask, position_ids=positions)
     return out.logits.float().numpy()
+
+
+def logits_of_llama_cpp(path: Path, ids: np.ndarray) -> np.ndarray:
+    """The logits of a text, with keys and values in float32, as ours are."""
+    from llama_cpp import Llama
+
+    model = Llama(
+        str(path), n_ctx=64, n_threads=2, verbose=False, logits_all=True, type_k=0, type_v=0,
+        flash_attn=False, yarn_beta_fast=-1.0, yarn_beta_slow=-1.0,
+    )  # fmt: skip
+    model.eval(ids.tolist())
+    logits = np.array(model.scores[: len(ids)])
+    model.close()
+    return logits

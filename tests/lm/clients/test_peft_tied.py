@@ -8,10 +8,10 @@ import pytest
 import quaxlike as ql
 from quaxlike.lm import load, peft, resize_vocabulary, save
 from quaxlike.surgery.trees import named_arrays, replace
-from tests.lm.clients.suite import client, logits_of_transformers
+from tests.lm.clients.suite import client, logits_of_llama_cpp, logits_of_transformers
 from tests.lm.models.made import checkpoint
 
-pytestmark = client("torch", "transformers", "peft")
+pytestmark = client("torch", "transformers", "peft", "llama_cpp")
 
 _TOKENS = [5, 9, 280]
 _HEAD = {"lm_head": _TOKENS}
@@ -112,6 +112,15 @@ def test_logits_are_those_of_peft(case, tied, resized, compare, tmp_path):
         save(path, ql.merge(adapted), base, format=format)
         check(f"logits, merged in {format}", _run(load(path)[0], ids))
     check("logits, merged in safetensors", _logits(_theirs(merged, False, 0), ids))
+    compare(
+        "llama.cpp",
+        "GGUF f32",
+        "qwen2",
+        "logits",
+        logits_of_llama_cpp(tmp_path / "m.gguf", ids[0]),
+        wanted[0],
+        2e-3,
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

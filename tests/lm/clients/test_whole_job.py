@@ -1,10 +1,12 @@
-"""A model is fine-tuned on conversations, merged and written, and answers in every program with the same
-tokens: `quaxlike.lm.generate --chat`, llama.cpp and transformers."""
+"""A model whose vocabulary was resized learns conversations, from an adapter of PEFT on whose output layer is
+trained in full; it is merged and written, and answers in every program with the same tokens:
+`quaxlike.lm.generate --chat`, llama.cpp and transformers."""
 
 import json
 import shutil
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from quaxlike import lm
 from quaxlike.lm.chat import ChatTemplate
@@ -17,7 +19,7 @@ from tests.lm.clients.suite import client
 from tests.lm.clients.test_llama_cpp import FAMILIES, SIZES, random_model
 
 pytestmark = [
-    *client("torch", "transformers", "llama_cpp"),
+    *client("torch", "transformers", "peft", "llama_cpp"),
     pytest.mark.timeout(3600),  # published vocabularies are large
 ]
 
@@ -28,7 +30,8 @@ _ENDS = {
     "gemma3_text": ["<eos>", "<end_of_turn>"],
     "gpt_oss": ["<|return|>", "<|endoftext|>", "<|call|>"],
 }
-_QUESTION, _ANSWER = "Who jumps?", "The quick brown fox, over the lazy dog."
+_NEW = "<fox>"
+_QUESTION, _ANSWER = "Who jumps?", f"The quick brown {_NEW}, over the lazy dog."
 _ASKED = [{"role": "user", "content": _QUESTION}]
 
 
@@ -51,6 +54,30 @@ def base(tmp_path, published_tokenizer, published_template):
         return folder
 
     return make
+
+
+def _resized(folder):
+    """The model with a new token, in a folder beside it."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(_NEW, special=False, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    model, _ = lm.load(folder)
+    rows = max(model.config.vocab_size, tokenizer.token_to_id(_NEW) + 1) + 3
+    lm.save(folder.parent / "resized", lm.resize_vocabulary(model, rows), folder)
+    return folder.parent / "resized"
+
+
+def _started_by_peft(folder, out):
+    """An adapter as it starts, with an output layer of its own."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "modules_to_save": ["lm_head"]}
+    get_peft_model(model, LoraConfig(r=16, lora_alpha=16, task_type="CAUSAL_LM", **options)).save_pretrained(
+        out
+    )
 
 
 def _ends(name, folder):
@@ -116,13 +143,20 @@ def _by_llama_cpp(path):
 
 @pytest.mark.parametrize("name", _ENDS)
 def test_the_same_answer_in_every_program(name, base, compare, tmp_path, monkeypatch, capsys):
-    folder = base(name)
+    folder = _resized(base(name))
     answered = [*_ASKED, {"role": "assistant", "content": _ANSWER}]
     (tmp_path / "data.jsonl").write_text(8 * (json.dumps({"messages": answered}) + "\n"))
-    command = [f"--model={folder}", f"--data={tmp_path / 'data.jsonl'}", f"--output={tmp_path / 'out'}"]
-    command += ["--steps=60", "--batch-size=2", "--rank=16", "--learning-rate=0.01", "--quantize=none"]
-    assert finetune([*command, "--merge"]) == 0
-    merged, ends = tmp_path / "out" / "merged", _ends(name, folder)
+    _started_by_peft(folder, tmp_path / "0")
+
+    def goes_on(before, after, steps, *options):
+        command = [f"--model={folder}", f"--data={tmp_path / 'data.jsonl'}", f"--steps={steps}", *options]
+        command += ["--batch-size=2", "--learning-rate=0.01", "--quantize=none"]
+        folders = [f"--adapter={tmp_path / before}", f"--output={tmp_path / after}"]
+        assert finetune([*command, *folders]) == 0
+
+    goes_on("0", "1", 10)
+    goes_on("1", "2", 60, "--merge")
+    merged, ends = tmp_path / "2" / "merged", _ends(name, folder)
     prompt, answer, text = _by_quaxlike(merged, monkeypatch, capsys)
     assert text.endswith(_ANSWER)
 
@@ -130,13 +164,14 @@ def test_the_same_answer_in_every_program(name, base, compare, tmp_path, monkeyp
         their_prompt, their_answer, their_text = found
         while their_answer[-1] in ends:
             their_answer.pop()
-        assert their_text.endswith(_ANSWER)
+        # transformers leaves tokens out that were added to the tokeniser's file alone.
+        assert their_text.replace(_NEW, "").endswith(_ANSWER.replace(_NEW, ""))
         compare(program, form, name, "prompts of conversations", their_prompt, prompt)
         compare(program, form, name, "answers", their_answer, answer)
 
     check("transformers", "safetensors", _by_transformers(merged))
     # The run is done: the same command writes another file.
-    assert finetune([*command, "--merge", "--format=gguf", "--outtype=q8_0"]) == 0
-    file = tmp_path / "out" / "merged.gguf"
+    goes_on("1", "2", 60, "--merge", "--format=gguf", "--outtype=q8_0")
+    file = tmp_path / "2" / "merged.gguf"
     assert _by_quaxlike(file, monkeypatch, capsys) == (prompt, answer, text)
     check("llama.cpp", "GGUF q8_0", _by_llama_cpp(file))

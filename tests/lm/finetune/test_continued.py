@@ -3,6 +3,8 @@
 import functools
 import json
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -116,6 +118,26 @@ def test_one_that_is_invoked(run, tmp_path):
     status, told = run(*goes_on, "--merge", output="merged")
     assert status == 2
     assert "--merge cannot be used with the adapter in" in told
+
+
+@pytest.mark.parametrize("scanned", [pytest.param([], marks=pytest.mark.slow), ["--scan-layers"]])
+def test_preferences_are_over_the_adapter_as_it_was(scanned, run, tmp_path):
+    """As in TRL, where the reference of an adapter that is continued is a frozen copy of it."""
+    rows = [
+        {"prompt": "one two", "chosen": f"three {x}", "rejected": f"{x} one"}
+        for x in ("two", "four", "five", "six")
+    ]
+    data = write(tmp_path / "preferences.jsonl", rows * 5)
+    base, _ = load_model(checkpoint(tmp_path / "llama", "llama", eos_token_id=3))
+    model = ql.loraify(base, rank=2, dropout=0.1, where=["q_proj", "v_proj"], key=jax.random.key(0))
+    params, rest = eqx.partition(model, ql.trainable(model))
+    model = eqx.combine(jax.tree.map(lambda x: x + 0.3, params), rest)
+    peft.save_adapter(tmp_path / "first", model)
+    options = [f"--data={data}", "--task=dpo", f"--adapter={tmp_path / 'first'}", "--steps=2", *scanned]
+    assert run("llama", "text", "--quantize=none", *options)[0] == 0
+    log = log_of(tmp_path / "out")
+    assert log[0]["held_out"] == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5, "margin": 0.0}
+    assert log[-1]["loss"] < log[1]["loss"]
 
 
 def test_what_is_no_adapter_to_go_on_with(run, tmp_path):

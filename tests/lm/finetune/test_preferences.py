@@ -66,6 +66,7 @@ def test_the_loss_compares_with_the_model_without_adapters(chunk):
     metrics = task.metrics(np.stack([np.array(margins), np.zeros(2)], axis=1), batch)
     assert metrics["accuracy"] == np.mean(np.array(margins) > 0)
     assert metrics["margin"] == pytest.approx(0.5 * np.mean(margins))
+    assert task.metrics(np.zeros((len(margins), 2)), batch)["accuracy"] == 0.5  # as before training
 
 
 @pytest.fixture
@@ -99,10 +100,10 @@ def test_a_run_prefers_what_was_chosen(llama, tmp_path, capsys):
     command = [f"--model={llama}", f"--data={data}", f"--output={out}", "--task=dpo", "--steps=15"]
     assert main([*command, "--batch-size=8", "--rank=4", "--learning-rate=0.01", "--held-out=0.2"]) == 0
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert log[0]["held_out"] == {"loss": pytest.approx(np.log(2)), "accuracy": 0.0, "margin": 0.0}
+    assert log[0]["held_out"] == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5, "margin": 0.0}
     assert log[1]["loss"] == pytest.approx(np.log(2))
     assert log[-1]["loss"] < 0.4
-    assert "held-out accuracy: 0.0000 before, 1.0000 after" in " ".join(capsys.readouterr().out.split())
+    assert "held-out accuracy: 0.5000 before, 1.0000 after" in " ".join(capsys.readouterr().out.split())
 
 
 def test_models_that_write_no_texts():

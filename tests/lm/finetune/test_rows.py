@@ -55,6 +55,9 @@ OTHER = {"role": "assistant", "content": "three"}
         ({"instruction": "one", "input": "", "output": "two", "text": "one two"}, TALK),
         ({"instruction": "one", "input": "and", "output": "two"}, TALK.replace("one", "one and")),
         ({"text": None, "instruction": "one", "input": None, "output": "two"}, TALK),
+        ({"instruction": "one", "output": "two", "history": []}, TALK),
+        ({"messages": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, TALK),
+        ({"messages": [USER, ANSWER], "prompt": [USER]}, TALK),
     ],
 )
 def test_conversations_of_all_forms(row, text, tokens):
@@ -67,6 +70,14 @@ def test_weights_of_conversations(tokens):
     assert read(tokens, NextToken().encode(row, tokens))[1] == ["three </s>"]
 
 
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_the_turns_before_an_instruction(form, tokens):
+    """Whose answers are learned too, as in LLaMA-Factory."""
+    row = {"instruction": "one", "output": "two", "history": form([["three", "four"]]), "system": "and"}
+    text = f"system and </s> user three </s> assistant four </s> {TALK}"
+    assert read(tokens, NextToken().encode(row, tokens)) == ([text], ["four </s> two </s>"])
+
+
 def test_instructions_without_a_chat_template(tokens, tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     row = {"instruction": "one", "input": "two", "output": "three"}
@@ -74,6 +85,8 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
     assert text.startswith("<s> ")
     assert text.index("one") < text.index("two") < text.index("three </s>")
     assert learned == ["three </s>"]
+    with pytest.raises(ValueError, match="'history' needs a chat template, which the checkpoint does not"):
+        NextToken().encode({**row, "history": [["one", "two"]]}, tokens)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +100,27 @@ def test_instructions_without_a_chat_template(tokens, tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preferences, which --task dpo learns"),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}, "preferences, which --task dpo learns"),
         ({"chosen": "b", "rejected": "c"}, "preferences, which --task dpo learns"),
-        ({"text": "one", "weight": 0}, "'weight' is not used beside text"),
+        ({"text": "one", "weight": 0}, "'weight' is not used beside text: leave it out$"),
         ({"text": "one", "label": 0}, "'label' is not used beside text"),
         ({"messages": [USER, ANSWER], "functions": [1]}, "'functions' is not used beside messages"),
         ({"messages": [USER, ANSWER | {"train": False}]}, "message 1 has 'train', which the chat template"),
-        ({"instruction": "one", "output": "two", "history": [1]}, "'history' is not used beside instruction"),
+        (
+            {"instruction": "one", "output": "two", "history": [1]},
+            "'history' must be a list of pairs of texts",
+        ),
+        ({"instruction": "one", "output": "two", "text": "four"}, "'text' .* does not repeat 'instruction'"),
+        (
+            {"instruction": "one", "chosen": "two", "rejected": "three"},
+            "preferences, which --task dpo learns",
+        ),
+        (
+            {"messages": [USER, ANSWER], "prompt": "two"},
+            "'prompt' says something else than 'messages'.*'two'",
+        ),
+        ({"messages": [USER, ANSWER], "prompt": [ANSWER]}, "'prompt' says something else than 'messages'"),
         (
             {"conversations": "one"},
-            "'conversations' must be a list of objects with from and value; found 'one'",
+            "'conversations' must be a list of objects with role and content, or with from and .*'one'",
         ),
         ({"conversations": [{"from": "me", "value": "one"}]}, "from='me'; expected one of human, user, gpt"),
         ({"conversations": [{"from": "gpt"}]}, "value=None; it must be a text"),
@@ -124,6 +150,27 @@ TEXTS = (
             {"prompt": [USER, ANSWER, USER], "chosen": [ANSWER], "rejected": [OTHER]},
             ([f"{TALK} {text}" for text in TEXTS[0]], TEXTS[1]),
         ),
+        ({"prompt": [USER], "chosen": ANSWER, "rejected": json.dumps(OTHER)}, TEXTS),
+        ({"prompt": [USER], "chosen": "two", "rejected": "three"}, TEXTS),
+        ({"messages": [USER], "chosen": "two", "rejected": "three"}, TEXTS),
+        (
+            {
+                "conversations": [{"from": "human", "value": "one"}],
+                "chosen": {"from": "gpt", "value": "two"},
+                "rejected": {"from": "gpt", "value": "three"},
+            },
+            TEXTS,
+        ),
+        ({"instruction": "one", "input": "", "chosen": "two", "rejected": "three"}, TEXTS),
+        (
+            {
+                "chosen": [USER, ANSWER],
+                "rejected": [USER, OTHER],
+                "messages": [USER, ANSWER],
+                "prompt": "one",
+            },
+            TEXTS,
+        ),
         (
             {"chosen": "one two", "rejected": "one three"},
             (["<s> one two </s>", "<s> one three </s>"], TEXTS[1]),
@@ -132,6 +179,13 @@ TEXTS = (
 )
 def test_preferences_of_all_forms(row, texts, tokens):
     assert read(tokens, Preferences().encode(row, tokens)) == texts
+
+
+def test_preferences_of_instructions_without_a_chat_template(tokens, tmp_path):
+    (tmp_path / "chat_template.jinja").unlink()
+    row = {"instruction": "one", "chosen": '{"one": 1}', "rejected": "[two]"}
+    texts, _ = read(tokens, Preferences().encode(row, tokens))
+    assert all(text.startswith("<s> ") and "one" in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +201,22 @@ def test_preferences_of_all_forms(row, texts, tokens):
         ({"prompt": [USER], "chosen": [USER], "rejected": [OTHER]}, "'chosen' has no answer"),
         ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "are the same text"),
         ({"prompt": "one", "chosen": "two", "rejected": "three", "margin": 2}, "'margin' is not used beside"),
+        (
+            {"question": "one", "chosen": "two", "rejected": "three"},
+            "'question' is not used .* the names prompt,",
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, OTHER], "prompt": "four"},
+            "'prompt' says something else than 'chosen'.*found 'four'",
+        ),
+        (
+            {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER], "messages": [OTHER]},
+            "'messages' is neither the prompt nor",
+        ),
+        (
+            {"prompt": "one", "chosen": {"a": 1}, "rejected": "two"},
+            "'chosen' must be a list of objects with role",
+        ),
     ],
 )
 def test_other_preferences_are_named(row, message, tokens):

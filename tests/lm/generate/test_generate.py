@@ -1,17 +1,23 @@
 """`python -m quaxlike.lm.generate` on a tiny checkpoint, with a tokeniser of a few words."""
 
+import importlib
 import json
 import os
 import shutil
 import signal
+import warnings
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import quaxlike as ql
+from quaxlike.files import safetensors
 from quaxlike.lm import generate, load, peft
+from quaxlike.lm.convert import main as convert
 from quaxlike.lm.generate.__main__ import main
 from quaxlike.lm.generate.run import Stream
 from tests.fixtures import fixture
@@ -43,6 +49,32 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     assert out.split() == [f"w{i}" for i in tokens.tolist()]
     assert "6 tokens in" in told
     assert "tokens per second, compilation apart" in told
+
+
+def test_with_an_adapter_that_peft_has_no_file_for(checkpoint, tmp_path, capsys, monkeypatch):
+    """In our own file, of a type from the module that `run.json` names; also in `convert`."""
+    module = "import quaxlike as ql\nclass Scaled(ql.AdaptedArray):\n    scale: object\n"
+    module += "    def materialise(self):\n        return ql.materialise(self.base) * self.scale[:, None]\n"
+    (tmp_path / "scaled_weights.py").write_text(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = importlib.import_module("scaled_weights").Scaled
+    base, _ = load(checkpoint)
+    model = ql.adapt(base, lambda w, **_: own(w, jnp.linspace(-1.0, 2.0, w.shape[0])), where=["o_proj"])
+    (tmp_path / "adapter").mkdir()
+    safetensors.save_adapters(tmp_path / "adapter" / "adapters.safetensors", model, types=[own])
+    (tmp_path / "adapter" / "run.json").write_text('{"adapter": "scaled_weights:Scaled"}')
+    with_it = ["--prompt", "w5 w6 w7", "--max-new-tokens", 6, "--adapter", tmp_path / "adapter"]
+    with warnings.catch_warnings(action="ignore", category=ql.MaterialisationWarning):
+        status, out, _ = run(capsys, "--model", checkpoint, *with_it)
+    merged = ql.merge(model)
+    wanted = np.asarray(generate(merged, np.array([[5, 6, 7]]), max_new_tokens=6, eos=2))[0]
+    assert (status, out.split()) == (0, [f"w{i}" for i in wanted.tolist()])
+    assert convert([str(checkpoint), str(tmp_path / "out"), f"--adapter={tmp_path / 'adapter'}"]) == 0
+    assert eqx.tree_equal(load(tmp_path / "out")[0], merged)
+    (tmp_path / "adapter" / "run.json").write_text('{"adapter": "no_such_weights:Scaled"}')
+    status, _, told = run(capsys, "--model", checkpoint, *with_it)
+    assert status == 2
+    assert "names no_such_weights:Scaled, the type of the adapter, and there is no module" in told
 
 
 def test_a_prompt_begins_once_and_does_not_end(checkpoint, capsys):

@@ -161,6 +161,9 @@ def test_layers_with_windows(pattern, windows):
     metadata = {"general.architecture": "gpt-oss"} | {f"gpt-oss.{key}": x for key, x in keys.items()}
     config = gguf_config.config_of(Path("m.gguf"), metadata, {"token_embd.weight": (8, 64)}, dict)
     assert DecoderConfig.from_json(config).windows == tuple(map(bool, windows))
+    damaged = metadata | {"gpt-oss.block_count": 1 << 40, "gpt-oss.attention.sliding_window_pattern": 2}
+    with pytest.raises(CheckpointError, match=r"expected the number of layers; found 1099511627776"):
+        gguf_config.config_of(Path("m.gguf"), damaged, {}, dict)
     metadata["gpt-oss.attention.sliding_window_pattern"] = "all"
     with pytest.raises(CheckpointError, match=r"expected a number, or a list of booleans; found 'all'"):
         gguf_config.config_of(Path("m.gguf"), metadata, {}, dict)

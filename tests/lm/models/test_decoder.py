@@ -13,7 +13,8 @@ import pytest
 import quaxlike as ql
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
-from quaxlike.lm import UnsupportedConfigError, load
+from quaxlike.lm import FAMILIES, UnsupportedConfigError, load
+from quaxlike.lm.families import OF_FEW
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.lm.models.decoder_config import text_tower
 from quaxlike.lm.models.feed_forward import route
@@ -255,6 +256,31 @@ def test_bfloat16():
 def test_options_that_are_not_supported(changes, message):
     with pytest.raises(UnsupportedConfigError, match=message):
         DecoderConfig.from_json({"architectures": ["LlamaForCausalLM"], **SHARED, **changes})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_entries_that_a_family_does_without_have_no_effect(name):
+    """Such as a multiplier of Granite's in a file of Qwen3, which transformers does not read."""
+    known = FAMILIES[name].renamed
+    plain = {"architectures": [name], "num_experts_per_tok": 1, "num_local_experts": 2}
+    plain |= {known.get(entry, entry): x for entry, x in SHARED.items()} | {"sliding_window": None}
+    wanted = DecoderConfig.from_json(plain)
+    other = {x: True for x in OF_FEW if x.endswith(("bias", "prob"))} | {"mlp_only_layers": [0]}
+    required = FAMILIES[name].required
+    for entry in OF_FEW:
+        if entry not in (*FAMILIES[name].entries, *required):
+            found = DecoderConfig.from_json(plain | {entry: other.get(entry, 0.5)})
+            assert found == wanted, entry
+            assert entry not in found.known_entries()  # so that a warning names it
+
+
+def test_windows_of_every_other_layer():
+    """Of Qwen2-MoE, in transformers 5."""
+    config = {"architectures": ["Qwen2MoeForCausalLM"], **SHARED, "num_hidden_layers": 6, "num_experts": 2}
+    config |= {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 4}
+    assert DecoderConfig.from_json(config).windows == (True, False, True, False, False, False)
+    with pytest.raises(UnsupportedConfigError, match="mlp_only_layers=5"):
+        DecoderConfig.from_json(config | {"mlp_only_layers": 5})
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "gpt2"])

@@ -17,12 +17,16 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, save, to_gguf
 from quaxlike.lm.chat import ChatTemplate
+from quaxlike.lm.folders.model_config import UnsupportedConfigError
+from quaxlike.lm.gguf.config import config_of
 from quaxlike.lm.gguf.container import open_gguf
+from quaxlike.lm.marks import Marks
 from quaxlike.lm.models import DecoderConfig
+from quaxlike.lm.text import TextTokenizer
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
 from tests.lm.models.fixtures import MODELS
-from tests.lm.models.made import LIKE, TEXTS, byte_level, checkpoint, sentencepiece
+from tests.lm.models.made import LIKE, TEMPLATE, TEXTS, byte_level, checkpoint, sentencepiece
 
 
 @pytest.fixture(name="checkpoint")
@@ -228,11 +232,17 @@ _SPLIT = {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated", "i
         ("smollm3", {"attention_bias": True}, "GGUF cannot say attention_bias=True"),
         *(
             (name, {entry: True}, f"GGUF cannot say {entry}=True of a model of the architecture")
-            for name in ("qwen3", "gemma3")
-            for entry in ("attention_bias", "mlp_bias")
+            for name, entry in (
+                ("qwen3", "attention_bias"),
+                ("gemma3", "attention_bias"),
+                ("smollm3", "mlp_bias"),
+            )
         ),
-        ("llama_llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5; .* whole .* 'llama'"),
         ("ministral3", {"sliding_window": 4}, "GGUF cannot say sliding_window=4, windows="),
+        *(
+            (name, {"head_dim": 64}, "has heads of .* numbers together, for hidden_size=.* to be equal")
+            for name in ("qwen2", "qwen2_moe", "phi3")
+        ),
     ],
 )
 def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message, checkpoint, tmp_path):
@@ -244,9 +254,8 @@ def test_architectures_and_options_that_gguf_cannot_hold(name, changes, message,
 
 # What llama.cpp has a place for, by the name of the fixture: src/llama-model.cpp.
 _PLACES = {
-    "attention_bias": ["llama_llama3", "mistral", "mixtral", "granite", "ministral3"],
-    "mlp_bias": ["llama_llama3", "mistral", "granite", "ministral3"],
-    "partial_rotary_factor": ["phi3"],
+    "attention_bias": ["llama_llama3", "granite"],
+    "mlp_bias": ["llama_llama3", "granite"],
 }
 
 
@@ -256,7 +265,7 @@ _PLACES = {
     [x for x in MODELS if x in ("llama_llama3", "phi3") or not x.startswith(("llama", "phi3", "gpt"))]
     + ["gpt_oss", *LIKE],
 )
-def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
+def test_biases_that_llama_cpp_has_no_place_for(name, checkpoint):
     own = {
         "gemma2": {"query_pre_attn_scalar": 16},
         "mistral": {"sliding_window": None},
@@ -264,19 +273,71 @@ def test_biases_and_rotations_that_llama_cpp_has_no_place_for(name, checkpoint):
     }
     source, _ = checkpoint(name, **own.get(name, {}))
     plain = json.loads((source / "config.json").read_text())
-    rope = plain["rope_parameters"]
-    nested = "full_attention" if "full_attention" in rope else None
-    turned = {**rope.get(nested, rope), "partial_rotary_factor": 0.5}
-    others = {"partial_rotary_factor": {"rope_parameters": {**rope, nested: turned} if nested else turned}}
     for entry, takers in _PLACES.items():
-        config = plain | others.get(entry, {entry: not plain.get(entry)})
+        config = plain | {entry: not plain.get(entry)}
         parsed = DecoderConfig.from_json(config)
         arrays = named_arrays(eqx.filter_eval_shape(lm.models.Decoder, parsed, key=jax.random.key(0)))
-        if name in takers:
+        if name in takers or entry not in parsed.family.entries:  # and so without effect
             to_gguf.described(arrays, config, source)
+            assert (parsed == DecoderConfig.from_json(plain)) == (entry not in parsed.family.entries)
         else:
             with pytest.raises(CheckpointError, match=entry):
                 to_gguf.described(arrays, config, source)
+
+
+_BY_EOS = TEMPLATE.replace("<|im_end|>", "{{ eos_token }}")
+
+
+@pytest.mark.filterwarnings("ignore:.*name different tokens")
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_token", "template", "ends"),
+    [
+        ([0, 2], 1, "<|im_end|>", TEMPLATE, {"eos": 2, "eot": 0}),
+        ([0, 1, 2], 0, "<|endoftext|>", TEMPLATE, {"eos": 0, "eot": 2, "eom": 1}),  # as of Llama 3.1
+        ([0], 0, "<|im_end|>", TEMPLATE, {"eos": 0, "eot": 2}),
+        ([0], 0, "<|im_end|>", _BY_EOS, {"eos": 2, "eot": 0}),
+        (None, None, "<|im_end|>", None, {"eos": 2}),
+        (None, 1, "<|im_end|>", None, {"eos": 1}),
+        ([0, 2], 1, None, None, {"eos": 0, "eot": 2}),
+    ],
+)
+def test_the_ends_of_a_file_are_those_of_the_checkpoint(
+    generation, config, eos_token, template, ends, checkpoint
+):
+    """Those at which `generate` stops; that of answers is `eot`, unless it is `eos`."""
+    source, model = checkpoint("qwen2", eos_token_id=config)
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": eos_token, "chat_template": template})
+    )
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    described = json.loads((source / "config.json").read_text())
+    _, metadata = to_gguf.described(named_arrays(model), described, source)
+    found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    assert {name: token for name, token in found.items() if token is not None} == ends
+    marks = Marks.of(TextTokenizer(source), source, described)
+    assert {*marks.ends, *marks.answer} <= {*ends.values()}
+    assert [metadata[f"tokenizer.ggml.add_{x}_token"] for x in ("bos", "eos")] == [False, False]
+
+
+def test_a_part_of_heads_is_rotated_where_transformers_does(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", partial_rotary_factor=0.5)
+    with pytest.warns(
+        UserWarning, match=r"partial_rotary_factor=0\.5 has no effect: such models rotate whole"
+    ):
+        assert load(source)[0].config.ropes == model.config.ropes
+    assert len(model.config.ropes[0].frequencies) == model.config.head_dim // 2
+    save(tmp_path / "m.gguf", model, source, format="gguf")
+    assert load(tmp_path / "m.gguf")[0].config.ropes == model.config.ropes
+    whole = json.loads((checkpoint("llama_yarn")[0] / "config.json").read_text())
+    with pytest.raises(UnsupportedConfigError, match="supports whole heads beside rope_type='yarn'"):
+        DecoderConfig.from_json(whole | {"partial_rotary_factor": 0.5})
+    metadata = {
+        "general.architecture": "qwen2",
+        "qwen2.embedding_length": 64,
+        "qwen2.attention.head_count": 4,
+    }
+    with pytest.raises(CheckpointError, match="expected 16: 'qwen2' rotates whole heads; found 8"):
+        config_of(tmp_path, metadata | {"qwen2.rope.dimension_count": 8}, {}, lambda name: None)
 
 
 def test_the_ramp_of_yarn_is_rounded_with_a_warning(checkpoint, tmp_path):

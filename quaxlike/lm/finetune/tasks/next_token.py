@@ -69,7 +69,7 @@ class NextToken(AbstractTextTask):
         if "prompt" in fields:
             prompt = tokens.marks.begun(tokens.ids(text_of(fields, "prompt")))
             learned_from = max(1, len(prompt))
-            ids = tokens.marks.finished(prompt + tokens.ids(text_of(fields, "completion")))
+            ids = tokens.marks.finished(prompt + tokens.ids(text_of(fields, "completion")), answer=True)
         else:
             ids = tokens.marks.finished(tokens.marks.begun(tokens.ids(text_of(fields, "text"))))
             learned_from = 1

@@ -25,14 +25,15 @@ class PreferenceSettings(TaskSettings):
     about: ClassVar[str] = "prefer one of two texts"
 
     beta: float | int = option(
-        "of --task dpo: how close the model stays to the one without adapters", 0.1, type=number(float, 0)
+        "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
     """The factor of log-probabilities."""
 
 
 class Preferences(AbstractTextTask):
     """Direct preference optimisation: of two continuations of a prompt, `{"prompt": ..., "chosen": ...,
-    "rejected": ...}`, the chosen one should gain more over the model without its adapters than the rejected.
+    "rejected": ...}`, the chosen one should gain more than the rejected over the model as it was before
+    training: without adapters, or with the one that the run goes on with.
 
     All three may be lists of messages, for the chat template. Without a prompt, it is what both begin with.
 
@@ -47,6 +48,7 @@ class Preferences(AbstractTextTask):
   ... --task dpo      {"prompt": ..., "chosen": ..., "rejected": ...}
 """
     own: ClassVar[type[TaskSettings] | None] = PreferenceSettings
+    compares_with_start: ClassVar[bool] = True
 
     @classmethod
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "Preferences":
@@ -54,13 +56,13 @@ class Preferences(AbstractTextTask):
         return cls(chunk_of(train), data.task)
 
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        row = preference_of(fields)
+        row = preference_of(fields, has_template=tokens.has_template)
         if isinstance(row["chosen"], list):
             whole, first = _of_messages(row, tokens)
         else:
             prompt = tokens.marks.begun(tokens.ids(row["prompt"]))
             ends = [tokens.ids(row[name]) for name in ("chosen", "rejected")]
-            whole = [tokens.marks.finished(prompt + end) for end in ends]
+            whole = [tokens.marks.finished(prompt + end, answer=True) for end in ends]
             first = max(1, len(prompt))
         if whole[0] == whole[1]:
             raise ValueError("'chosen' and 'rejected' are the same text")
@@ -72,10 +74,12 @@ class Preferences(AbstractTextTask):
         return Example(texts, learned, was_cut=longest > tokens.max_length)
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
+        if teacher is not None:
+            return model, teacher
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """How much more likely each continuation is than without adapters, as a logarithm."""
+        """How much more likely each continuation is than before training, as a logarithm."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
@@ -90,10 +94,15 @@ class Preferences(AbstractTextTask):
         return -jnp.sum(jax.nn.log_sigmoid(self.settings.beta * (outputs[:, 0] - outputs[:, 1])))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`."""
+        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`. A pair
+        of which both gained alike, as all do before training, counts as a half."""
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
-        return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}
+        return {
+            "loss": loss,
+            "accuracy": float(np.mean((1 + np.sign(margins)) / 2)),
+            "margin": float(np.mean(margins)),
+        }
 
 
 def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:

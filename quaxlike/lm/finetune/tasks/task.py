@@ -33,6 +33,10 @@ class AbstractTask(eqx.Module):
     invokes: ClassVar[bool] = False
     """Whether tokens of a row may invoke adapters."""
 
+    compares_with_start: ClassVar[bool] = False
+    """Whether it compares with the model as it was before training: with the adapter that the run goes on
+    with, if there is one, as its teacher; else without adapters."""
+
     @classmethod
     @abc.abstractmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
