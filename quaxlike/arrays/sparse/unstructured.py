@@ -92,8 +92,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         **Arguments:**
 
         - `x`: any array.
-        - `density`: the fraction of elements to keep, in (0, 1]. A warning tells if that cannot be met with so
-            few elements. Default: all nonzeros, so nothing changes.
+        - `density`: the fraction of elements to keep, in (0, 1]. A warning tells if that cannot be met with
+            so few elements. Default: all nonzeros, so nothing changes.
         - `stacked`: how many leading axes stack arrays that are sparse separately, for use with `vmap` or
             `lax.scan`. Default 0.
 
