@@ -415,17 +415,3 @@ print(ql.explain(ql.quaxify(lambda x, w: x @ w.T))(x, w), ql.quaxify(jnp.matmul)
     assert " on native: codes are multiplied" in run.stdout
     assert run.stdout.endswith(" 64.0\n")
     assert not unloaded.exists()
-
-
-@pytest.mark.slow
-def test_the_source_under_sanitizers(built, tmp_path):
-    """All instruction sets of this processor, on buffers of exactly their size."""
-    program, folder = tmp_path / "harness", Path(library.__file__).parent
-    flags = ["-std=c++17", "-O1", "-w", "-pthread", "-ffp-contract=fast", "-fno-sanitize-recover=undefined"]
-    flags += ["-fsanitize=address,undefined", f"-I{jax.ffi.include_dir()}"]
-    flags += [f'-DPRODUCT="{folder / "product.cc"}"', f'-DCSR="{folder / "csr.cc"}"']
-    harness = Path(__file__).with_name("native_harness.cc")
-    subprocess.run([*library._compiler(), *flags, str(harness), "-o", str(program)], check=True)
-    run = subprocess.run([str(program)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert run.stdout.startswith("0 differences, by plain")
