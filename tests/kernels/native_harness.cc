@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
 
 namespace {
 
@@ -208,7 +209,30 @@ void compare_csr(int64_t rows, int64_t columns, int64_t elements, int64_t m, boo
     }
 }
 
-int main() {
+#include "native_handlers.h"
+
+// One that the sanitizer of this build has to report.
+int plant_a_fault() {
+#if defined(__SANITIZE_THREAD__)
+  volatile int number = 0;
+  std::thread other([&] { number = number + 1; });
+  number = number + 1;
+  other.join();
+  return 0;
+#else
+  volatile int count = 3;
+  volatile int* numbers = new int[count];
+  return numbers[count] & 0;
+#endif
+}
+
+// `fault`; or `handlers` and `all`, with how many weights are drawn and the seed.
+int main(int, char** arguments) {
+  const std::string what = arguments[1];
+  if (what == "fault") return plant_a_fault();
+  random_number.seed(atoi(arguments[3]));
+  if (handlers::check(atoi(arguments[2]))) return 1;
+  if (what == "handlers") return 0;
   for (const int64_t rows : {0, 1, 5, 9})
     for (const int64_t columns : {0, 1, 7, 33})
       for (const int64_t elements : {0, 1, 6, 40, 301})

@@ -9,19 +9,14 @@ import pytest
 from quaxlike import kernels
 from quaxlike.kernels import nf4_matmul
 from tests.primitives.jaxprs import equations
-from tests.samples import normal, once
+from tests.samples import normal
 
-from .weights import quantised, relative_error
-
-
-@once
-def weight():
-    return quantised((48, 64))
+from .weights import relative_error, stored
 
 
 def _matmul(x):
-    w = weight()
-    return nf4_matmul(x, *w.operands, **w.params)
+    w = stored("nf4", 48, 64)
+    return nf4_matmul(x, *w.leaves, **w.params)
 
 
 def _backends(fn, x):
@@ -89,8 +84,8 @@ def mesh():
 
 def test_a_program_that_xla_divides_runs_the_kernel_on_each_part(mesh):
     x = jnp.ones((128, 128))
-    w = quantised((128, 256))
-    fn = lambda x: nf4_matmul(x, *w.operands, transpose=True, **w.params)
+    w = stored("nf4", 128, 256)
+    fn = lambda x: nf4_matmul(x, *w.leaves, transpose=True, **w.params)
     with kernels.backend("tpu"):
         y = jax.jit(fn)(jax.device_put(x, _sharded(x, mesh).sharding))
     assert y.sharding.spec == jax.P("rows", None)
@@ -99,8 +94,8 @@ def test_a_program_that_xla_divides_runs_the_kernel_on_each_part(mesh):
 
 def test_the_reference_that_is_asked_for_is_plain_jax(mesh):
     """Which can be exported for many devices."""
-    w = quantised((128, 256))
-    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    w = stored("nf4", 128, 256)
+    fn = lambda x: nf4_matmul(x, *w.leaves, **w.params)
     with kernels.backend("reference"):
         exported = jax.export.export(jax.jit(fn))(_sharded(jnp.ones((8, 256)), mesh))
     assert exported.nr_devices == 4
@@ -111,8 +106,8 @@ def test_the_reference_that_is_asked_for_is_plain_jax(mesh):
 @pytest.mark.parametrize("backend", ["reference", "gpu", "tpu"])
 def test_within_shard_map_each_device_runs_the_kernel(mesh, backend, check_vma):
     x = normal(128, 256)
-    w = quantised((128, 256))
-    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    w = stored("nf4", 128, 256)
+    fn = lambda x: nf4_matmul(x, *w.leaves, **w.params)
     rows = jax.P("rows")
     mapped = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check_vma))
     with kernels.backend(backend):

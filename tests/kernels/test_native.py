@@ -21,7 +21,7 @@ from quaxlike.kernels.native import __main__ as command
 from quaxlike.kernels.native import library
 from tests.samples import normal, use_cache
 
-from .weights import quantised, relative_error
+from .weights import relative_error, stored
 
 _TYPES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int4": ql.Int4Array, "int8": ql.Int8Array}
 
@@ -163,8 +163,8 @@ def test_trained_scales_and_adapters(use_native, name):
 @pytest.mark.parametrize("rows", [8, 128])
 def test_each_device_runs_it(use_native, rows):
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec, w, x = jax.P("rows"), quantised((128, 256)), normal(rows, 256)
-    fn = lambda x: nf4_matmul(x, *w.operands, **w.params)
+    spec, w, x = jax.P("rows"), stored("nf4", 128, 256), normal(rows, 256)
+    fn = lambda x: nf4_matmul(x, *w.leaves, **w.params)
     for times in (fn, jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)):
         y = jax.jit(times)(jax.device_put(x, jax.NamedSharding(mesh, spec)))
         assert y.sharding.spec[0] == "rows"
@@ -300,8 +300,8 @@ def test_it_is_used_unasked_but_not_exported(built):
 
 
 def test_another_platform_has_none():
-    operands = (jax.ShapeDtypeStruct((2, 64), jnp.float32), *quantised((48, 64)).operands)
-    fn = lambda x: nf4_matmul(x, *operands[1:], **quantised((48, 64)).params)
+    operands = (jax.ShapeDtypeStruct((2, 64), jnp.float32), *stored("nf4", 48, 64).leaves)
+    fn = lambda x: nf4_matmul(x, *operands[1:], **stored("nf4", 48, 64).params)
     with kernels.backend("native"), pytest.warns(kernels.KernelFallbackWarning, match="run on CPUs, not on"):
         jax.jit(fn).trace(operands[0]).lower(lowering_platforms=("cuda",))
 
@@ -415,17 +415,3 @@ print(ql.explain(ql.quaxify(lambda x, w: x @ w.T))(x, w), ql.quaxify(jnp.matmul)
     assert " on native: codes are multiplied" in run.stdout
     assert run.stdout.endswith(" 64.0\n")
     assert not unloaded.exists()
-
-
-@pytest.mark.slow
-def test_the_source_under_sanitizers(built, tmp_path):
-    """All instruction sets of this processor, on buffers of exactly their size."""
-    program, folder = tmp_path / "harness", Path(library.__file__).parent
-    flags = ["-std=c++17", "-O1", "-w", "-pthread", "-ffp-contract=fast", "-fno-sanitize-recover=undefined"]
-    flags += ["-fsanitize=address,undefined", f"-I{jax.ffi.include_dir()}"]
-    flags += [f'-DPRODUCT="{folder / "product.cc"}"', f'-DCSR="{folder / "csr.cc"}"']
-    harness = Path(__file__).with_name("native_harness.cc")
-    subprocess.run([*library._compiler(), *flags, str(harness), "-o", str(program)], check=True)
-    run = subprocess.run([str(program)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert run.stdout.startswith("0 differences, by plain")

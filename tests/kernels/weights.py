@@ -1,32 +1,63 @@
 """Quantised and block-sparse weights with their dense values, for the tests of the kernels."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import quaxlike as ql
+from quaxlike.arrays.quantized.scales import BlockScales
 from quaxlike.kernels import NestedScales, blockwise, transposed_index
+from quaxlike.kernels.block_matmul import INTEGERS, NIBBLES, Decode, Rows
+from quaxlike.kernels.block_matmul.product import Product
 
 
-class Quantised(NamedTuple):
-    """Operands and parameters of a 4-bit weight, and its value in float64."""
+class Stored(NamedTuple):
+    """A weight of any codec, as products take it, and its value in float64."""
 
-    operands: tuple[jax.Array, jax.Array, np.ndarray]
-    params: dict
+    leaves: tuple[Any, ...]
+    decode: Decode
+    shape: tuple[int, int]
+    block_size: int
     dense: np.ndarray
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"shape": self.shape, "block_size": self.block_size}
+
+    def product(self, transpose=False, out_dtype="float32") -> Product:
+        return Product(self.shape, self.block_size, transpose, np.dtype(out_dtype))
 
 
 @functools.cache
-def quantised(shape, block_size=64, codebook="NF4", seed=0) -> Quantised:
-    """A random weight, quantised by the codebook of that name."""
-    codebook = getattr(blockwise, codebook)
-    w = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    packed, absmax = blockwise.quantize_codebook(jnp.asarray(w), codebook, block_size=block_size)
-    flat = blockwise.dequantize_codebook(packed, absmax, codebook, n=w.size, block_size=block_size)
-    params = {"shape": shape, "block_size": block_size}
-    return Quantised((packed, absmax, codebook), params, np.float64(flat).reshape(shape))
+def stored(codec, n, k, block_size=64, seed=0) -> Stored:
+    """A random weight: "nested" is NF4 with scales in 8 bits, and "int8 in blocks" has blocks of 16. Only
+    blocks of 4-bit codebooks are of `block_size`, which may cross rows."""
+    shape = n, k
+    w = jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    if codec in ("nf4", "fp4", "int4", "nested"):
+        codebook = blockwise.NF4 if codec == "nested" else getattr(blockwise, codec.upper())
+        packed, absmax = blockwise.quantize_codebook(w, codebook, block_size=block_size)
+        scales = absmax
+        if codec == "nested":
+            absmax = NestedScales(*blockwise.quantize_scales(absmax), jnp.asarray(blockwise.dynamic_map()))
+            scales = blockwise.dequantize_scales(*absmax[:3])
+        flat = blockwise.dequantize_codebook(packed, scales, codebook, n=w.size, block_size=block_size)
+        leaves = packed, absmax, jnp.asarray(codebook)
+        return Stored(leaves, NIBBLES, shape, block_size, np.float64(flat).reshape(shape))
+    if codec in ("int8", "int8 in blocks"):
+        block_size = max(k, 1) if codec == "int8" else 16
+        leaves = blockwise.quantize_int(w, 127, block_size)
+        dense = blockwise.dequantize_int(*leaves, block_size=block_size)
+        return Stored(leaves, INTEGERS, shape, block_size, np.float64(dense))
+    array = ql.BlockArray.quantize(w, codec=codec)
+    scale = array.scale
+    parts = array.codes, *(scale.parts() if isinstance(scale, BlockScales) else (scale, None, None, None))
+    present = tuple(part is not None for part in parts)
+    leaves = tuple(part for part in parts if part is not None)
+    return Stored(leaves, Rows(array.codec, present), shape, array.block, np.float64(array.materialise()))
 
 
 class BlockSparse(NamedTuple):

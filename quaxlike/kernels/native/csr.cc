@@ -58,5 +58,5 @@ ffi::Error csr_multiply(ffi::ThreadPool pool, F32 x, F32 data, S32 column, S32 r
 }
 }  // namespace
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    quaxlike_csr_multiply, csr_multiply,
+    quaxlike_csr_multiply, guarded(csr_multiply),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Ret<F32>());

@@ -293,16 +293,16 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("zeros"), StructMember<bool>("is_signed"), StructMember<bool>("high_first"),
     StructMember<bool>("lookup"), StructMember<bool>("over"), StructMember<bool>("flat"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    quaxlike_multiply, multiply,
+    quaxlike_multiply, guarded(multiply),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    quaxlike_multiply_dense, multiply_dense,
+    quaxlike_multiply_dense, guarded(multiply_dense),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    quaxlike_multiply_stacked, multiply_stacked,
+    quaxlike_multiply_stacked, guarded(multiply_stacked),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    quaxlike_decode, decode,
+    quaxlike_decode, guarded(decode),
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Attrs<Format>().Arg<AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>()
         .RemainingArgs().Ret<AnyBuffer>());
 extern "C" const char* quaxlike_set() { return set().name; }

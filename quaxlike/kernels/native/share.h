@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include "xla/ffi/api/ffi.h"
 #if defined(__x86_64__)
@@ -23,27 +24,57 @@ struct KeepsSubnormals {
 #endif
 };
 
+// A handler that returns an error where memory is exhausted: an exception that reached XLA would end the process. So
+// short a message is not allocated.
+template <class... Args> auto guarded(ffi::Error (*handler)(Args...)) {
+  return [handler](Args... args) {
+    try {
+      return handler(args...);
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "out of memory");
+    }
+  };
+}
+
 // Runs `work(begin, end)` for parts of the rows, on this thread and on free threads in the pool. This thread takes
 // every part that no other has started, so it never waits for a thread that is not running. It spins at first, and then
-// yields: parts usually finish before a thread could be woken.
+// yields: parts usually finish before a thread could be woken. If memory is exhausted it throws,
+// but only after the other threads have ended their parts: `work` refers to what the caller holds.
 constexpr int kAwake = 200;  // how often it looks, before it sleeps
 template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
   const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
-  struct State { std::atomic<int64_t> next{0}, done{0}; std::mutex mutex; std::condition_variable all; };
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> exhausted{false};
+    std::mutex mutex;
+    std::condition_variable all;
+  };
   auto state = std::make_shared<State>();
   std::function<void()> run = [=] {
     KeepsSubnormals kept;
     int64_t done = 0;
-    for (int64_t i; (i = state->next++) < parts; done++) work(i * part, std::min(rows, (i + 1) * part));
+    for (int64_t i; (i = state->next++) < parts; done++) {
+      try {
+        work(i * part, std::min(rows, (i + 1) * part));
+      } catch (const std::bad_alloc&) {
+        state->exhausted = true;
+      }
+    }
     if (state->done.fetch_add(done) + done < parts) return;
     const std::lock_guard<std::mutex> lock(state->mutex);
     state->all.notify_one();
   };
-  for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
+  try {
+    for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
+  } catch (const std::bad_alloc&) {  // then fewer threads do it
+  }
   run();
   for (int i = 0; i < kAwake && state->done < parts; i++) std::this_thread::yield();
-  std::unique_lock<std::mutex> lock(state->mutex);
-  state->all.wait(lock, [&] { return state->done == parts; });
+  {
+    std::unique_lock<std::mutex> lock(state->mutex);
+    state->all.wait(lock, [&] { return state->done == parts; });
+  }
+  if (state->exhausted) throw std::bad_alloc();
 }
 }  // namespace
