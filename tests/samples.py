@@ -42,14 +42,14 @@ def random_key(seed: int = 0) -> jax.Array:
     return jax.random.wrap_key_data(np.array([0, seed], np.uint32))
 
 
-def once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """A constant of a test module that JAX has to make: made when it is first asked for, and not in a trace
-    that asks for it."""
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A constant of a test module that JAX has to make, for each of its arguments: made when it is first
+    asked for, and not in a trace that asks for it."""
 
     @functools.cache
-    def made() -> Any:
+    def made(*args: Any, **options: Any) -> Any:
         with jax.ensure_compile_time_eval():
-            return make()
+            return make(*args, **options)
 
     return made
 

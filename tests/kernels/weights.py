@@ -1,6 +1,5 @@
 """Quantised and block-sparse weights with their dense values, for the tests of the kernels."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from quaxlike.arrays.quantized.scales import BlockScales
 from quaxlike.kernels import NestedScales, blockwise, transposed_index
 from quaxlike.kernels.block_matmul import INTEGERS, NIBBLES, Decode, Rows
 from quaxlike.kernels.block_matmul.product import Product
+from tests.samples import once
 
 
 class Stored(NamedTuple):
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
         return Product(self.shape, self.block_size, transpose, np.dtype(out_dtype))
 
 
-@functools.cache
+@once
 def stored(codec, n, k, block_size=64, seed=0) -> Stored:
     """A random weight: "nested" is NF4 with scales in 8 bits, and "int8 in blocks" has blocks of 16. Only
     blocks of 4-bit codebooks are of `block_size`, which may cross rows."""
