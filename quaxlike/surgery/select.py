@@ -169,6 +169,7 @@ def select_matrices(
     where: Where,
     exclude: str | Sequence[str],
     head: bool = False,
+    may_exclude_all: bool = False,
 ) -> dict[str, Record]:
     """The selected weights that can be adapted or quantised: no biases, norms or integers. With `head`, those
     of the output layer too."""
@@ -188,6 +189,6 @@ def select_matrices(
             f"`where` selects no weight of two or more axes and floating-point dtype, only {found}."
         )
     matrices = {name: record for name, record in matrices.items() if name not in excluded}
-    if not matrices:
+    if not matrices and not may_exclude_all:
         raise ValueError("`exclude` leaves nothing of what `where` selects.")
     return matrices
