@@ -50,6 +50,49 @@ def test_converting_a_checkpoint(tmp_path, capsys):
     np.testing.assert_allclose(ql.quaxify(found)(ids, mask), expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("default_promotion")
+def test_converting_by_a_recipe(tmp_path, capsys):
+    """Ours holds several schemes, as no other format does, and says how the model is quantised."""
+    source, out = fixture("models/qwen2/base"), tmp_path / "out"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('".*down_proj.*" = "q8_0"\nall-linear = "nf4"')
+    assert main(["convert", str(source), str(out), "--quantize", str(recipe)]) == 0
+    assert f"Written: {out} in quaxlike's own format" in capsys.readouterr().out
+    (found, _), (before, _) = lm.load(out), lm.load(source)
+    expected = ql.quantize(before, ql.quantize.from_file(recipe))
+    ids, mask = jnp.arange(8), jnp.ones(8, bool)
+    np.testing.assert_allclose(ql.quaxify(found)(ids, mask), ql.quaxify(expected)(ids, mask), atol=1e-5)
+    kept = ql.quantize.from_file(out / "model.safetensors")
+    assert kept == ql.summary(found).recipe
+    assert {row.path: row.scheme for row in ql.quantize.plan(before, kept).rows} == {
+        row.path: row.scheme for row in ql.quantize.plan(before, ql.quantize.from_file(recipe)).rows
+    }
+    # What is quantised already is rounded from its numbers.
+    assert main(["convert", str(out), str(tmp_path / "again"), "--quantize", "int4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["out.gguf", "--quantize=q4_k_n"], "GGUF has no type 'q4_k_n'. Did you mean 'q4_k_m'"),
+        (["out", "--quantize=q4_k_n"], "quantize has no scheme 'q4_k_n'. Did you mean 'q4_k"),
+        (["out", "--quantize=none.json"], "There is no file none.json: it must hold a recipe"),
+    ],
+)
+def test_schemes_that_cannot_be_converted_to(arguments, message, tmp_path, capsys):
+    assert (
+        main(["convert", str(fixture("models/qwen2/base")), str(tmp_path / arguments[0]), *arguments[1:]])
+        == 2
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_an_adapter_alone_is_for_llama_cpp(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "a", "b", "--adapter-only"])
+    assert "--adapter-only must be used with --adapter and a file OUT.gguf" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_cannot_be_converted(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out.gguf")]) == 2
     assert "quaxlike convert: error: " in capsys.readouterr().err

@@ -29,6 +29,7 @@ from quaxlike.arrays.unitful import Unit
 from .._checked import checked, did_you_mean
 from .._version import __version__
 from ..core.values import is_value
+from ..surgery.recipes import RECIPE_ENTRY, recipe_of
 from ..surgery.trees import named_arrays, path_of, replace, suggestion
 from .errors import CheckpointError, file_error
 from .tensors import Tensors, as_jax, open_tensors, read_json, write_tensors
@@ -47,7 +48,8 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 
     Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
     Plain arrays are tensors that any reader of the format can read; other arrays are stored as one tensor per
-    part, and a manifest in the header describes how these belong together. The file appears only once it is
+    part, and a manifest in the header describes how these belong together. If weights are quantised, the
+    entry `recipe` says how, which `quaxlike.quantize.from_file` reads. The file appears only once it is
     complete, and the same model always gives the same bytes.
 
     **Arguments:**
@@ -72,11 +74,18 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
     """
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_value)
     named = [(path_of(key_path, model), leaf) for key_path, leaf in leaves]
-    _write(Path(path), [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)], types)
+    arrays = [(name, leaf) for name, leaf in named if is_value(leaf) or _is_array(leaf)]
+    write_tensors(Path(path), *stored(Path(path), arrays, types))
 
 
-def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type]) -> None:
-    known = _known(types)
+def stored(
+    path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The tensors of named arrays, and the header, which says what they are and how arrays are quantised.
+
+    **Raises:** `CheckpointError` for a value that a file cannot hold.
+    """
+    arrays, known = list(arrays), _known(types)
     tensors: dict[str, np.ndarray] = {}
     values: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
@@ -97,8 +106,10 @@ def _write(path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type])
             parts = itertools.islice(tensors.items(), before, None)
             dtypes |= {part: array.dtype.name for part, array in parts}
     about = {"version": _VERSION, "quaxlike": __version__}
-    manifest = json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)
-    write_tensors(path, tensors, {_MANIFEST: manifest})
+    header = {_MANIFEST: json.dumps(about | {"values": values, "dtypes": dtypes}, sort_keys=True)}
+    if recipe := recipe_of(dict(arrays)):
+        header[RECIPE_ENTRY] = json.dumps(recipe)
+    return tensors, header
 
 
 @checked
@@ -198,7 +209,8 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
                 "without weights does not hold. Save the whole model with "
                 "`quaxlike.files.safetensors.save`, or LoRA with `quaxlike.lm.peft.save_adapter`."
             )
-    _write(Path(path), [(name, _without_base(x)) for name, x in adapters.items()], types)
+    bare = [(name, _without_base(x)) for name, x in adapters.items()]
+    write_tensors(Path(path), *stored(Path(path), bare, types))
 
 
 @checked

@@ -28,6 +28,7 @@ from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
+from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
 from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, TEXT_TOWERS
@@ -36,6 +37,7 @@ from .folders.file_pair import Pair
 from .folders.model_config import UnsupportedConfigError
 from .formats.mxfp4 import in_published_layout
 from .gguf.container import holds_gguf
+from .gguf.mixtures import mixture_of
 from .models.bert import Bert, BertConfig, BertForSequenceClassification
 from .models.decoder import Decoder
 from .models.decoder_config import DecoderConfig, is_text_tower, text_tower, warn_of_unread
@@ -143,7 +145,7 @@ def save(
     source: str | os.PathLike[str],
     *,
     format: str = "safetensors",
-    quantize: str | None = None,
+    quantize: str | Mapping[Any, Any] | None = None,
 ) -> None:
     """Writes a model to a directory that transformers loads, or to a GGUF file that llama.cpp runs.
 
@@ -160,13 +162,17 @@ def save(
     - `model`: the result of [`quaxlike.lm.load`][], possibly with other weights: plain arrays; `NF4Array`
         or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
         format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
-        For GGUF: plain arrays, and `BlockArray` of the codecs `q8_0`, `q4_0` and `mxfp4`.
+        For GGUF: plain arrays, and `BlockArray` of llama.cpp's codecs.
     - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
-    - `format`: `"safetensors"` or `"gguf"`.
-    - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"` or `"q4_0"`. It takes
-        quantised weights of all types then. Like llama.cpp's programs, it leaves vectors and routers in
-        float32 and the output layer (or a tied embedding) of a 4-bit model in `q8_0`, and takes float16 for
-        rows that no blocks of 32 make up. Default: as the model has them.
+    - `format`: `"safetensors"` or `"gguf"`; or `"quaxlike"`, a directory that [`quaxlike.lm.load`][] reads,
+        with weights of any types: those of a recipe, say.
+    - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`, `"q4_1"`,
+        `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`; or a recipe of
+        [`quaxlike.quantize`][] or its name: `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"` give each weight, and
+        embeddings, the type that llama.cpp's program gives it. Weights of another type are rounded again.
+        Like llama.cpp's programs, it leaves vectors and routers in float32, the output layer (or a tied
+        embedding) in `q6_k` or `q8_0` beside weights of fewer bits, and takes other types for rows that no
+        whole blocks make up. Default: as the model has them.
 
     **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types,
     or of several formats, or of shapes that contradict each other or the configuration, and for a file to
@@ -190,8 +196,8 @@ def save(
         ```
     """
     source = Path(source)
-    if format not in ("safetensors", "gguf"):
-        raise ValueError(f"models.save writes format='safetensors' or 'gguf'; found {format!r}.")
+    if format not in ("safetensors", "gguf", "quaxlike"):
+        raise ValueError(f"models.save writes format='safetensors', 'gguf' or 'quaxlike'; found {format!r}.")
     if quantize is not None and format != "gguf":
         raise ValueError(f"quantize={quantize!r} is for format='gguf'; call `quaxlike.quantize` before.")
     if format == "gguf" and holds_gguf(source):
@@ -199,6 +205,7 @@ def save(
     else:
         config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
     model = model.unstacked() if hasattr(model, "unstacked") else model
+    mixture = None if quantize is None else mixture_of(model, quantize)
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
         raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
@@ -207,9 +214,19 @@ def save(
     config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
     if format == "gguf":
-        save_gguf(Path(directory), arrays, config, source, quantize)
+        save_gguf(Path(directory), arrays, config, source, mixture)
         return
-    save_like(source, Path(directory), _split_into_tensors(arrays, sources(model, names, source)), config)
+    own = format == "quaxlike"
+    if own:
+        tensors = {name: in_published_layout(name, x) for name, x in arrays.items()}
+    else:
+        tensors = _split_into_tensors(arrays, sources(model, names, source))
+    save_like(source, Path(directory), tensors, config, own)
+
+
+def is_published(model: PyTree) -> bool:
+    """Whether a format of transformers' checkpoints holds the weights of a model."""
+    return saving.is_published(named_arrays(model))
 
 
 #: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.

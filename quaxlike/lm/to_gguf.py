@@ -10,13 +10,12 @@ import numpy as np
 
 from ..files.errors import CheckpointError, quoted
 from .checkpoints.checkpoint import open_checkpoint
-from .families import FAMILIES
-from .gguf.config import config_of, metadata_of, rope_tensors
+from .gguf.config import config_of, keys_of, rope_tensors
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
 from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
-from .gguf.writer import TYPES, write
-from .models.decoder_config import DecoderConfig
+from .gguf.writer import Mixture, write
+from .models.decoder_config import DecoderConfig, completed
 from .models.rope import Rope
 from .models.vocabulary import EMBEDDINGS
 from .tokenizer import read_templates
@@ -28,16 +27,18 @@ _APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "r
 
 
 def save_gguf(
-    path: Path, arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, quantize: str | None
+    path: Path,
+    arrays: Mapping[str, Any],
+    config: Mapping[str, Any],
+    source: Path,
+    mixture: Mixture | None = None,
 ) -> None:
     """Writes the arrays of a decoder to a file, or to `model.gguf` in a folder, with the metadata and the
     tokeniser that llama.cpp needs; `source` is the checkpoint with the latter.
 
-    **Raises:** `ValueError` for another `quantize` than `gguf.writer` has; `CheckpointError` for a model or a
-    tokeniser that llama.cpp would not follow; nothing is written then.
+    **Raises:** `CheckpointError` for a model or a tokeniser that llama.cpp would not follow; nothing is
+    written then.
     """
-    if quantize is not None and quantize not in TYPES:
-        raise ValueError(f"GGUF is written with quantize={', '.join(map(repr, TYPES))}; found {quantize!r}.")
     if path.suffix != ".gguf":
         if any(path.glob("*.safetensors*")):
             raise CheckpointError(
@@ -45,7 +46,7 @@ def save_gguf(
             )
         path = path / NAME
     tensors, metadata = described(arrays, config, source)
-    write(path, tensors, metadata, quantize)
+    write(path, tensors, metadata, mixture)
 
 
 def described(
@@ -97,17 +98,8 @@ def _of_folder(
     from .marks import Marks  # here, since readers of other formats need no tokenizers
     from .text import TextTokenizer
 
-    names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
-    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
-    if names:
-        parsed = DecoderConfig.from_json(config)
-        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
-        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
-    try:
-        keys = metadata_of(whole)
-        factors = rope_tensors(whole)
-    except ValueError as error:
-        raise CheckpointError(f"{source}: {error}") from None
+    whole = completed(config)
+    keys, factors = keys_of(whole, source), rope_tensors(whole)
     ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
     rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
     templates, special = read_templates(source)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
+from ..arrays.quantized.search import SEARCHED
 
 _DAMPING = 0.01  # of the mean of the diagonal
 _AT_ONCE = 128  # columns per block; errors are propagated once per block
@@ -26,10 +27,12 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """Quantises a matrix in the format of `like`, minimising the error of its products.
-
-    The products are with inputs `x` whose sum of `x xᵀ` is `moments`, with shape `(in, in)`.
-    """
+    """Quantises a matrix as `like` is, so that its products with inputs of these moments, the sum of `x xᵀ`
+    over the inputs, `(in, in)`, change least. The diagonal alone, `(in,)`, is the importance of each input,
+    for codecs whose scales are searched for."""
+    searches = isinstance(like, BlockArray) and like.codec in SEARCHED
+    if jnp.ndim(moments) < 2:
+        return _by_importance(name, dense, like, moments, searches)
     stored = jnp.transpose(dense, [like.permutation.index(i) for i in range(dense.ndim)])
     w = np.asarray(stored, np.float64)
     h = np.asarray(moments, np.float64)
@@ -40,13 +43,32 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
             f"{type(like).__name__} of shape {tuple(dense.shape)}. Leave it out, or quantise it otherwise."
         )
     if h.shape != (w.shape[1], w.shape[1]):
-        raise ValueError(f"{name}: moments must have shape {(w.shape[1],) * 2}; found {h.shape}.")
+        raise ValueError(_shapes(name, w.shape[1], h.shape))
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    # The existing scales may already be the best.
-    candidates = (like, _with_best_scales(start, w, np.diag(h)))
+    candidates = [like, _with_best_scales(start, w, np.diag(h))]  # the present scales may fit already
+    if searches and order is None:
+        candidates.append(like.requantized(dense, jnp.asarray(np.diag(h), jnp.float32)))
     return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
+
+
+def _by_importance(name: str, dense: Any, like: Any, importance: Any, searches: bool) -> Any:
+    if not searches:
+        kind = like.codec.name
+        raise ValueError(
+            f"{name}: an importance matrix is for schemes whose scales are searched for, those of llama.cpp; "
+            f"found {kind!r}. Pass the whole moments, of shape (in, in)."
+        )
+    inputs = like.inner_shape[-1]
+    if jnp.shape(importance) != (inputs,) or like.order is not None:
+        raise ValueError(_shapes(name, inputs, jnp.shape(importance)))
+    return like.requantized(dense, jnp.asarray(importance))
+
+
+def _shapes(name: str, inputs: int, found: tuple[int, ...]) -> str:
+    wanted = f"{(inputs, inputs)}, or {(inputs,)} for their diagonal"
+    return f"{name}: moments must have shape {wanted}; found {found}."
 
 
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -26,7 +27,7 @@ from ..arrays.sparse import BlockSparseArray
 from ..core.values import is_value
 from ..implicit import ste
 from .calibrate import fit
-from .recipes import RECIPES, Recipe, SchemeOfWeight, choices, from_file
+from .recipes import RECIPE_FILES, RECIPES, Recipe, SchemeOfWeight, choices, from_file, told_scheme
 from .records import Layouts, records_of, require_layout
 from .select import Where, select_matrices
 from .trees import map_arrays, named_arrays, replace
@@ -67,24 +68,26 @@ def quantize(
 
     - `model`: any pytree.
     - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. This can also be a recipe: a mapping
-        from the values of `where` to a scheme, to a pair of a scheme and its options, or to None for weights
-        that stay dense. A weight follows the first rule that selects it. Some recipes have names: `"q4_k_m"`,
-        `"q5_k_m"` and `"mxfp4_moe"` follow llama.cpp's presets, except that they leave out embeddings;
-        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` shows what a recipe would do, and
-        `quantize.from_file` reads a recipe.
-    - `where`: which weights to quantise, as for [`quaxlike.select`][]. Biases and norms are skipped. A recipe
-        takes its place. Default: every linear layer.
-    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence of
-        names or their last components.
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
-        Default: none.
-    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
-        [`quaxlike.input_moments`][]. GPTQ then minimises the error of the layer's outputs. Default: the
-        nearest codes.
-    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`. This also rounds the inputs
-        of a layer to 8 bits, with one scale per token, so GPUs can multiply the codes directly.
-        Gradients ignore the rounding, and adapters receive the exact inputs. Default: inputs are not rounded.
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. Or a recipe: a mapping from what
+        `where` takes to a scheme, a pair of a scheme and its options, or None for weights that stay as they
+        are. A weight follows the first rule that selects it. Or the name of a recipe: `"q4_k_m"`, `"q5_k_m"`
+        and `"mxfp4_moe"` follow llama.cpp's presets, but for embeddings, which are left out;
+        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` says what a recipe takes, without computing;
+        `quantize.from_file` reads one.
+    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Recipes say it
+        themselves. Default: the weights of all linear layers.
+    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
+        their last components.
+    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
+        neither their layers nor their names say so. Default: none.
+    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
+        [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least. Or
+        the diagonal of that sum, for schemes of llama.cpp: the weights of squared errors in the search for
+        scales, its importance matrix. Default: the nearest codes.
+    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
+        rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
+        units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
+        are. Default: inputs are not rounded.
     - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
         [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
         Default: one dynamic scale per token.
@@ -134,8 +137,8 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns a function per weight, which quantises it. `model` may contain `jax.ShapeDtypeStruct`s."""
-    return {name: _quantizer(name, choice) for name, choice in _choices(model, scheme, **options).items()}
+    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
+    return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
 
 def _quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
@@ -143,7 +146,7 @@ def _quantizer(name: str, choice: SchemeOfWeight) -> Callable[[Any], Any]:
     return lambda w: quantize_array(name, w, choice.scheme, layout, **choice.options)
 
 
-def _choices(
+def choices_of(
     model: PyTree,
     scheme: str | Recipe,
     *,
@@ -153,8 +156,9 @@ def _choices(
     head: bool = False,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
+    """For each weight that `quantize` would choose, its scheme."""
     records = records_of(model, layout)
-    if isinstance(scheme, str) and scheme not in RECIPES:
+    if isinstance(scheme, str) and not is_recipe(scheme):
         chosen = select_matrices(model, records, where, exclude, head)
         rule = where if isinstance(where, str) else "where"
         return {name: SchemeOfWeight(rule, record, scheme, scheme_options) for name, record in chosen.items()}
@@ -164,8 +168,9 @@ def _choices(
             f"A recipe says itself which weights take which scheme, with which options; found {others[0]!r} "
             "beside it. Write a rule for it."
         )
-    recipe = RECIPES[scheme](records) if isinstance(scheme, str) else scheme
-    return choices(model, records, recipe, exclude)
+    if isinstance(scheme, str):
+        return choices(model, records, RECIPES[scheme](records), exclude, is_general=True)
+    return choices(model, records, scheme, exclude)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +198,8 @@ class Plan:
         for row in self.rows:
             by_rule.setdefault((row.rule, row.scheme), []).append(row)
         for (rule, scheme), rows in by_rule.items():
-            options = "".join(f", {name}={value}" for name, value in rows[0].options.items())
-            lines += [f"{rule}: {scheme}{options}: {_bytes(rows)}", *(f"  {row.path}" for row in rows)]
+            told = told_scheme((scheme, rows[0].options))
+            lines += [f"{rule}: {told}: {_bytes(rows)}", *(f"  {row.path}" for row in rows)]
         return "\n".join([*lines, f"total: {_bytes(self.rows)}"])
 
     __repr__ = __str__
@@ -242,7 +247,7 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
         ]
         return PlannedRow(name, choice.rule, choice.scheme, choice.options, tuple(w.shape), *sizes)
 
-    return Plan([row(name, choice) for name, choice in _choices(model, scheme, **options).items()])
+    return Plan([row(name, choice) for name, choice in choices_of(model, scheme, **options).items()])
 
 
 # Users find these as attributes of `quantize`.
@@ -349,15 +354,42 @@ def is_quantised(model: PyTree) -> bool:
     return any(map(is_one, jtu.tree_leaves(model, is_leaf=is_one)))
 
 
+def scheme_of(text: str | Path) -> str | Recipe:
+    """A scheme or recipe as commands take it: its name, or the path of a file with a recipe.
+
+    **Raises:** `ValueError` for an unknown name, with near misses, and as `from_file` does.
+    """
+    return from_file(text) if is_recipe_file(text) else require_scheme(str(text))
+
+
+def is_recipe(scheme: Any) -> bool:
+    """Whether it says itself which weights take which scheme."""
+    return not isinstance(scheme, str) or scheme in RECIPES
+
+
+def is_recipe_file(text: str | Path) -> bool:
+    """Whether a scheme or recipe in the options of a command is the path of a file."""
+    return Path(text).suffix in RECIPE_FILES
+
+
+def require_scheme(name: str, *, recipes: bool = True) -> str:
+    """The same name, if it is of a scheme or a recipe.
+
+    **Raises:** `ValueError` if it is not, with near misses.
+    """
+    if name in _SCHEMES or (recipes and name in RECIPES):
+        return name
+    hint = did_you_mean(name.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
+    schemes = ", ".join([*_TYPES, *(codec for codec in CODECS if codec not in _TYPES)])
+    raise ValueError(
+        f"quantize has no scheme {name!r}.{hint} The schemes are {schemes}; the recipes are "
+        f"{', '.join(RECIPES)}."
+    )
+
+
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
-    """Quantises a weight along its inputs: the base if it is an adapter, the blocks if it is sparse."""
-    if scheme not in _SCHEMES:
-        hint = did_you_mean(scheme.lower().replace("-", ""), [*_SCHEMES, *RECIPES], cutoff=0.5)
-        schemes = ", ".join([*_TYPES, *(name for name in CODECS if name not in _TYPES)])
-        raise ValueError(
-            f"quantize has no scheme {scheme!r}.{hint} The schemes are {schemes}; the recipes are "
-            f"{', '.join(RECIPES)}."
-        )
+    """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
+    require_scheme(scheme, recipes=False)
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):

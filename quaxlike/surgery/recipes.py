@@ -7,9 +7,20 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from .._checked import checked
+from ..arrays.adapted import innermost
+from ..arrays.quantized import (
+    CODECS,
+    AbstractQuantizedArray,
+    BlockArray,
+    FP4Array,
+    Int4Array,
+    Int8Array,
+    NestedScales,
+    NF4Array,
+)
 from .records import Record
 from .select import Where, output_layer, select_matrices
 
@@ -31,9 +42,15 @@ class SchemeOfWeight:
 
 
 def choices(
-    model: Any, records: Mapping[str, Record], recipe: Recipe, exclude: str | Sequence[str] = ()
+    model: Any,
+    records: Mapping[str, Record],
+    recipe: Recipe,
+    exclude: str | Sequence[str] = (),
+    *,
+    is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """Returns what a recipe says about each weight, without the ones that stay dense.
+    """What a recipe says about each weight that it quantises, by name. Of one that `is_general`, made for any
+    model, rules may have no effect.
 
     **Raises:** `ValueError` for a rule without an effect, and for one that is not a scheme.
     """
@@ -42,9 +59,9 @@ def choices(
     seen, found = dict[str, str](), dict[str, SchemeOfWeight]()
     for where, scheme in recipe.items():
         name, options = _scheme_of(where, scheme)
-        selected = select_matrices(model, records, where, exclude)
+        selected = select_matrices(model, records, where, exclude, may_exclude_all=True)
         new = {path: record for path, record in selected.items() if path not in seen}
-        if not new:
+        if selected and not new and not is_general:
             earlier = ", ".join(dict.fromkeys(repr(seen[path]) for path in selected))
             raise ValueError(
                 f"The rule {where!r} has no effect: all that it selects follows {earlier}, which "
@@ -72,18 +89,79 @@ def _scheme_of(where: Where, scheme: Any) -> tuple[str | None, Mapping[str, Any]
             )
 
 
+def told_scheme(scheme: Scheme) -> str:
+    """A scheme and its options, for people."""
+    name, options = _scheme_of("", scheme)
+    return ", ".join([str(name), *(f"{option}={value}" for option, value in options.items())])
+
+
 def _text(where: Any) -> str:
     if isinstance(where, str):
         return where
     return getattr(where, "__name__", None) or f"{where[0]} and {len(where) - 1} more"
 
 
+#: The entry of the header of a file of safetensors that has the recipe of the model in it, as JSON.
+RECIPE_ENTRY = "recipe"
+
+
+def _of_safetensors(file: BinaryIO) -> Any:
+    head = file.read(8)
+    text = file.read(min(int.from_bytes(head, "little"), 100_000_000))
+    entries = json.loads(text).get("__metadata__", {})
+    if RECIPE_ENTRY not in entries:
+        raise ValueError("nothing in it says how its model is quantised")
+    return json.loads(entries[RECIPE_ENTRY])
+
+
+#: What reads files of recipes, by their suffix.
+RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
+    ".json": json.load,
+    ".toml": tomllib.load,
+    ".safetensors": _of_safetensors,
+}
+_TYPES: dict[type, str] = {NF4Array: "nf4", FP4Array: "fp4", Int8Array: "int8", Int4Array: "int4"}
+
+
+def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
+    """The recipe by which arrays are quantised, or the bases of their adapters: one that gives dense arrays
+    of these names the same types. Layers that are treated alike have one rule. Empty if none is quantised."""
+    groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
+    for name, x in arrays.items():
+        parts = _LAYER.split(name, maxsplit=1)
+        pattern = r"\.{}\.".join(map(re.escape, parts[::2]))
+        groups.setdefault(pattern, {})[parts[1] if len(parts) > 1 else ""] = _found_scheme(innermost(x))
+    rules: dict[str, Scheme] = {}
+    for pattern, found in groups.items():
+        for scheme in {str(x): x for x in found.values() if x is not None}.values():
+            layers = [layer for layer, own in found.items() if own == scheme]
+            some = layers[0] if len(layers) == 1 else f"({'|'.join(layers)})"
+            numbers = "[0-9]+" if 1 < len(layers) == len(found) else some
+            name, options = scheme
+            rules[pattern.replace("{}", numbers)] = scheme if options else name
+    return rules
+
+
+def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
+    if not isinstance(x, AbstractQuantizedArray):
+        return None
+    scheme = _TYPES.get(type(x), x.codec.name)
+    if type(x) not in _TYPES and (not isinstance(x, BlockArray) or CODECS.get(scheme) != x.codec):
+        return None
+    options: dict[str, Any] = {}
+    if x.block_size not in (None, x.codec.block):
+        options["block_size"] = x.block_size
+    if isinstance(x.scale, NestedScales):
+        options["double_quant"] = True
+    return scheme, options
+
+
 # Named recipes -------------------------------------------------------------------------------------
 
 
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
-    """llama.cpp's `_M` presets (`use_more_bits` of `llama-quant.cpp`): the head, and values and down
-    projections of the first and last layers and of each third one between, in 6 bits."""
+    """llama.cpp's `_M` presets (`llama-quant.cpp`): the head, and values and down projections of the first
+    and last layers and of each third one between, in 6 bits; beside eight experts, keys and values in 8."""
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
         layers = {name: int(m[1]) for name in records if (m := _LAYER.search(name))}
@@ -94,9 +172,26 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             return i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
-        return {**_rule(output_layer(records), "q6_k"), **_rule(more, "q6_k"), "all-linear": most}
+        keys = output = list[str]()
+        if _num_experts(records) == 8:  # as in Mixtral
+            keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
+            output = [name for name in layers if ".o_proj." in name] if most == "q4_k" else []
+        rules = {
+            **_rule(output_layer(records), "q6_k"),
+            **_rule(keys, "q8_0"),
+            **_rule(output, "q5_k"),
+            **_rule([name for name in more if name not in keys], "q6_k"),
+        }
+        return {**rules, "all-linear": most}
 
     return recipe
+
+
+def _num_experts(records: Mapping[str, Record]) -> int:
+    """How many experts a layer has: stacked, or one by one."""
+    stacks = [x.array.shape[0] for name, x in records.items() if _STACK.search(name) and x.layout is not None]
+    single = [1 + int(m[1]) for name in records if (m := _EXPERT.search(name))]
+    return max([*stacks, *single], default=0)
 
 
 def _mxfp4_moe(records: Mapping[str, Record]) -> Recipe:
@@ -109,7 +204,10 @@ def _rule(names: Sequence[str], scheme: Scheme) -> Recipe:
 
 
 _LAYER = re.compile(r"\.([0-9]+)\.")
-_MORE_BITS = re.compile(r".*\.(v_proj|down_proj)\..*")
+_STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
+_EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
+_KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
+_MORE_BITS = re.compile(r".*\.(v_proj|qkv_proj|down_proj)(\..*)?")
 
 #: Functions that make a recipe for a model's arrays, by name.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
@@ -125,11 +223,12 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a recipe of [`quaxlike.quantize`][] from a file of JSON or TOML.
 
     The file holds one table: patterns, and for each a scheme, a list of a scheme and a table of its options,
-    or in JSON null. Rules keep their order.
+    or in JSON null. Rules keep their order. A file that [`quaxlike.files.safetensors.save`][] wrote says how
+    the model in it is quantised.
 
     **Arguments:**
 
-    - `path`: the file; its suffix is `.json` or `.toml`.
+    - `path`: the file; its suffix is `.json`, `.toml` or `.safetensors`.
 
     **Returns:**
 
@@ -137,7 +236,8 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Raises:**
 
-    `ValueError` for another suffix, or a file that is not such a table.
+    `FileNotFoundError` if there is none; `ValueError` for another suffix, or a file that is not such a table
+    or has none.
 
     !!! example
 
@@ -150,11 +250,16 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         ```
     """
     path = Path(path)
-    readers = {".json": json.loads, ".toml": tomllib.loads}
-    if path.suffix not in readers:
-        raise ValueError(f"A recipe is a file of JSON or TOML, and ends in .json or .toml; found {path}.")
+    if path.suffix not in RECIPE_FILES:
+        raise ValueError(
+            "A recipe is a file of JSON or TOML, or that of a model, and ends in "
+            f"{', '.join(RECIPE_FILES)}; found {path}."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}: it must hold a recipe.")
     try:
-        rules = readers[path.suffix](path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            rules = RECIPE_FILES[path.suffix](file)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(rules, dict):

@@ -179,6 +179,7 @@ def select_matrices(
     where: Where,
     exclude: str | Sequence[str],
     head: bool = False,
+    may_exclude_all: bool = False,
 ) -> dict[str, Record]:
     """The selected weights that can be adapted or quantised: no biases, norms or integers. With `head`, those
     of the output layer too."""
@@ -198,7 +199,7 @@ def select_matrices(
             f"`where` selects no weight of two or more axes and floating-point dtype, only {found}."
         )
     kept = {name: record for name, record in matrices.items() if name not in excluded}
-    if not kept:
+    if not kept and not may_exclude_all:
         taken = listing({name: record.array for name, record in matrices.items()})
         others = _not_selected(records) if where == "all-linear" else {}
         hint = (

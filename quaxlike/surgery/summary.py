@@ -17,6 +17,7 @@ from ..arrays.adapted import AdaptedArray, innermost
 from ..arrays.layout import Layout
 from ..arrays.quantized import BlockArray, CacheArray
 from ..core.values import is_value
+from .recipes import Recipe, recipe_of, told_scheme
 from .records import Layouts, records_of
 from .trainable import trained_leaves
 
@@ -48,6 +49,8 @@ class Summary:
     """A table of a model's arrays, with totals. It prints as text, and as a table with `rich`."""
 
     rows: Sequence[SummaryRow]
+    recipe: Recipe = dataclasses.field(default_factory=dict[str, Any])
+    """The recipe of [`quaxlike.quantize`][] by which its arrays are quantised; empty if none is."""
 
     def _total(self, field: str) -> int:
         return sum(getattr(row, field) for row in self.rows)
@@ -105,7 +108,11 @@ class Summary:
 
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         head = map(line, itertools.zip_longest(*heads, fillvalue=""))
-        return "\n".join([*head, rule, *map(line, rows), rule, line(total)])
+        return "\n".join([*head, rule, *map(line, rows), rule, line(total), *self._told_recipe()])
+
+    def _told_recipe(self) -> list[str]:
+        rules = [f"  {where}: {told_scheme(scheme)}" for where, scheme in self.recipe.items()]
+        return ["", "recipe:", *rules] if rules else []
 
     __repr__ = __str__
 
@@ -113,7 +120,9 @@ class Summary:
         from rich.table import Table
 
         *rows, total = self._cells()
-        table = Table(show_footer=True)
+        table = Table(
+            show_footer=True, caption="\n".join(self._told_recipe()) or None, caption_justify="left"
+        )
         for i, (name, foot) in enumerate(zip(_HEADER, total, strict=True)):
             table.add_column(name, foot, justify="left" if i < 4 else "right", overflow="fold")
         for row in rows:
@@ -140,7 +149,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     **Returns:**
 
     A table with `rows` and the totals `size`, `trainable`, `trainable_share`, `logical_bytes` and
-    `stored_bytes`. Print it.
+    `stored_bytes`, and with the `recipe` by which weights are quantised. Print it.
 
     !!! example
 
@@ -152,7 +161,9 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
         ```
     """
     counted: set[int] = set()
-    return Summary([_row(name, x.array, x.layout, counted) for name, x in records_of(model, layout).items()])
+    records = records_of(model, layout)
+    rows = [_row(name, x.array, x.layout, counted) for name, x in records.items()]
+    return Summary(rows, recipe_of({name: x.array for name, x in records.items()}))
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:

@@ -122,7 +122,7 @@ def test_merging_meets_base_and_adapter(scheme):
     ("moments", "message"),
     [
         ({}, "calibrate has no moments for weight"),
-        ({"weight": array(np.eye(3))}, r"must have shape \(64, 64\); found"),
+        ({"weight": array(np.eye(3))}, r"must have shape \(64, 64\), or \(64,\) for their diagonal; found"),
     ],
 )
 def test_moments_must_fit(moments, message):

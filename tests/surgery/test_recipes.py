@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.files import safetensors
 from tests.samples import normal, wrong_types
 
 MIXED = {r"layers\.0\..*": "q6_k", ("layers.2",): None, "all-linear": ("nf4", {"double_quant": True})}
@@ -130,7 +131,8 @@ def test_files(tmp_path, mlp, name, text):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("r.yaml", "", "ends in .json or .toml"),
+        ("r.yaml", "", "ends in .json, .toml, .safetensors"),
+        ("r.safetensors", "", "r.safetensors: Expecting"),
         ("r.json", "[1]", "a recipe is a table of patterns and schemes; found list"),
         ("r.json", "{", "r.json: Expecting"),
         ("r.toml", "all-linear = 3", "r.toml: The rule 'all-linear' takes a scheme"),
@@ -140,3 +142,46 @@ def test_files_that_hold_no_recipe(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         ql.quantize.from_file(tmp_path / name)
+
+
+def test_a_model_says_how_it_is_quantised(mlp, tmp_path):
+    """In its table, and in the file that it is saved to; also under adapters."""
+    model = ql.loraify(ql.quantize(mlp, MIXED), rank=2, key=jax.random.key(0))
+    recipe = ql.summary(model).recipe
+    options = {"double_quant": True}
+    assert recipe == {r"layers\.0\.weight": "q6_k", r"layers\.(1|3)\.weight": ("nf4", options)}
+    assert r"layers\.(1|3)\.weight: nf4, double_quant=True" in str(ql.summary(model))
+    safetensors.save(tmp_path / "m.safetensors", model)
+    assert ql.quantize.from_file(tmp_path / "m.safetensors") == recipe
+    assert eqx.tree_equal(ql.quantize(mlp, recipe), ql.quantize(mlp, MIXED))
+    small = ql.quantize(mlp, "int4", block_size=32)
+    assert ql.summary(small).recipe == {r"layers\.[0-9]+\.weight": ("int4", {"block_size": 32})}
+
+
+def test_a_model_that_is_not_quantised_says_nothing(mlp, tmp_path):
+    assert ql.summary(mlp).recipe == {}
+    assert "recipe" not in str(ql.summary(mlp))
+    safetensors.save(tmp_path / "m.safetensors", mlp)
+    with pytest.raises(ValueError, match="nothing in it says how its model is quantised"):
+        ql.quantize.from_file(tmp_path / "m.safetensors")
+
+
+def test_a_rule_may_be_excluded(mlp):
+    """Other than a rule without an effect."""
+    model = ql.quantize(mlp, {r"layers\.0\..*": "q6_k", "all-linear": "nf4"}, exclude=["layers.0"])
+    assert model.layers[0].weight is mlp.layers[0].weight
+    assert type(model.layers[1].weight) is ql.NF4Array
+
+
+def test_llama_cpps_mixtures_of_fused_layers_and_experts():
+    layer = "model.layers.0."
+    fused = {
+        f"{layer}self_attn.qkv_proj.weight": normal(8, 64),
+        f"{layer}mlp.down_proj.weight": normal(8, 64),
+    }
+    assert {*_schemes(fused, "q4_k_m").values()} == {"q6_k"}
+    names = ["self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight"]
+    eight = {f"{layer}{name}": normal(8, 64) for name in names}
+    eight |= {f"{layer}mlp.experts.{i}.down_proj.weight": normal(8, 64) for i in range(8)}
+    found = {name: scheme for name, scheme in _schemes(eight, "q4_k_m").items() if "experts" not in name}
+    assert [*found.values()] == ["q8_0", "q8_0", "q5_k"]

@@ -20,6 +20,7 @@ from ..batch_axes import mapped
 from ..gradients import trained_if
 from .base import AbstractQuantizedArray, shortest
 from .scales import BlockScales, NestedScales, encode, find_codec
+from .search import SEARCHED
 
 _C = TypeVar("_C", bound="AbstractCodebookArray")
 _B = TypeVar("_B", bound=AbstractQuantizedArray)
@@ -63,7 +64,9 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         return cls(codes, scale, block_size, shape, **options).cut((), shape)
 
     @classmethod
-    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+    def _encode(
+        cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
+    ) -> tuple[Array, Any]:
         largest = np.float32(cls.largest)
 
         def encode(row: Array) -> tuple[Array, Any]:
@@ -114,7 +117,9 @@ class Int8Array(AbstractQuantizedArray):
     codec, order = CODECS["int8"], None
 
     @classmethod
-    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+    def _encode(
+        cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
+    ) -> tuple[Array, Any]:
         return blockwise.quantize_int(x, 127, block)
 
 
@@ -185,8 +190,11 @@ class BlockArray(AbstractQuantizedArray):
         )
 
     @classmethod
-    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
-        return _packed(x, codec, block, like)
+    def _encode(
+        cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
+    ) -> tuple[Array, Any]:
+        searches = codec in SEARCHED
+        return _packed(x, codec, block, like, searches=searches, importance=importance)
 
 
 class CacheArray(AbstractQuantizedArray):
@@ -240,10 +248,14 @@ class CacheArray(AbstractQuantizedArray):
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
 
     @classmethod
-    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
+    def _encode(
+        cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
+    ) -> tuple[Array, Any]:
         return _packed(x, codec, block, like)
 
 
-def _packed(x: Array, codec: Codec, block: int | None, like: Any) -> tuple[Array, BlockScales]:
-    codes, scales = encode(x, codec, max(x.shape[-1], 1) if block is None else block, like=like)
+def _packed(
+    x: Array, codec: Codec, block: int | None, like: Any, **options: Any
+) -> tuple[Array, BlockScales]:
+    codes, scales = encode(x, codec, max(x.shape[-1], 1) if block is None else block, like=like, **options)
     return codec.pack(codes), scales

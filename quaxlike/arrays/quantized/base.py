@@ -46,7 +46,7 @@ from ...kernels.code_matmul import ACTIVATIONS, code_matmul
 from ...kernels.multilinear import is_spread
 from ...primitives import Partitioning
 from ..gradients import Gradients, GradientsArray, strongest, switch, trained_if
-from .scales import BlockScales, as_floating, check_block_size, find_codec
+from .scales import BlockScales, as_floating, check_block_size, check_importance, find_codec
 
 _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 
@@ -116,8 +116,12 @@ class AbstractQuantizedArray(GradientsArray):
         axis: int = -1,
         stacked: int = 0,
         train_scales: bool = False,
+        importance: ArrayLike | None = None,
     ) -> _Q:
         """Quantises an array, block by block, to the nearest codes.
+
+        The scales of codecs of llama.cpp and of MXFP4 are searched for, so that the sum of squared errors is
+        small. Those of others cover the range of their blocks.
 
         **Arguments:**
 
@@ -132,11 +136,15 @@ class AbstractQuantizedArray(GradientsArray):
         - `stacked`: how many leading axes stack arrays quantised separately, for use with `vmap` or
             `lax.scan`. Default 0.
         - `train_scales`: whether gradients flow into floating scales. Default False.
+        - `importance`: for codecs whose scales are searched for, the weights of squared errors along `axis`,
+            such as the mean squares of a layer's inputs (llama.cpp's importance matrix); a vector, or one for
+            each array of a stack. Default: equal ones.
 
         **Returns:** `x`, rounded, with the same shape and dtype.
 
-        **Raises:** `ValueError` for an invalid codec or block size, and (except for NF4, FP4 and int4) for a
-        scalar or `double_quant`; `TypeError` for an array that is not floating.
+        **Raises:** `ValueError` for a codec or a block size that is not allowed, and for types other than
+        NF4, FP4 and int4 for a scalar or `double_quant`; for an `importance` of another shape, or beside a
+        codec whose scales are not searched for; `TypeError` for an array that is not floating.
 
         !!! example
 
@@ -162,15 +170,18 @@ class AbstractQuantizedArray(GradientsArray):
         first = stacked if cls.flattens else stored.ndim - 1
         lead, inner = stored.shape[:first], stored.shape[first:]
         rows, dtype = stored.reshape(*lead, math.prod(inner)), stored.dtype
-        codes, scale = cls._encode(rows, chosen, block, double_quant, None)
+        weights = check_importance(cls, importance, chosen, stored.shape, stacked)
+        codes, scale = cls._encode(rows, chosen, block, double_quant, None, weights)
         gradients = trained_if(train_scales)
         out = cls(codes, scale, block, inner, logical_dtype=dtype, gradients=gradients, **own)
         return out.cut(lead, inner).with_axes(permutation)
 
-    def encoded(self, rows: Float32[Array, "*lead n"]) -> tuple[Array, Any]:
-        """Quantises rows of a stored array in the format of this array."""
+    def encoded(
+        self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
+    ) -> tuple[Array, Any]:
+        """Quantises rows of the stored array like this one, into packed codes and scales."""
         nested = isinstance(self.scale, NestedScales)
-        return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale)
+        return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
     def __check_init__(self) -> None:
         self.check_leaves()
@@ -236,8 +247,10 @@ class AbstractQuantizedArray(GradientsArray):
 
     @classmethod
     @abc.abstractmethod
-    def _encode(cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any) -> tuple[Array, Any]:
-        """Quantises rows. The scales are `nested`, or have the dtypes of `like`."""
+    def _encode(
+        cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
+    ) -> tuple[Array, Any]:
+        """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
 
     # The logical array
 
@@ -531,15 +544,15 @@ class AbstractQuantizedArray(GradientsArray):
         in_rows = [leaf.reshape(shape[0], leaf.size // shape[0]) for leaf in leaves if leaf is not None]
         return in_rows, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
 
-    def requantized(self: _Q, dense: Array) -> _Q:
-        """Quantises a dense array with the same shape in the format of this array."""
+    def requantized(self: _Q, dense: Array, importance: Float[Array, " n"] | None = None) -> _Q:
+        """Quantises a dense array of the same shape like this one; `importance` is as for `quantize`."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
         rows, count = self.matrix
         rows_of = stored.reshape(*self.codes.shape[:-1], *([] if self.order is None else [rows]), count)
         if self.order is not None:
             index = jnp.broadcast_to(jnp.expand_dims(self.order, -2), rows_of.shape)
             rows_of = jnp.take_along_axis(rows_of, index, axis=-1)
-        codes, scale = self.encoded(rows_of.astype(jnp.float32))
+        codes, scale = self.encoded(rows_of.astype(jnp.float32), importance)
         if self.order is not None:
             codes, scale = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-2], -1), (codes, scale))
         return dataclasses.replace(self, codes=codes, scale=scale)

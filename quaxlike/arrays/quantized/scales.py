@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -10,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float32, UInt8
+from jaxtyping import Array, ArrayLike, UInt8
 
 from ...kernels.block_matmul import CODECS, Codec
 from ...kernels.block_matmul import NestedScales as NestedScales  # pickles name it here
-
-_TINY = np.float32(np.finfo(np.float32).tiny)
+from . import search
 
 
 class BlockScales(eqx.Module):
@@ -61,19 +61,28 @@ class BlockScales(eqx.Module):
 # Quantises values to codes, scales and zeros for any codec, block by block ------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("codec", "block"), inline=True)
+@functools.partial(jax.jit, static_argnames=("codec", "block", "searches"), inline=True)
 def encode(
-    x: Array, codec: Codec, block: int, *, like: BlockScales | None = None, key: Any = None
+    x: Array,
+    codec: Codec,
+    block: int,
+    *,
+    like: BlockScales | None = None,
+    key: Any = None,
+    searches: bool = False,
+    importance: Array | None = None,
 ) -> tuple[UInt8[Array, "*lead n"], BlockScales]:
     """Quantises the last axis in blocks.
 
     **Arguments:**
 
     - `x`: `(*lead, n)`, any floating dtype; computed in float32.
-    - `codec`: how to store codes, scales and zeros.
-    - `block`: how many elements share a scale; a row's last block may be partial.
-    - `like`: takes the dtypes of these scales and zeros; the codec's if None.
-    - `key`: a PRNG key for stochastic rounding, which makes the mean exact. Default: rounds to nearest.
+    - `codec`: how codes, scales and zeros are stored.
+    - `block`: how many elements share a scale; the last block of a row may be partial.
+    - `like`: scales and zeros whose dtypes are used; those of the codec if None.
+    - `key`: a PRNG key, to round up or down at random, so that the mean is exact. Default: to the nearest.
+    - `searches`: whether to search for the scales with the least error. Default: those that cover the range.
+    - `importance`: `(n,)` or `(*lead, n)`, the weights of squared errors in this search. Default: equal ones.
 
     **Returns:** the codes, one per byte, and the scales.
     """
@@ -83,8 +92,12 @@ def encode(
     # Padding repeats the last element, so it does not change the block's minimum or maximum.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
-    scale, zero = _wanted(blocks, codec)
-    parts = _stored(scale, zero, codec, like)
+    if searches:
+        weights = _weights(importance, n, block)
+        weights = weights.reshape(*[1] * (blocks.ndim - weights.ndim), *weights.shape)
+        parts = _searched(blocks, weights, codec, like)
+    else:
+        parts = _stored(*_wanted(blocks, codec), codec, like)
     scale, zero = codec.scales_and_zeros(*parts.parts())
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
@@ -99,6 +112,32 @@ def encode(
     else:
         codes = codec.at_random(wanted, jax.random.uniform(key, wanted.shape))
     return codes.reshape(padded.shape)[..., :n], parts
+
+
+def _weights(importance: Array | None, n: int, block: int) -> Array:
+    """The weights of elements, by block. Columns that no input reaches still count for something."""
+    if importance is None:
+        if not n % block:
+            return jnp.ones((), jnp.float32)
+        importance = jnp.ones(n, jnp.float32)
+    importance = importance.astype(jnp.float32)
+    mean = jnp.mean(importance, axis=-1, keepdims=True)
+    weights = jnp.where(mean == 0, 1.0, jnp.maximum(importance / jnp.where(mean == 0, 1.0, mean), 1e-4))
+    weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -n % block)])
+    return weights.reshape(*weights.shape[:-1], -1, block)
+
+
+def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | None) -> BlockScales:
+    """The scales with the least error."""
+    fit = search.fitted(blocks, codec, weights)
+    sign = -1 if codec.zeros == "minus" else 1
+    zero = None if fit.minimum is None else sign * fit.minimum
+
+    def minimum(scale: Array) -> Array:
+        assert fit.minimum is not None
+        return sign * search.best_minimum(blocks, scale, fit.minimum, codec, weights)
+
+    return _stored(fit.scale, zero, codec, like, fit, minimum)
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
@@ -122,26 +161,33 @@ def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
 
 
 def _stored(
-    scale: Float32[Array, "*lead blocks"], zero: Any, codec: Codec, like: BlockScales | None
+    scale: Any,
+    zero: Any,
+    codec: Codec,
+    like: BlockScales | None,
+    fit: search.FittedScales | None = None,
+    minimum: Callable[[Array], Array] | None = None,
 ) -> BlockScales:
-    """Converts scales and zeros to the codec's storage format."""
+    """Converts scales and zeros to the form in which the codec stores them; if they were searched for, outer
+    scales are searched for as well, and `minimum` gives those that suit the stored scales."""
     floating = np.dtype(codec.dtype)
     dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like.parts()]
     outer = outer_zero = None
     if codec.scales in ("integer", "nibbles"):
-        scale, outer = _multiples(scale, codec, codec.limits, dtypes[1])
+        scale, outer = _multiples(scale, codec, dtypes[1], fit and fit.scale_weight)
         if codec.zeros is not None:
-            zero, outer_zero = _multiples(zero, codec, codec.limits, dtypes[3])
+            if minimum is not None:
+                zero = minimum(codec.scales_and_zeros(scale.astype(jnp.uint8), outer, None, None)[0])
+            zero, outer_zero = _multiples(zero, codec, dtypes[3], fit and fit.minimum_weight)
         if codec.scales == "nibbles":
             return BlockScales((scale | zero << 4).astype(jnp.uint8), outer, None, outer_zero)
         small = jnp.int8 if codec.limits[0] < 0 else jnp.uint8
         zero = None if zero is None else zero.astype(small)
         return BlockScales(scale.astype(small), outer, zero, outer_zero)
     if codec.scales in ("e8m0", "e8m0_half"):
-        # Rounded up to a power of two, so nothing is clipped.
-        raw = lax.bitcast_convert_type(jnp.maximum(scale, _TINY), jnp.uint32)
-        up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
-        byte = (raw >> 23) + up + np.uint32(codec.scales == "e8m0_half")
+        # Rounded up to a power of two, so that nothing is clipped.
+        up = lax.bitcast_convert_type(search.power_of_two_above(scale), jnp.uint32)
+        byte = (up >> 23) + np.uint32(codec.scales == "e8m0_half")
         return BlockScales(jnp.minimum(byte, 254).astype(jnp.uint8))
     if codec.scales == "e4m3":
         if codec.group is not None:
@@ -154,20 +200,32 @@ def _stored(
     if codec.zeros == "points":
         small = jnp.uint8 if like is None else dtypes[2]
         return BlockScales(scale.astype(dtypes[0]), None, zero.astype(small))
-    return BlockScales(scale.astype(dtypes[0]), None, None if zero is None else zero.astype(dtypes[2]))
+    scale = scale.astype(dtypes[0])
+    if minimum is not None and zero is not None:
+        zero = minimum(scale.astype(jnp.float32))
+    return BlockScales(scale, None, None if zero is None else zero.astype(dtypes[2]))
 
 
-def _multiples(x: Array, codec: Codec, limits: tuple[int, int], dtype: Any) -> tuple[Array, Array]:
-    """Splits `x` into integers and one outer scale per group."""
-    group = codec.group or max(x.shape[-1], 1)
+def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tuple[Array, Array]:
+    """Splits `x` into integers and an outer scale for each group, which is searched for if the errors have
+    weights."""
+    group, limits = codec.group or max(x.shape[-1], 1), codec.limits
     missing = -x.shape[-1] % group
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    groups = padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
-    outer = (jnp.max(jnp.abs(groups), axis=-1, initial=0) / limits[1]).astype(dtype)
+
+    def grouped(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        return padded.reshape(*x.shape[:-1], padded.shape[-1] // group, group)
+
+    groups = grouped(x)
+    if weight is None:
+        outer = jnp.max(jnp.abs(groups), axis=-1, initial=0) / limits[1]
+    else:
+        outer = search.multiples(groups, grouped(weight), limits)[..., 0]
+    outer = outer.astype(dtype)
     spread = outer.astype(jnp.float32)[..., None]
     whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
     whole = jnp.clip(whole, *limits).astype(jnp.int32)
-    return whole.reshape(padded.shape)[..., : x.shape[-1]], outer
+    return whole.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], outer
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
@@ -192,6 +250,28 @@ def check_block_size(block_size: Any) -> None:
         raise TypeError(f"block_size must be a whole number or None, got {block_size!r}.")
     if block_size < 1:
         raise ValueError(f"block_size must be positive or None, got {block_size}.")
+
+
+def check_importance(
+    cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
+) -> Array | None:
+    """The weights of errors, with the axes of the stored array."""
+    if importance is None:
+        return None
+    if codec not in search.SEARCHED:
+        known = ", ".join(sorted(codec.name for codec in search.SEARCHED))
+        raise ValueError(
+            f"{cls.__name__}.quantize: `importance` is for codecs whose scales are searched for, {known}; "
+            f"found {codec.name!r}."
+        )
+    weights, last = jnp.asarray(importance), stored[-1:]
+    if tuple(weights.shape) not in (last, stored[:stacked] + last):
+        raise ValueError(
+            f"{cls.__name__}.quantize: `importance` must have one entry for each of the {last[0]} elements "
+            f"that blocks run along; found the shape {tuple(weights.shape)}."
+        )
+    lead = weights.shape[:-1]
+    return weights.reshape(*lead, *[1] * (len(stored) - len(lead) - 1), *last) if lead else weights
 
 
 def find_codec(cls: type, codec: Any) -> Codec:

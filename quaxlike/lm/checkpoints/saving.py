@@ -82,11 +82,12 @@ def _write_folder(
     tensors: dict[str, np.ndarray],
     settings: dict[str, Any],
     config: Mapping[str, Any],
+    header: Mapping[str, str] = {"format": "pt"},
     last: Callable[[], None] = lambda: None,
 ) -> None:
     if path.suffix == ".safetensors":  # a single file must say itself how to read it
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
-        write_tensors(path, tensors, {"format": "pt", **metadata})
+        write_tensors(path, tensors, {**header, **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
@@ -95,31 +96,45 @@ def _write_folder(
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
-    Pair(path).write(tensors, json.dumps(config, indent=1).encode(), last=last)
+    Pair(path).write(tensors, json.dumps(config, indent=1).encode(), header, last=last)
 
 
-def save_like(source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Writes weights to a folder in the format for their types, with copies of the tokeniser, templates,
-    generation settings and modules of sentence-transformers in `source`, another checkpoint. What the folder
-    had of these is replaced, or removed.
+def save_like(
+    source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any], own: bool = False
+) -> None:
+    """Writes weights to a folder in the format for their types, or in our `own`, which has all, with copies
+    of the tokeniser, templates, generation settings and modules of sentence-transformers in `source`, another
+    checkpoint. What the folder had of these is replaced, or removed.
 
     **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
     one in the folder; nothing is written then.
     """
-    formats = {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
+    formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
         raise CheckpointError(
-            f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint is "
-            "in one of them. Materialise the others."
+            f"{directory}: the weights are in several formats, {', '.join(sorted(formats))}; a checkpoint of "
+            "transformers is in one of them. Materialise the others, or write them with format='quaxlike'."
         )
-    written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
+    header = {"format": "pt"}
+    if own:
+        tensors, manifest = safetensors.stored(directory, mapping.items())
+        written, header = (tensors, {}), header | manifest
+    else:
+        written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
     for module in modules:  # also those without files
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stage_copies(copies, directory, stack)
-        _write_folder(directory, *written, config, last=lambda: remove_others(directory, copies))
+        _write_folder(directory, *written, config, header, last=lambda: remove_others(directory, copies))
+
+
+def is_published(mapping: Mapping[str, Any]) -> bool:
+    """Whether a format of transformers' checkpoints holds all of these weights."""
+    values = [x for x in mapping.values() if is_value(x)]
+    found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
+    return len(found) < 2 and None not in found
 
 
 def _format_of(directory: Path, name: str, value: Any) -> str:
@@ -128,6 +143,7 @@ def _format_of(directory: Path, name: str, value: Any) -> str:
         known = dict.fromkeys(kind.__name__ for format in FORMATS for kind in format.types)
         raise CheckpointError(
             f"{directory}: {name} is of type {type(value).__name__}; a checkpoint holds plain arrays, "
-            f"{', '.join(known)}. Merge adapters, and materialise the others."
+            f"{', '.join(known)}. Merge adapters, and materialise the others, or write them with "
+            "format='quaxlike'."
         )
     return found

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...adapters import METHODS
+from ...surgery.quantize import is_recipe_file, scheme_of
+from ..gguf.mixtures import type_of
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, in_order
 from .tasks import TASKS
 
@@ -37,9 +39,10 @@ def options() -> list[CommandOption]:
 
 def settings_of(**values: Any) -> Settings:
     """The settings with the values of these options. Those of other tasks have no effect. An adapter that
-    names a folder becomes its path, unless a method has that name.
+    names a folder becomes its path, unless a method has that name, and so does a recipe that names a file.
 
-    **Raises:** `FinetuneError` for a file of another task, which would not be read.
+    **Raises:** `FinetuneError` for a file of another task, which would not be read, and for a scheme or
+    recipe that there is not.
     """
 
     def taken(cls: Any) -> dict[str, Any]:
@@ -48,6 +51,14 @@ def settings_of(**values: Any) -> Settings:
     adapter = values.get("adapter")
     if isinstance(adapter, str) and adapter not in METHODS and Path(adapter).is_dir():
         values["adapter"] = Path(adapter)
+    for name, read in {"quantize": scheme_of, "outtype": type_of}.items():
+        if (scheme := values.get(name)) in (None, "none"):
+            continue
+        try:
+            read(scheme)
+        except (ValueError, OSError) as error:
+            raise FinetuneError(f"--{name}: {error}") from None
+        values[name] = Path(scheme) if is_recipe_file(scheme) else scheme
     own = {name: taken(task) for name, task in _OF_TASKS.items()}
     train, data, run = (taken(cls) for cls in (TrainSettings, DataSettings, RunSettings))
     if values:

@@ -22,7 +22,7 @@ from ...surgery.adapt import adapt
 from ...surgery.adapters import with_dropout_key
 from ...surgery.loraify import loraify
 from ...surgery.merge import merge
-from ...surgery.quantize import is_quantised, quantize
+from ...surgery.quantize import is_quantised, is_recipe, quantize, scheme_of
 from ...surgery.summary import summary
 from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
@@ -30,6 +30,7 @@ from .. import peft
 from .._interrupts import take_interrupt
 from ..adapter_folder import OWN_FILE
 from ..folders.model_config import UnsupportedConfigError
+from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
 from ..models import Decoder
 from ..to_gguf import described
@@ -217,10 +218,17 @@ def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[P
 
 
 def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]:
-    options: dict[str, Any] = {} if settings.quantize == "int8" else {"double_quant": True}
-    if settings.block_size is not None:
-        options["block_size"] = settings.block_size
-    return {"scheme": settings.quantize, "exclude": task.trained_in_full, **options}
+    scheme, options = scheme_of(settings.quantize), dict[str, Any]()
+    if is_recipe(scheme):
+        if settings.block_size is not None:
+            raise FinetuneError(
+                f"--block-size cannot be used with the recipe {settings.quantize}: its rules have options."
+            )
+    else:
+        options |= {"double_quant": True} if scheme in ("nf4", "fp4", "int4") else {}
+        if settings.block_size is not None:
+            options["block_size"] = settings.block_size
+    return {"scheme": scheme, "exclude": task.trained_in_full, **options}
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
@@ -414,5 +422,8 @@ def _merge(model: PyTree, train: TrainSettings, run: RunSettings) -> None:
             model = peft.load_adapter(file, base)
         else:
             model = safetensors.load_adapters(file, base, types=types_of(model))
-    options = {"format": run.format, "quantize": run.outtype}
+    options: dict[str, Any] = {
+        "format": run.format,
+        "quantize": None if run.outtype is None else type_of(run.outtype),
+    }
     save(merged(run), merge(model), train.model, **options)

@@ -44,10 +44,12 @@ class TrainSettings:
     model: Path = option(
         "checkpoint directory: config.json, model.safetensors, tokenizer.json", type=Path, metavar="DIR"
     )
-    quantize: str = option(
-        "how to quantise weights, unless they are in 4 bits already", "nf4",
-        choices=["nf4", "fp4", "int8", "int4", "none"],
-    )  # fmt: skip
+    quantize: str | Path = option(
+        "how to quantise weights, unless they are in 4 bits already: a scheme of quaxlike.quantize, such as "
+        "nf4, int8 or q4_k; a recipe, such as q4_k_m or nf4_qlora, or a JSON or TOML file with one; or none",
+        "nf4",
+        metavar="SCHEME|RECIPE|FILE",
+    )
     block_size: int | None = option(
         "weights that share a scale; smaller blocks can be split across more devices (default: 64)", None,
         type=SIZE, metavar="N",
@@ -156,9 +158,11 @@ class RunSettings:
         "llama.cpp runs", "safetensors",
         choices=["safetensors", "gguf"],
     )  # fmt: skip
-    outtype: str | None = option(
-        "how the weights of a GGUF file are stored (default: as the merged model has them)", None,
-        choices=["f32", "f16", "bf16", "q8_0", "q4_0"],
+    outtype: str | Path | None = option(
+        "how the weights of a GGUF file are stored: f32, f16, bf16, or one of llama.cpp's types, such as "
+        "q8_0 or q4_k; or a recipe, such as q4_k_m, or a JSON or TOML file with one (default: as the merged "
+        "model has them)", None,
+        metavar="TYPE|RECIPE|FILE",
     )  # fmt: skip
     tensorboard: bool = option("also write metrics for TensorBoard to --output", False)
     compilation_cache: str | None = option(COMPILATION_CACHE, None, metavar="DIR|off")

@@ -1,4 +1,4 @@
-"""The blocks of GGUF: bytes to codes, scales and minima, and back for the types that can be written.
+"""The blocks of GGUF: bytes to codes, scales and minima, and back.
 
 Source: the layouts of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`.
 """
@@ -15,13 +15,20 @@ from ...kernels import bits as bitstream
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
+# Bytes, read from blocks and written to them: (blocks, bytes).
+_Read = Callable[[np.ndarray], Parts]
+_Write = Callable[..., list[np.ndarray]]
+
+
 class BlockType(NamedTuple):
-    """A quantised type: the elements and bytes of a block, its codec, and the reader of its bytes."""
+    """A quantised type: the elements and bytes of a block, its codec, the reader of its bytes, and the writer
+    of them, one field after the other."""
 
     elements: int
     nbytes: int
     codec: Codec
-    read: Callable[[np.ndarray], Parts]
+    read: _Read
+    write: _Write
 
 
 def _half(raw: np.ndarray, at: int) -> np.ndarray:
@@ -33,12 +40,23 @@ def _nibbles(qs: np.ndarray) -> np.ndarray:
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
+def _as_nibbles(codes: np.ndarray) -> np.ndarray:
+    low, high = np.split(codes & 15, 2, axis=-1)
+    return low | high << np.uint8(4)
+
+
 def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(np.ascontiguousarray(raw[:, at : at + 4]), axis=-1, bitorder="little") << np.uint8(4)
 
 
-def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> Callable[[np.ndarray], Parts]:
-    """A reader of blocks of 32: a scale, perhaps a minimum, perhaps fifth bits, and nibbles."""
+def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Bytes of planes (..., planes, bytes), the first of which has the lowest bits."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return np.bitwise_or.reduce(codes << shifts, axis=-2)
+
+
+def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
+    """Blocks of 32: a scale, perhaps a minimum, perhaps fifth bits, and nibbles."""
     start = 4 if minimum else 2
 
     def read(raw: np.ndarray) -> Parts:
@@ -47,11 +65,19 @@ def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> Callable[[np.n
             codes = codes | _fifth_bits(raw, start)
         return codes, _half(raw, 0), None, _half(raw, 2) if minimum else None, None
 
-    return read
+    def write(codes: np.ndarray, scale: Any, outer: None, zero: Any, outer_zero: None) -> list[np.ndarray]:
+        fifth = [np.packbits(codes >> 4, axis=-1, bitorder="little")] if fifth_bits else []
+        return [scale, *([zero] if minimum else []), *fifth, _as_nibbles(codes)]
+
+    return read, write
 
 
 def _q8_0(raw: np.ndarray) -> Parts:
     return raw[:, 2:] ^ np.uint8(128), _half(raw, 0), None, None, None
+
+
+def _as_q8_0(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray]:
+    return [scale, codes ^ np.uint8(128)]
 
 
 def _planes_of_2(qs: np.ndarray) -> np.ndarray:
@@ -60,8 +86,16 @@ def _planes_of_2(qs: np.ndarray) -> np.ndarray:
     return (halves & 3).reshape(-1, 256)
 
 
+def _as_planes_of_2(codes: np.ndarray) -> np.ndarray:
+    return _as_planes(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+
+
 def _q2_k(raw: np.ndarray) -> Parts:
     return _planes_of_2(raw[:, 16:80]), raw[:, :16], _half(raw, 80), None, _half(raw, 82)
+
+
+def _as_q2_k(codes: Any, scale: Any, outer: Any, zero: None, outer_zero: Any) -> list[np.ndarray]:
+    return [scale, _as_planes_of_2(codes), outer, outer_zero]
 
 
 def _q3_k(raw: np.ndarray) -> Parts:
@@ -74,6 +108,13 @@ def _q3_k(raw: np.ndarray) -> Parts:
     return codes, scale, _half(raw, 108), None, None
 
 
+def _as_q3_k(codes: Any, scale: Any, outer: Any, *_: None) -> list[np.ndarray]:
+    mask = _as_planes((codes >> 2).reshape(-1, 8, 32), 1)
+    scale = (scale + np.int8(32)).view(np.uint8)
+    high = _as_planes((scale >> 4).reshape(-1, 4, 4), 2)
+    return [mask, _as_planes_of_2(codes & 3), _as_nibbles(scale), high, outer]
+
+
 def _scales_of_6(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eight scales and eight minima of 6 bits in 12 bytes."""
     low, high, last = s[:, :4], s[:, 4:8], s[:, 8:]
@@ -82,10 +123,21 @@ def _scales_of_6(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, minimum
 
 
+def _as_scales_of_6(scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
+    (low, high), (least, most) = np.split(scale, 2, axis=1), np.split(minimum, 2, axis=1)
+    parts = low | high >> 4 << 6, least | most >> 4 << 6, high & 15 | (most & 15) << 4
+    return np.concatenate(parts, axis=1)
+
+
 def _q4_k(raw: np.ndarray) -> Parts:
     codes = _nibbles(raw[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256)
     scale, minimum = _scales_of_6(raw[:, 4:16])
     return codes, scale, _half(raw, 0), minimum, _half(raw, 2)
+
+
+def _as_q4_k(codes: Any, scale: Any, outer: Any, zero: Any, outer_zero: Any) -> list[np.ndarray]:
+    low = _as_nibbles(codes.reshape(-1, 4, 64)).reshape(-1, 128)
+    return [outer, outer_zero, _as_scales_of_6(scale, zero), low]
 
 
 def _q5_k(raw: np.ndarray) -> Parts:
@@ -95,10 +147,20 @@ def _q5_k(raw: np.ndarray) -> Parts:
     return codes, scale, _half(raw, 0), minimum, _half(raw, 2)
 
 
+def _as_q5_k(codes: Any, *scales: Any) -> list[np.ndarray]:
+    *head, low = _as_q4_k(codes, *scales)
+    return [*head, _as_planes((codes >> 4).reshape(-1, 8, 32), 1), low]
+
+
 def _q6_k(raw: np.ndarray) -> Parts:
     low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).reshape(-1, 256)
     codes = low | _planes_of_2(raw[:, 128:192]) << np.uint8(4)
     return codes, raw[:, 192:208].view(np.int8), _half(raw, 208), None, None
+
+
+def _as_q6_k(codes: Any, scale: Any, outer: Any, *_: None) -> list[np.ndarray]:
+    low = _as_nibbles(codes.reshape(-1, 2, 128)).reshape(-1, 128)
+    return [low, _as_planes_of_2(codes >> 4), scale, outer]
 
 
 def _iq4_xs(raw: np.ndarray) -> Parts:
@@ -108,25 +170,36 @@ def _iq4_xs(raw: np.ndarray) -> Parts:
     return _nibbles(raw[:, 8:].reshape(-1, 8, 16)).reshape(-1, 256), scale, _half(raw, 0), None, None
 
 
+def _as_iq4_xs(codes: Any, scale: Any, outer: Any, *_: None) -> list[np.ndarray]:
+    scale = (scale + np.int8(32)).view(np.uint8)
+    low = scale[:, ::2] & 15 | (scale[:, 1::2] & 15) << 4
+    high = _as_planes((scale >> 4).reshape(-1, 2, 4, 1), 2).reshape(-1, 2)
+    return [outer, high, low, _as_nibbles(codes.reshape(-1, 8, 32)).reshape(-1, 128)]
+
+
 def _mxfp4(raw: np.ndarray) -> Parts:
     return _nibbles(raw[:, 1:]), raw[:, :1], None, None, None
 
 
+def _as_mxfp4(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray]:
+    return [scale, _as_nibbles(codes)]
+
+
 #: Names and types, by their numbers in a file.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
-    2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], _of_32())),
-    3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], _of_32(minimum=True))),
-    6: ("Q5_0", BlockType(32, 22, CODECS["q5_0"], _of_32(fifth_bits=True))),
-    7: ("Q5_1", BlockType(32, 24, CODECS["q5_1"], _of_32(minimum=True, fifth_bits=True))),
-    8: ("Q8_0", BlockType(32, 34, CODECS["q8_0"], _q8_0)),
-    10: ("Q2_K", BlockType(256, 84, CODECS["q2_k"], _q2_k)),
-    11: ("Q3_K", BlockType(256, 110, CODECS["q3_k"], _q3_k)),
-    12: ("Q4_K", BlockType(256, 144, CODECS["q4_k"], _q4_k)),
-    13: ("Q5_K", BlockType(256, 176, CODECS["q5_k"], _q5_k)),
-    14: ("Q6_K", BlockType(256, 210, CODECS["q6_k"], _q6_k)),
-    20: ("IQ4_NL", BlockType(32, 18, CODECS["iq4_nl"], _of_32())),
-    23: ("IQ4_XS", BlockType(256, 136, CODECS["iq4_xs"], _iq4_xs)),
-    39: ("MXFP4", BlockType(32, 17, CODECS["mxfp4_gguf"], _mxfp4)),
+    2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], *_of_32())),
+    3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], *_of_32(minimum=True))),
+    6: ("Q5_0", BlockType(32, 22, CODECS["q5_0"], *_of_32(fifth_bits=True))),
+    7: ("Q5_1", BlockType(32, 24, CODECS["q5_1"], *_of_32(minimum=True, fifth_bits=True))),
+    8: ("Q8_0", BlockType(32, 34, CODECS["q8_0"], _q8_0, _as_q8_0)),
+    10: ("Q2_K", BlockType(256, 84, CODECS["q2_k"], _q2_k, _as_q2_k)),
+    11: ("Q3_K", BlockType(256, 110, CODECS["q3_k"], _q3_k, _as_q3_k)),
+    12: ("Q4_K", BlockType(256, 144, CODECS["q4_k"], _q4_k, _as_q4_k)),
+    13: ("Q5_K", BlockType(256, 176, CODECS["q5_k"], _q5_k, _as_q5_k)),
+    14: ("Q6_K", BlockType(256, 210, CODECS["q6_k"], _q6_k, _as_q6_k)),
+    20: ("IQ4_NL", BlockType(32, 18, CODECS["iq4_nl"], *_of_32())),
+    23: ("IQ4_XS", BlockType(256, 136, CODECS["iq4_xs"], _iq4_xs, _as_iq4_xs)),
+    39: ("MXFP4", BlockType(32, 17, CODECS["mxfp4_gguf"], _mxfp4, _as_mxfp4)),
 }
 
 
@@ -144,11 +217,12 @@ def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows:
     return BlockArray.from_codes(shaped[0], scales, codec=kind.codec, block_size=kind.codec.block)
 
 
-def write_blocks(w: BlockArray, name: str) -> np.ndarray:
-    """The bytes of an array, in the type `Q4_0`, `Q8_0` or `MXFP4`, row by row: (..., bytes)."""
+def write_blocks(w: BlockArray, kind: BlockType) -> np.ndarray:
+    """The bytes of an array, row by row: (..., bytes)."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
-    blocks = codes.reshape(-1, 32)
-    packed = blocks ^ np.uint8(128) if name == "Q8_0" else blocks[:, :16] | blocks[:, 16:] << np.uint8(4)
-    scale = np.asarray(w.scale.scale)
-    raw = scale.astype(scale.dtype.newbyteorder("<")).reshape(-1, 1).view(np.uint8)
-    return np.concatenate([raw, packed], axis=1).reshape(*codes.shape[:-1], -1)
+    lead, blocks = codes.shape[:-1], codes.size // kind.elements
+    little = lambda x: x.astype(x.dtype.newbyteorder("<"), copy=False)
+    parts = [None if x is None else little(np.asarray(x)).reshape(blocks, -1) for x in w.scale.parts()]
+    fields = kind.write(codes.reshape(blocks, kind.elements), *parts)
+    raw = [np.ascontiguousarray(field).view(np.uint8) for field in fields]
+    return np.concatenate(raw, axis=1).reshape(*lead, -1)

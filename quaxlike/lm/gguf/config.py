@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..._checked import is_finite
-from ...files.errors import file_error, quoted
+from ...files.errors import CheckpointError, file_error, quoted
 from ..families import FAMILIES, Gguf
 from ..folders.entries import warn_of_unknown
 from .names import family_of
@@ -342,3 +342,14 @@ def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
 
 def _head_size(config: Mapping[str, Any]) -> int:
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """The metadata of a model with a `completed` configuration, without its tokeniser.
+
+    **Raises:** `CheckpointError` for what llama.cpp has no key for.
+    """
+    try:
+        return metadata_of(config)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from None

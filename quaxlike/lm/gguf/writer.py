@@ -1,4 +1,4 @@
-"""The writer of GGUF: floats, and arrays of the codecs q4_0, q8_0 and mxfp4."""
+"""The writer of GGUF: floats, and arrays of llama.cpp's codecs."""
 
 import re
 import struct
@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 
 from ..._files import replacing
-from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray
+from ...arrays.quantized import CODECS, AbstractQuantizedArray, BlockArray, Codec
 from ...core.quaxify import quaxify
 from ...core.values import is_value
 from ...files.errors import file_error
 from ..families import Family
-from .blocks import write_blocks
+from .blocks import BLOCK_TYPES, write_blocks
 from .metadata import MAGIC, as_python, encode_text, encode_value
 from .names import expert_slices, family_of, gate_and_up, llama_cpp_name, row_order
 
@@ -25,37 +25,73 @@ _ALIGNMENT = 32
 
 
 class _Kind(NamedTuple):
-    """A type of tensors: its number, that of files that are mostly of it, and the elements and bytes of a
-    block."""
+    """A type of tensors: its number, that of files that are mostly of it, the elements and bytes of a block,
+    and its codecs or its dtype."""
 
     number: int
     file_type: int
     elements: int
     nbytes: int
     dtype: np.dtype = np.dtype(np.float32)
+    codecs: tuple[Codec, ...] = ()
 
 
-_KINDS = {
+_FLOATING = {
     "f32": _Kind(0, 0, 1, 4),
     "f16": _Kind(1, 1, 1, 2, np.dtype(np.float16)),
     "bf16": _Kind(30, 32, 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    "q8_0": _Kind(8, 7, 32, 34),
-    "q4_0": _Kind(2, 2, 32, 18),
-    "mxfp4": _Kind(39, 38, 32, 17),
 }
+#: The number of files that are mostly of a type. Of the mixtures, the one that llama.cpp guesses, too.
+_FILE_TYPES = {
+    "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17,
+    "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38,
+}  # fmt: skip
+_NUMBERS = {name.lower(): number for number, (name, _) in BLOCK_TYPES.items()}
+
+
+def _quantised(name: str) -> _Kind:
+    number = _NUMBERS[name]
+    block = BLOCK_TYPES[number][1]
+    codecs = tuple(dict.fromkeys((CODECS[name], block.codec)))  # MXFP4 has two, with the same bytes
+    return _Kind(number, _FILE_TYPES[name], block.elements, block.nbytes, codecs=codecs)
+
+
+_KINDS = _FLOATING | {name: _quantised(name) for name in _FILE_TYPES}
 #: The types that weights can be converted to.
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# The codecs whose codes and scales are those of a type, and the dtype of the scales.
-_CODECS = {
-    "q8_0": (("q8_0",), np.float16),
-    "q4_0": (("q4_0",), np.float16),
-    "mxfp4": (("mxfp4", "mxfp4_gguf"), np.uint8),
-}
-_FLOATS = {kind.dtype: name for name, kind in _KINDS.items() if kind.elements == 1}
-# Tensors that llama.cpp computes with in float32, and those of the output, which 4 bits harm most.
+TYPES = tuple(_KINDS)
+
+
+def file_type_of(kind: str) -> int:
+    """llama.cpp's number of a file whose weights are mostly of a type."""
+    return _KINDS[kind].file_type
+
+
+#: The type for rows that no whole blocks make up, as in llama.cpp; float16 for those of blocks of 32.
+_INSTEAD = {
+    "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
+}  # fmt: skip
+_FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
+# Tensors that llama.cpp computes with in float32.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.(ffn_gate_inp(_shexp)?\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
+
+
+class Mixture(NamedTuple):
+    """The types of weights.
+
+    **Attributes:**
+
+    - `kinds`: by the names of arrays.
+    - `rest`: that of others; None if they stay as they are.
+    - `output`: that of the output layer, unless `kinds` has it; None for that of others.
+    - `file_type`: llama.cpp's number of such files; None for that of most weights.
+    """
+
+    kinds: Mapping[str, str]
+    rest: str | None = None
+    output: str | None = None
+    file_type: int | None = None
 
 
 class _WrittenTensor(NamedTuple):
@@ -72,30 +108,35 @@ class _WrittenTensor(NamedTuple):
 
 
 def write(
-    path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any], quantize: str | None = None
+    path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any], mixture: Mixture | None = None
 ) -> None:
     """Writes a file: metadata, and tensors by llama.cpp's names, one after the other.
 
-    `quantize` is one of `TYPES`, for the weights. As in llama.cpp, vectors and routers are of float32, rows
-    that no whole blocks make up of float16, and the output of q8_0 if others are of q4_0. By default, arrays
-    are written as they are. Raises `CheckpointError` for what the file cannot hold.
+    `mixture` says the types of weights. As in llama.cpp, vectors and routers are of float32, and rows that no
+    whole blocks make up of another type. By default, arrays are written as they are. Raises `CheckpointError`
+    for what the file cannot hold.
     """
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
     tensors: dict[str, _WrittenTensor] = {}
     outputs = {_OUTPUT} if {_OUTPUT, "lm_head.weight"} & mapping.keys() else {_EMBEDDING}
     for name, value in mapping.items():
-        for out, part in _parts(name, value, family_of(known)):
+        for out, part in parts_of(name, value, family_of(known)):
             if out in tensors:
                 raise file_error(path, name, f"two entries would be called {out!r}")
-            tensors[out] = _tensor(path, name, out, value, part, known, quantize, outputs)
+            tensors[out] = _tensor(path, name, out, value, part, known, mixture, outputs)
     keys = {k: v for k, v in metadata.items() if not k.startswith("split.")}
     keys["general.alignment"] = _ALIGNMENT
     sizes = Counter[str]()
     for tensor in tensors.values():
         sizes[tensor.kind] += tensor.nbytes
     if sizes:
-        keys["general.file_type"] = _KINDS[sizes.most_common(1)[0][0]].file_type
+        of_most = _KINDS[sizes.most_common(1)[0][0]].file_type
+        keys["general.file_type"] = (
+            of_most if mixture is None or mixture.file_type is None else mixture.file_type
+        )
+    if any(_KINDS[kind].codecs for kind in sizes):
+        keys["general.quantization_version"] = 2  # of the layouts of blocks
     head = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(keys))]
     for key, value in keys.items():
         try:
@@ -119,7 +160,9 @@ def _padded(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % _ALIGNMENT)
 
 
-def _parts(name: str, value: Any, family: Family | None) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
+def parts_of(
+    name: str, value: Any, family: Family | None
+) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
     """The tensors that an array is stored in, and functions that cut them out of it."""
     cuts = expert_slices(name, len(value.shape), family.interleaved) if family else ()
     names = gate_and_up(name) if len(cuts) == 2 else None
@@ -133,7 +176,7 @@ def _tensor(
     value: Any,
     part: Callable[[Any], Any] | None,
     metadata: Mapping[str, Any],
-    quantize: str | None,
+    mixture: Mixture | None,
     outputs: Collection[str],
 ) -> _WrittenTensor:
     stored = value if part is None else eqx.filter_eval_shape(quaxify(part), value)
@@ -144,53 +187,60 @@ def _tensor(
     rows = slice(None) if order is None else np.argsort(order)  # for each row of the file, transformers'
     family = family_of(metadata)
     offset = family.norm_offset if family and out.endswith("norm.weight") else 0
-    kind = _kind(path, name, out, stored, quantize, outputs)
+    kind = _kind(path, name, out, stored, mixture, outputs)
 
     def read() -> np.ndarray:
         w = value if part is None else quaxify(part)(value)
-        if _KINDS[kind].elements > 1:
+        if _KINDS[kind].codecs:
             return _blocks(path, name, w, kind)[..., rows, :]
         return _floats(path, name, w, kind, offset)[rows]
 
     return _WrittenTensor(kind, shape, read)
 
 
-def _kind(path: Path, name: str, out: str, value: Any, quantize: str | None, outputs: Collection[str]) -> str:
+def _kind(
+    path: Path, name: str, out: str, value: Any, mixture: Mixture | None, outputs: Collection[str]
+) -> str:
     own = next((kind for kind in _KINDS if _is_stored(value, kind)), None)
-    if is_value(value) and own is None and not (quantize and isinstance(value, AbstractQuantizedArray)):
+    wanted = mixture and mixture.kinds.get(name, mixture.output if out in outputs else None)
+    wanted = wanted or (mixture and mixture.rest)
+    if is_value(value) and own is None and not (wanted and isinstance(value, AbstractQuantizedArray)):
         raise file_error(
             path,
             name,
-            f"{type(value).__name__} has no place in the file: merge adapters, and quantise to 'q8_0' or "
-            "'q4_0' along a last axis that blocks of 32 divide, or materialise it",
+            f"{type(value).__name__} has no place in the file: merge adapters, and quantise to "
+            f"{', '.join(_FILE_TYPES)} along a last axis that blocks of 32 or 256 divide, or materialise it",
         )
     if own is None and value.dtype not in _FLOATS:
         raise file_error(path, name, f"float32, float16 and bfloat16 can be written; found {value.dtype}")
-    if len(value.shape) == 1 or _ALWAYS_F32.fullmatch(out) or (quantize and not out.endswith(".weight")):
+    is_weight = out.endswith(".weight") or name in (mixture.kinds if mixture else ())
+    if len(value.shape) == 1 or _ALWAYS_F32.fullmatch(out) or (mixture and not is_weight):
         return "f32"
-    if quantize is None:
+    if wanted is None:
         return own or _FLOATS[np.dtype(value.dtype)]
-    if _KINDS[quantize].elements > 1 and value.shape[-1] % _KINDS[quantize].elements:
-        return "f16"
-    return "q8_0" if quantize == "q4_0" and out in outputs else quantize
+    while value.shape[-1] % _KINDS[wanted].elements:
+        wanted = _INSTEAD.get(wanted, "f16")
+    return wanted
 
 
 def _is_stored(value: Any, kind: str) -> bool:
     """Whether the codes and scales of an array are those of a quantised type."""
-    names, dtype = _CODECS.get(kind, ((), None))
-    is_codec = isinstance(value, BlockArray) and value.codec in [CODECS[name] for name in names]
-    if not is_codec or value.order is not None:
+    if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
         return False
-    whole = len(value.inner_shape) == 1 and value.inner_shape[0] % 32 == 0 and value.block == 32
-    return whole and not value.axes and value.scale.scale.dtype == dtype
+    whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0
+    if not whole or value.block != value.codec.block or value.axes:
+        return False
+    scales = [x.dtype for x in value.scale.parts() if x is not None]
+    return all(dtype.itemsize == 1 or dtype == np.float16 for dtype in scales)
 
 
 def _blocks(path: Path, name: str, value: Any, kind: str) -> np.ndarray:
     if not _is_stored(value, kind):
         value = BlockArray.quantize(_dense(value).astype(np.float32), codec=kind)
-    if not np.all(np.isfinite(np.asarray(value.scale.scale))):
+    floats = [x for x in value.scale.parts() if x is not None and x.dtype.itemsize > 1]
+    if not all(np.all(np.isfinite(np.asarray(x))) for x in floats):
         raise file_error(path, name, f"has numbers that {kind} has no place for; choose 'bf16' or 'f32'")
-    return write_blocks(value, kind.upper())
+    return write_blocks(value, BLOCK_TYPES[_KINDS[kind].number][1])
 
 
 def _floats(path: Path, name: str, value: Any, kind: str, offset: float | int) -> np.ndarray:

@@ -254,3 +254,14 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
         rope = read(full)
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(map(read, [full, sliding] if windows else [full]))
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with all that its architecture says by default."""
+    names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
+    whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
+    if names:
+        parsed = DecoderConfig.from_json(config)
+        types = ["sliding_attention" if window else "full_attention" for window in parsed.windows]
+        whole |= {"sliding_window": parsed.sliding_window or None, "layer_types": types}
+    return whole

@@ -569,7 +569,6 @@ def test_other_weights_in_the_same_place(run, tmp_path):
         (["--rank=1.5"], "expected a whole number of at least 1, found '1.5'"),
         (["--held-out=2"], "argument --held-out: expected a number from 0 to 1, found '2'"),
         (["--learning-rate=nan"], "argument --learning-rate: expected a number of at least 0, found 'nan'"),
-        (["--quantize=nf5"], "argument --quantize: invalid choice: 'nf5'"),
         ([], "the following arguments are required: --model, --data, --output"),
     ],
 )

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 
 import equinox as eqx
 import jax
@@ -15,14 +16,16 @@ from tokenizers import Tokenizer
 import quaxlike as ql
 from quaxlike import lm
 from quaxlike.files import CheckpointError
-from quaxlike.lm import load, save, to_gguf
+from quaxlike.lm import load, peft, save, to_gguf
 from quaxlike.lm.chat import ChatTemplate
 from quaxlike.lm.folders.model_config import UnsupportedConfigError
+from quaxlike.lm.gguf.blocks import BLOCK_TYPES
 from quaxlike.lm.gguf.config import config_of
 from quaxlike.lm.gguf.container import open_gguf
 from quaxlike.lm.marks import Marks
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.lm.text import TextTokenizer
+from quaxlike.surgery.quantize import quantizers
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
 from tests.lm.models.fixtures import MODELS
@@ -106,6 +109,151 @@ def test_types_of_tensors(quantize, kind, output, checkpoint, tmp_path):
     for key, leaf in named_arrays(model).items():
         found = ql.materialise(named_arrays(again)[key])
         np.testing.assert_allclose(found, leaf, atol=0.15 * float(jnp.abs(leaf).max()) + 1e-6, err_msg=key)
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(
+    ("quantize", "kind", "number"),
+    [
+        ("q4_k_m", "Q4_K", 15),
+        ("q5_k_m", "Q5_K", 17),
+        ("q2_k", "Q2_K", 10),
+        ("q3_k", "Q3_K", 12),
+        ("iq4_xs", "IQ4_XS", 30),
+        ({"all-linear": "q5_1", "model.embed_tokens.weight": "q5_0"}, "Q5_1", 9),
+    ],
+)
+def test_block_types_and_recipes(quantize, kind, number, checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", **WIDE)
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize=quantize)
+    names = {n: name for n, (name, _) in BLOCK_TYPES.items()}
+    kinds = {name: names.get(n, n) for name, n in _kinds(tmp_path / "m.gguf").items()}
+    assert kinds["blk.0.attn_q.weight"] == kind
+    assert kinds["token_embd.weight"] == ("Q6_K" if isinstance(quantize, str) else "Q5_0")  # tied
+    most = {"q4_k_m": "Q6_K", "q5_k_m": "Q6_K"}.get(str(quantize), kind)
+    assert kinds["blk.2.ffn_down.weight"] == kinds["blk.2.attn_v.weight"] == most
+    metadata = lm.open_checkpoint(tmp_path / "m.gguf").metadata
+    assert metadata["general.file_type"] == number
+    assert metadata["general.quantization_version"] == 2
+    # Another program's file of the same types keeps its codes, and so does the model in memory.
+    again, _ = load(tmp_path / "m.gguf")
+    save(tmp_path / "again.gguf", again, tmp_path / "m.gguf", format="gguf")
+    assert _kinds(tmp_path / "again.gguf") == _kinds(tmp_path / "m.gguf")
+    for key, leaf in named_arrays(again).items():
+        found = lm.open_checkpoint(tmp_path / "again.gguf")[key]
+        np.testing.assert_array_equal(ql.materialise(found), ql.materialise(leaf), err_msg=key)
+
+
+def test_rows_that_no_large_blocks_make_up(checkpoint, tmp_path):
+    """llama.cpp's types in place of those of 256: the nearest in blocks of 32."""
+    source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q4_k_m")
+    kinds = _kinds(tmp_path / "m.gguf")
+    assert {kinds["blk.0.attn_q.weight"], kinds["blk.2.ffn_down.weight"]} == {6, 8}  # Q5_0, Q8_0
+
+
+def test_codes_that_were_chosen_by_importance_are_written(checkpoint, tmp_path):
+    source, model = checkpoint("qwen2", **WIDE)
+    importance = {name: jnp.arange(1.0, 257) for name in quantizers(model, "q4_k_m")}
+    model = ql.quantize(model, "q4_k_m", calibrate=importance)
+    save(tmp_path / "m.gguf", model, source, format="gguf", quantize="q4_k_m")
+    again, _ = load(tmp_path / "m.gguf")
+    for i in (0, 2):
+        found, wanted = (x.model.layers[i].mlp.down_proj.weight for x in (again, model))
+        np.testing.assert_array_equal(found.materialise(), wanted.materialise())
+
+
+@pytest.mark.parametrize(
+    ("quantize", "message"),
+    [
+        ("q4_k_n", "GGUF has no type 'q4_k_n'. Did you mean 'q4_k_m'"),
+        (
+            "nf4_qlora",
+            "The rule 'all-linear': GGUF has no type for 'nf4' with double_quant. Its types are f32",
+        ),
+        ({"all-linear": "nf4"}, "The rule 'all-linear': GGUF has no type for nf4"),
+        ({"layerz.*": "q4_k"}, "'layerz.*' matches none of the arrays"),
+    ],
+)
+def test_types_that_gguf_does_not_have(quantize, message, checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        save(tmp_path / "m.gguf", model, source, format="gguf", quantize=quantize)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def _adapted(model, **options):
+    model = ql.loraify(model, rank=2, alpha=3, key=jax.random.key(0), **options)
+    is_lora = lambda x: isinstance(x, ql.LoraArray)
+    drawn = lambda x: x.replace(b=jax.random.normal(jax.random.key(1), x.b.shape)) if is_lora(x) else x
+    return jax.tree.map(drawn, model, is_leaf=is_lora)
+
+
+def _in_file(path, name):
+    """A tensor of float32 with its rows in the order of the file."""
+    tensor = open_gguf(path)._tensors[name]
+    raw = tensor.file.read(tensor.start, tensor.nbytes, name)
+    return np.frombuffer(raw, np.float32).reshape(tensor.shape)
+
+
+def test_an_adapter_as_a_file_of_its_own(checkpoint, tmp_path):
+    """In llama.cpp's order of rows; the same for a folder and a GGUF file of the base."""
+    source, model = checkpoint("llama_llama3")
+    adapted = _adapted(model, where=["q_proj", "down_proj"])
+    save(tmp_path / "base.gguf", model, source, format="gguf")
+    for base in (source, tmp_path / "base.gguf"):
+        peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, base)
+        file = open_gguf(tmp_path / "lora.gguf")
+        about = {key: file.metadata[key] for key in ("general.type", "adapter.type", "adapter.lora.alpha")}
+        assert about == {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 2.0}
+        a, b = (np.asarray(file[f"blk.0.attn_q.weight.lora_{x}"]) for x in "ab")
+        save(tmp_path / "merged.gguf", ql.merge(adapted), source, format="gguf")
+        delta = lambda name: _in_file(tmp_path / name, "blk.0.attn_q.weight")
+        np.testing.assert_allclose(b @ a, delta("merged.gguf") - delta("base.gguf"), atol=1e-5)
+
+
+def test_adapters_of_experts_are_cut_as_their_weights_are(checkpoint, tmp_path):
+    source, model = checkpoint("mixtral", sliding_window=None)
+    adapted = _adapted(model, where=["gate_up_proj"])
+    peft.save_gguf_adapter(tmp_path / "lora.gguf", adapted, source)
+    file, x = open_gguf(tmp_path / "lora.gguf"), adapted.model.layers[0].mlp.experts.gate_up_proj
+    parts = [
+        [np.asarray(file[f"blk.0.ffn_{name}_exps.weight.lora_{x}"]) for x in "ab"] for name in ("gate", "up")
+    ]
+    found = np.concatenate([b @ a for a, b in parts], axis=1)
+    np.testing.assert_allclose(found, x.delta(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "message"),
+    [
+        (lambda model: model, "no adapters to save"),
+        (
+            lambda model: ql.loraify(model, rank=2, dora=True, key=jax.random.key(0)),
+            "it is a DoRA. A GGUF adapter",
+        ),
+        (
+            lambda model: ql.loraify(model, rank=2, where=["embed_tokens"], key=jax.random.key(0)),
+            "model.embed_tokens.weight: it is an embedding",
+        ),
+        (
+            lambda model: ql.loraify(model, rank=2, init="pissa", key=jax.random.key(0)),
+            "took a part of the weight",
+        ),
+        (
+            lambda model: ql.loraify(model, rank=2, modules_to_save=["norm"], key=jax.random.key(0)),
+            "model.norm.weight: it has an adapter of type TrainableArray",
+        ),
+    ],
+)
+def test_adapters_that_gguf_does_not_have(adapt, message, checkpoint, tmp_path):
+    source, model = checkpoint("qwen2")
+    with pytest.raises(ValueError, match=message):
+        peft.save_gguf_adapter(tmp_path / "lora.gguf", adapt(model), source)
+    assert not (tmp_path / "lora.gguf").exists()
 
 
 @pytest.mark.slow
@@ -403,12 +551,14 @@ def test_pairs_that_llama_cpp_would_merge_and_the_tokeniser_does_not(checkpoint,
 
 def test_arguments(checkpoint, tmp_path):
     source, model = checkpoint("qwen2")
-    with pytest.raises(ValueError, match=r"models\.save writes format='safetensors' or 'gguf'; found 'onnx'"):
+    with pytest.raises(
+        ValueError, match=r"models\.save writes format='safetensors', 'gguf' or 'quaxlike'; found 'onnx'"
+    ):
         save(tmp_path / "m", model, source, format="onnx")
     with pytest.raises(ValueError, match=r"quantize='q8_0' is for format='gguf'; call `quaxlike\.quantize`"):
         save(tmp_path / "m", model, source, quantize="q8_0")
-    with pytest.raises(ValueError, match=r"GGUF is written with quantize='f32', .*; found 'q4_k'"):
-        save(tmp_path / "m", model, source, format="gguf", quantize="q4_k")
+    with pytest.raises(ValueError, match=r"GGUF has no type 'q4_kk'. Did you mean 'q4_k"):
+        save(tmp_path / "m", model, source, format="gguf", quantize="q4_kk")
     with pytest.raises(CheckpointError, match=r"holds safetensors, which readers prefer"):
         save(source, model, source, format="gguf")
     large = jax.tree.map(lambda x: 1e5 * x, model)

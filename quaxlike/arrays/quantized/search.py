@@ -1,0 +1,180 @@
+"""Scales of blocks that are searched for: those whose codes stand for the numbers with the least error.
+
+Scales around the one that covers the range of a block are tried. To the codes of each, the scale, and the
+minimum if the codec has one, are fitted by least squares, and the best is kept. Scales that are multiples of
+an outer one are rounded by the same search. llama.cpp searches, too, among other candidates.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from ...kernels.block_matmul import CODECS, Codec
+
+#: The codecs with searched scales: those of llama.cpp, but for `q8_0`, whose scales cover the range there.
+SEARCHED: frozenset[Codec] = frozenset(
+    CODECS[name]
+    for name in (
+        *("q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"),
+        *("mxfp4", "mxfp4_gguf"),
+    )
+)
+# What candidates of scales are divided by: less than 1 for numbers that leave codes unused, more than 1 for
+# numbers that are clipped, which pays where they matter little.
+_SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
+# For blocks with a minimum: how many codes more than there are the range would take.
+_STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
+_TINY = np.float32(np.finfo(np.float32).tiny)
+# Stands for the best scale so far: its codes get a scale of their own, and so on. (One loop for all
+# candidates compiles fastest.)
+_AGAIN = np.zeros(2, np.float32)
+
+
+class FittedScales(NamedTuple):
+    """The scale of each block, its minimum, and the weights of their errors: by how much the error of the
+    block grows if they are rounded. All of shape `(*lead, blocks)`."""
+
+    scale: Array
+    minimum: Array | None
+    scale_weight: Array
+    minimum_weight: Array
+
+
+def fitted(
+    blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
+) -> FittedScales:
+    """The best scales of blocks, before they are rounded; `weights` of elements have their shape, or less."""
+    # In units of their largest magnitude, so that no square underflows.
+    unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    x = _ratio(blocks, unit)
+    total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)
+    if codec.scales in ("e8m0", "e8m0_half"):
+        scale = _power_of_two(blocks, unit, codec, weights)
+        return FittedScales(scale[..., 0], None, total[..., 0], total[..., 0])
+    if codec.zeros is None:
+        scale, weight = _symmetric(x, weights, _rounding(codec), codec.range())
+        return FittedScales((scale * unit)[..., 0], None, weight[..., 0], total[..., 0])
+    scale, minimum, weight = _with_minimum(x, weights, total, codec)
+    return FittedScales((scale * unit)[..., 0], (minimum * unit)[..., 0], weight[..., 0], total[..., 0])
+
+
+def best_minimum(
+    blocks: Float32[Array, "*lead blocks block"], scale: Array, minimum: Array, codec: Codec, weights: Any
+) -> Array:
+    """The minimum of each block that suits its scale best, once that is rounded."""
+    scale, minimum = scale[..., None], minimum[..., None]
+    rest = blocks - scale * _rounding(codec)(_ratio(blocks - minimum, scale))
+    weights = jnp.broadcast_to(weights, blocks.shape)
+    return _allowed(jnp.sum(weights * rest, axis=-1) / jnp.sum(weights, axis=-1), codec)
+
+
+def multiples(x: Array, weight: Array, limits: tuple[int, int]) -> Array:
+    """The outer scale of each group `(..., group)` of which `x` are multiples, by integers between limits,
+    with the least error: `(..., 1)`."""
+    unit = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    weight = _ratio(weight, jnp.max(weight, axis=-1, keepdims=True))
+    rounded = lambda y: jnp.clip(jnp.round(y), *limits)
+    return _symmetric(_ratio(x, unit), weight, rounded, limits)[0] * unit
+
+
+def _ratio(a: Array, b: Array) -> Array:
+    return jnp.where(b == 0, 0.0, a / jnp.where(b == 0, 1.0, b))
+
+
+def _rounding(codec: Codec) -> Callable[[Array], Array]:
+    """Rounds numbers to the values of codes. Tables are summed up step by step: look-ups take longer."""
+    if codec.codes == "integer":
+        return lambda y: jnp.clip(jnp.round(y), *codec.range())
+    table = np.unique(codec.all_values)
+    steps = list(zip((table[1:] + table[:-1]) / 2, np.diff(table), strict=True))
+    return lambda y: sum((jnp.where(y > middle, step, 0) for middle, step in steps), start=table[0])
+
+
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, axis=-1, keepdims=True)
+
+
+def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Of each block, the fit with the smaller loss, which comes first."""
+    is_better = new[0] < old[0]
+    return tuple(jnp.where(is_better, b, a) for a, b in zip(old, new, strict=True))
+
+
+def _symmetric(
+    x: Array, weights: Any, rounded: Callable[[Array], Array], limits: tuple[float, float]
+) -> tuple[Array, Array]:
+    """The best scales of blocks without minima, and the weights of their errors."""
+    place = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)
+    largest = jnp.take_along_axis(x, place, axis=-1)  # which becomes the last code on either side
+
+    def fit(scale: Array) -> tuple[Array, ...]:
+        values = rounded(_ratio(x, scale))
+        product, square = _sum(weights * x * values), _sum(weights * values * values)
+        best = _ratio(product, square)
+        return -best * product, best, square
+
+    ends = [end for end in limits if end]
+    divisors = np.concatenate([end * _SHRINKS for end in ends] + [_AGAIN])
+
+    def tried(best: tuple[Array, ...], divisor: Array) -> tuple[tuple[Array, ...], None]:
+        scale = jnp.where(divisor == 0, best[1], largest / divisor)
+        return _better(best, fit(scale)), None
+
+    nothing = jnp.full_like(largest, np.inf), largest / ends[0], jnp.zeros_like(largest)
+    (_, scale, square), _ = lax.scan(tried, nothing, jnp.asarray(divisors, jnp.float32))
+    return scale, square
+
+
+def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[Array, Array, Array]:
+    """The best scales and minima of blocks, and the weights of the errors of scales."""
+    rounded, (_, high) = _rounding(codec), codec.range()
+    least = _allowed(jnp.min(x, axis=-1, keepdims=True), codec)
+    above = x - least
+    span, mass = jnp.max(above, axis=-1, keepdims=True), _sum(weights * above)
+
+    def fit(scale: Array, minimum: Array) -> tuple[Array, ...]:
+        values = rounded(_ratio(x - minimum, scale))
+        first, square = _sum(weights * values), _sum(weights * values * values)
+        product = _sum(weights * above * values)
+        best = _ratio(total * product - mass * first, total * square - first * first)
+        free = least + (mass - best * first) / total
+        minimum = _allowed(free, codec)
+        best = jnp.where(minimum == free, best, _ratio(product + least * first, square))
+        return _sum(weights * (best * values + minimum - x) ** 2), best, minimum, square
+
+    def tried(best: tuple[Array, ...], divisor: Array) -> tuple[tuple[Array, ...], None]:
+        first = divisor != 0
+        scale, minimum = jnp.where(first, span / divisor, best[1]), jnp.where(first, least, best[2])
+        return _better(best, fit(scale, minimum)), None
+
+    divisors = np.concatenate([high + _STRETCHES, _AGAIN])
+    nothing = jnp.full_like(span, np.inf), span / high, least, jnp.zeros_like(span)
+    (_, scale, minimum, square), _ = lax.scan(tried, nothing, jnp.asarray(divisors, jnp.float32))
+    return scale, minimum, square
+
+
+def _allowed(minimum: Array, codec: Codec) -> Array:
+    """Minima that are stored with the sign reversed are unsigned."""
+    return jnp.minimum(minimum, 0) if codec.zeros == "minus" else minimum
+
+
+def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Array:
+    """The better one of the least power of two that covers the range, and of half of it."""
+    rounded, covering = _rounding(codec), power_of_two_above(unit / codec.range()[1])
+
+    def fit(scale: Array) -> tuple[Array, Array]:
+        error = _ratio(rounded(_ratio(blocks, scale)) * scale - blocks, unit)
+        return _sum(weights * error * error), scale
+
+    return _better(fit(covering), fit(jnp.maximum(covering / 2, _TINY)))[1]
+
+
+def power_of_two_above(x: Array) -> Array:
+    """The least power of two that is not below `x`, from its bits: exponentiation is not exact everywhere."""
+    raw = lax.bitcast_convert_type(jnp.maximum(x, _TINY), jnp.uint32)
+    up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
+    return lax.bitcast_convert_type((raw >> 23) + up << 23, jnp.float32)

@@ -1,0 +1,118 @@
+"""`save_gguf_adapter`: LoRA on a decoder, in a file that llama.cpp puts on a GGUF file of the base."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ..._checked import checked
+from ...arrays.adapted import AdaptedArray, innermost
+from ...arrays.lora import LoraArray
+from ...core.quaxify import quaxify
+from ...core.values import is_value, materialise
+from ...files.errors import CheckpointError
+from ...surgery.trees import named_arrays
+from ..checkpoints.checkpoint import open_checkpoint
+from ..gguf.config import keys_of
+from ..gguf.metadata import as_python
+from ..gguf.names import family_of, row_order
+from ..gguf.writer import parts_of, write
+from ..models.decoder_config import completed, text_tower
+
+
+@checked
+def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
+    """Writes the adapter of a decoder, without the base, to a GGUF file that llama.cpp puts on a GGUF file of
+    the base (`llama-cli --lora`, `llama_cpp.Llama(lora_path=…)`).
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `model`: a decoder from [`quaxlike.lm.load`][] with LoRA, such as from
+        [`quaxlike.lm.peft.load_adapter`][].
+    - `source`: the checkpoint that it was read from, a directory or a GGUF file.
+
+    **Raises:** `ValueError` for what such a file cannot hold: adapters by another method, DoRA, those on
+    embeddings, weights that are trained in full; `CheckpointError` for an architecture that llama.cpp has
+    not.
+
+    !!! example
+
+        ```python
+        import quaxlike as ql
+        from quaxlike.lm import peft
+
+        def for_llama_cpp(base, adapter):
+            model, _ = ql.lm.load(base)
+            model = peft.load_adapter(adapter, model)
+            peft.save_gguf_adapter("adapter.gguf", model, base)
+        ```
+    """
+    path, source = Path(path), Path(source)
+    whole = _unstacked(model)
+    adapters = {name: x for name, x in named_arrays(whole).items() if isinstance(x, AdaptedArray)}
+    if not adapters:
+        raise ValueError("The model has no adapters to save.")
+    for name, x in adapters.items():
+        if problem := _why_not_in_gguf(x):
+            raise ValueError(
+                f"{name}: {problem}. A GGUF adapter holds LoRA on matrices; merge other adapters."
+            )
+    checkpoint = open_checkpoint(source)
+    if checkpoint.format == "gguf":
+        keys = as_python(checkpoint.metadata)
+    else:
+        keys = as_python(keys_of(completed(text_tower(checkpoint.config)), source))
+    family, tensors = family_of(keys), dict[str, np.ndarray]()
+    alpha = float(next(iter(adapters.values())).rank)
+    for name, x in adapters.items():
+        for out, part in parts_of(name, x, family):
+            if out == name:
+                raise CheckpointError(
+                    f"{source}: llama.cpp has no tensor for {name} in models of its architecture "
+                    f"{keys.get('general.architecture')!r}."
+                )
+            a, b = _factors(name, x, part)
+            order = row_order(path, out, (b.shape[-2], a.shape[-1]), keys)
+            b = b if order is None else b[..., np.argsort(order), :]
+            tensors[f"{out}.lora_a"], tensors[f"{out}.lora_b"] = a, b * np.float32(x.scaling * x.rank / alpha)
+    about = {"general.architecture": keys["general.architecture"], "general.type": "adapter"}
+    write(path, tensors, about | {"adapter.type": "lora", "adapter.lora.alpha": np.float32(alpha)})
+
+
+def _why_not_in_gguf(x: AdaptedArray) -> str:
+    if type(x) is not LoraArray:
+        return f"it has an adapter of type {type(x).__name__}"
+    told = {
+        "it is a DoRA": x.magnitude is not None,
+        "it has an adapter over another one": isinstance(x.w, AdaptedArray),
+        "its base is trained, too": x.gradients == "train",
+        "its initialisation took a part of the weight into the adapter": x.taken is not None,
+        "it is an embedding, or stored as (in, out)": (x.out_axes, x.in_axes) != ((-2,), (-1,)),
+        "it has several adapters": x.ndim != innermost(x).ndim,
+    }
+    return next((problem for problem, holds in told.items() if holds), "")
+
+
+def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, np.ndarray]:
+    """`a` and `b` of an adapter, or of the part of it that is a tensor of llama.cpp."""
+    cut = x
+    if part is not None:
+        cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
+    if not isinstance(cut, LoraArray) or (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):
+        raise ValueError(f"{name}: the parts that llama.cpp stores one by one are no LoRA of their own.")
+    lead = cut.shape[:-2]  # of experts: llama.cpp has an adapter for each
+
+    def in_float32(leaf: Any) -> np.ndarray:
+        dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)
+        return np.broadcast_to(dense, (*lead, *dense.shape[-2:]))
+
+    return in_float32(cut.a), in_float32(cut.b)
+
+
+def _unstacked(model: Any) -> Any:
+    return model.unstacked() if hasattr(model, "unstacked") else model
