@@ -77,7 +77,10 @@ def multiples(x: Array, weight: Array, limits: tuple[int, int]) -> Array:
     with the least error: `(..., 1)`."""
     unit = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     weight = _ratio(weight, jnp.max(weight, axis=-1, keepdims=True))
-    rounded = lambda y: jnp.clip(jnp.round(y), *limits)
+
+    def rounded(y: Array) -> Array:
+        return jnp.clip(jnp.round(y), *limits)
+
     return _symmetric(_ratio(x, unit), weight, rounded, limits)[0] * unit
 
 

@@ -221,8 +221,12 @@ def write_blocks(w: BlockArray, kind: BlockType) -> np.ndarray:
     """The bytes of an array, row by row: (..., bytes)."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
     lead, blocks = codes.shape[:-1], codes.size // kind.elements
-    little = lambda x: x.astype(x.dtype.newbyteorder("<"), copy=False)
-    parts = [None if x is None else little(np.asarray(x)).reshape(blocks, -1) for x in w.scale.parts()]
+    parts = [None if x is None else _little_endian(x).reshape(blocks, -1) for x in w.scale.parts()]
     fields = kind.write(codes.reshape(blocks, kind.elements), *parts)
     raw = [np.ascontiguousarray(field).view(np.uint8) for field in fields]
     return np.concatenate(raw, axis=1).reshape(*lead, -1)
+
+
+def _little_endian(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(x.dtype.newbyteorder("<"), copy=False)
