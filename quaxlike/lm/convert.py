@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.conve
             save_gguf_adapter(target, model, arguments.source)
             print(f"Written: {target}")
             return 0
-        model = merge(model)
+        if arguments.adapter is not None:
+            model = merge(model)
         if to_gguf:
             save(target, model, arguments.source, format="gguf", quantize=scheme)
         else:
