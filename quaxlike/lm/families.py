@@ -47,6 +47,9 @@ class Gguf:
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
 
+#: The ends of the names of models that classify texts, and tokens.
+SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -109,6 +112,12 @@ class Family:
     """Values that entries must have."""
     gguf: Gguf | None = None
     """The architecture in files of llama.cpp, if it has it."""
+    heads: tuple[str, ...] = (SEQUENCES, TOKENS)
+    """The heads that classify texts, or their tokens, by how the names of transformers' models end."""
+    head_stem: str = ""
+    """How the names of these begin, where not like that of the decoder."""
+    token_head: str = "score"
+    """The name of the layer that classifies tokens."""
 
     def name(self, role: str) -> str:
         """The family's name for a part of the model, such as `self_attn.q_proj`."""
@@ -185,6 +194,7 @@ FAMILIES: dict[str, Family] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
         },
         required={**_GEMMA.required, "attn_logit_softcapping": None},
+        heads=(SEQUENCES,), head_stem="Gemma3Text",
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
     ),
     "Phi3ForCausalLM": Family(
@@ -221,11 +231,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        gguf=Gguf("olmo2", "olmo2", output="own"),
+        heads=(SEQUENCES,), gguf=Gguf("olmo2", "olmo2", output="own"),
     ),
     "Olmo3ForCausalLM": Family(
         qk_norm="whole", norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        windows=4, plain_windows=True,
+        windows=4, plain_windows=True, heads=(SEQUENCES,),
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         gguf=Gguf(
             "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"},
@@ -233,6 +243,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "GraniteForCausalLM": Family(
+        heads=(),
         defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0},
         gguf=Gguf(
             "granite", "granite", permuted=True, biases=True, config={"attention_multiplier": 0},
@@ -259,6 +270,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": Family(
         activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
         norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
+        token_head="classifier",
         renamed={
             "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
             "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
@@ -275,6 +287,12 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
+#: Architectures that classify with a decoder, and the decoder and the head of each.
+CLASSIFIERS: dict[str, tuple[str, str]] = {
+    (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
+    for name, family in FAMILIES.items()
+    for head in family.heads
+}
 
 #: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
