@@ -42,7 +42,8 @@ def with_classifier(
     - `key`: of the new weights, which are normal with the standard deviation `std`. Biases are zero.
     - `of_tokens`: whether each token is classified. Default: the text.
     - `problem_type`: as in `config.json`: `"single_label_classification"`,
-        `"multi_label_classification"` or `"regression"`. Default: none, by which transformers takes the first, or the last for one label.
+        `"multi_label_classification"` or `"regression"`. Default: none, by which transformers takes the
+        first, or the last for one label.
     - `std`: default 0.02, as the `initializer_range` of most models.
 
     **Returns:** the model, with the trained arrays and adapters that it had.

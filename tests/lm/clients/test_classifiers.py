@@ -31,7 +31,9 @@ _OPTIONS = {
     "Mixtral": {"num_local_experts": 4}, "Qwen2Moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
     "Qwen3Moe": _EXPERTS, "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}, "GPT2": {},
 }  # fmt: skip
-ENCODERS = [f"{kind}For{what}Classification" for kind in ("Bert", "ModernBert") for what in ("Sequence", "Token")]
+ENCODERS = [
+    f"{kind}For{what}Classification" for kind in ("Bert", "ModernBert") for what in ("Sequence", "Token")
+]
 ARCHITECTURES = [*CLASSIFIERS, *ENCODERS]
 
 
