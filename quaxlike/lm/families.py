@@ -49,6 +49,8 @@ class Gguf:
 
 #: The ends of the names of models that classify texts, and tokens.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+#: The names of the layers that do, in models of all kinds.
+HEADS = ("score", "classifier")
 
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 

@@ -75,7 +75,7 @@ def with_classifier(
             new = _on_decoder(model, of_labels, of_tokens)
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
-            (size,) = model.embeddings.LayerNorm.weight.shape
+            (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
             bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
             new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)

@@ -22,7 +22,7 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
-from ..families import FAMILIES, IN_TOWER, names_of
+from ..families import FAMILIES, HEADS, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
@@ -133,8 +133,8 @@ def save_adapter(
 
 # The heads that PEFT trains for a task by default, and so expects in the file.
 _HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
+    "SEQ_CLS": HEADS,
+    "TOKEN_CLS": HEADS,
     "QUESTION_ANS": ("qa_outputs",),
 }
 _DEFAULTS = {

@@ -175,7 +175,9 @@ def run_of(llama, tmp_path, lines, *options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--quantize=nf4", "--scan-layers", "--remat"], ["--mesh=data=2,model=2", "--quantize=nf4"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--quantize=nf4", "--scan-layers", "--remat"], ["--mesh=data=2,model=2", "--quantize=nf4"]]
+)
 def test_a_run_learns_the_labels(more, llama, tmp_path, capsys):
     out, log = run_of(llama, tmp_path, NAMED, "--merge", *more)
     assert log[0]["held_out"].keys() == {"accuracy", "loss"}

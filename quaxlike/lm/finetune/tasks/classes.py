@@ -106,7 +106,7 @@ class Classes(AbstractTask):
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example:
         if {"chosen", "rejected"} <= fields.keys():
             raise ValueError("'chosen' and 'rejected' are preferences, which --task reward learns")
-        label = self._label(fields)
+        label = self._label(fields.get("label"))
         if "messages" in fields:
             check_entries(fields, ("messages", "label", "tools", "chat_template_kwargs"))
             text = tokens.chat.render(messages_of(fields), **template_options(fields)).text
@@ -116,18 +116,16 @@ class Classes(AbstractTask):
         ids, was_cut = tokens.cut(text_of(fields, "text"))
         return Example((ids,), label=label, was_cut=was_cut)
 
-    def _label(self, fields: Mapping[str, Any]) -> Any:
-        label = fields.get("label")
-        match self.labels.problem:
-            case "single_label_classification":
-                return self._number(label)
-            case "multi_label_classification":
-                if not isinstance(label, list):
-                    raise ValueError(f"'label' must be a list of labels; found {label!r}")
-                found = {self._number(x) for x in label}
-                return tuple(float(i in found) for i in range(len(self.labels.names)))
-        n = len(self.labels.names)
-        values = label if isinstance(label, list) else [label]
+    def _label(self, label: Any) -> int | tuple[float, ...]:
+        n, problem = len(self.labels.names), self.labels.problem
+        if problem == SINGLE:
+            return self._number(label)
+        if problem == MULTI:
+            if not isinstance(label, list):
+                raise ValueError(f"'label' must be a list of labels; found {label!r}")
+            found = {self._number(x) for x in label}
+            return tuple(float(i in found) for i in range(n))
+        values: list[Any] = label if isinstance(label, list) else [label]
         if len(values) != n or not all(type(x) in (int, float) and np.isfinite(x) for x in values):
             wanted = "a number" if n == 1 else f"a list of {n} numbers"
             raise ValueError(f"'label' must be {wanted}; found {label!r}")
@@ -152,25 +150,23 @@ class Classes(AbstractTask):
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
         """As transformers computes it: errors of several labels, or numbers, are averaged for each text."""
-        match self.labels.problem:
-            case "single_label_classification":
-                return jnp.sum(cross_entropy(outputs, batch.labels))
-            case "multi_label_classification":
-                errors = jax.nn.softplus(outputs) - outputs * batch.labels
-            case _:
-                errors = (outputs - batch.labels) ** 2
+        if self.labels.problem == SINGLE:
+            return jnp.sum(cross_entropy(outputs, batch.labels))
+        if self.labels.problem == MULTI:
+            errors = jax.nn.softplus(outputs) - outputs * batch.labels
+        else:
+            errors = (outputs - batch.labels) ** 2
         return jnp.sum(jnp.mean(errors, axis=-1))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
         """The share of right answers (of several labels: of right ones among all), and the loss."""
         loss = {"loss": float(self.total(outputs, batch)) / self.weight(batch)}
-        match self.labels.problem:
-            case "single_label_classification":
-                right = np.argmax(outputs, axis=-1) == batch.labels
-            case "multi_label_classification":
-                right = (outputs > 0) == (np.asarray(batch.labels) > 0.5)
-            case _:
-                return loss
+        if self.labels.problem == REGRESSION:
+            return loss
+        if self.labels.problem == SINGLE:
+            right = np.argmax(outputs, axis=-1) == batch.labels
+        else:
+            right = (outputs > 0) == (np.asarray(batch.labels) > 0.5)
         return {"accuracy": float(np.mean(right))} | loss
 
 
