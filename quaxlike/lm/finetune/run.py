@@ -24,7 +24,7 @@ from ...surgery.merge import merge
 from ...surgery.quantize import is_quantised, quantize
 from ...surgery.summary import summary
 from ...surgery.trainable import trainable
-from ...surgery.trees import named_arrays
+from ...surgery.trees import named_arrays, replace
 from .. import peft
 from .._interrupts import take_interrupt
 from ..folders.model_config import UnsupportedConfigError
@@ -324,6 +324,10 @@ def _adapted(
             model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
         except ValueError as error:  # from a block size
             raise FinetuneError(str(error)) from error
+    in_full = task.trained_in_full(model)
+    # PEFT's files hold what is trained in full as dense arrays.
+    heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
+    model = replace(model, {name: materialise(x) for name, x in heads.items()})
     tokens = {}
     if settings.train_tokens:
         if not isinstance(model, AbstractDecoder):
@@ -332,7 +336,7 @@ def _adapted(
     options: dict[str, Any] = {
         "where": list(settings.target) or "all-linear",
         "exclude": () if settings.target else task.unused(model),
-        "modules_to_save": task.trained_in_full(model),
+        "modules_to_save": in_full,
         "trainable_token_indices": tokens,
         "key": jax.random.key(settings.seed),
     }

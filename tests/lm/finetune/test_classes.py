@@ -1,6 +1,7 @@
 """`--task classify`: labels of texts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import Example, Tokens, collate
 from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.settings import FinetuneError
-from quaxlike.lm.finetune.tasks import Classes, begun, task_for
+from quaxlike.lm.finetune.tasks import Classes, Rewards, begun, task_for
 from quaxlike.lm.folders.labels import MULTI, REGRESSION, SINGLE, Labels
 from quaxlike.lm.models import with_classifier
 from quaxlike.surgery.trees import named_arrays
@@ -176,7 +177,12 @@ def run_of(llama, tmp_path, lines, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [[], ["--quantize=nf4", "--scan-layers", "--remat"], ["--mesh=data=2,model=2", "--quantize=nf4"]]
+    "more",
+    [
+        [],
+        ["--quantize=nf4", "--scan-layers", "--remat"],
+        ["--mesh=data=2,model=2", "--quantize=nf4", "--block-size=16"],
+    ],
 )
 def test_a_run_learns_the_labels(more, llama, tmp_path, capsys):
     out, log = run_of(llama, tmp_path, NAMED, "--merge", *more)
@@ -193,7 +199,8 @@ def test_a_run_learns_the_labels(more, llama, tmp_path, capsys):
     adapted = peft.load_adapter(out, with_classifier(base, ["high", "low"], key=jax.random.key(5)))
     ids, seen = jnp.arange(4, 9), jnp.ones(5, bool)
     np.testing.assert_allclose(merged(ids, seen), ql.quaxify(adapted)(ids, seen), atol=2e-4)
-    assert not isinstance(named_arrays(merged)["score.weight"], ql.Value)
+    _, again = run_of(llama, tmp_path, NAMED, "--merge", *more)  # which finds all steps done
+    assert again == log
 
 
 @pytest.mark.slow
@@ -211,6 +218,33 @@ def test_the_merged_model_and_the_adapter_are_trained_on(llama, tmp_path, capsys
     options = [f"--output={tmp_path / 'c'}", "--task=classify", "--labels=x,y"]
     assert main([f"--model={out / 'merged'}", *common, *options]) == 2
     assert "tells high, low apart, and --labels names other ones" in capsys.readouterr().err
+
+
+def test_messages(llama, tmp_path):
+    """Are written by the chat template, without a prompt for an answer."""
+    shutil.copytree(llama, tmp_path / "llama")
+    (tmp_path / "llama" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}nine{% endif %}"
+    )
+    tokens = Tokens(tmp_path / "llama", json.loads((llama / "config.json").read_text()), 3)
+    talk = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
+    task = Classes(Labels(("a", "b"), SINGLE))
+    assert task.encode({"messages": talk, "label": "b"}, tokens) == Example(([5, 6, 7],), label=1)
+    assert task.encode({"messages": [*talk, *talk], "label": "b"}, tokens).was_cut
+    pair = {"prompt": talk[:1], "chosen": talk[1:], "rejected": [{"role": "assistant", "content": "six"}]}
+    assert Rewards().encode(pair, tokens).texts == ([5, 6, 7], [5, 6, 10])
+    with pytest.raises(ValueError, match="'text' is not used beside messages, label"):
+        task.encode({"messages": talk, "label": "b", "text": "one"}, tokens)
+
+
+@pytest.mark.slow
+def test_a_head_in_4_bits_is_trained(llama, base, tmp_path):
+    """As a dense one: PEFT's files hold no other."""
+    model = with_classifier(base[0], ["high", "low"], key=jax.random.key(0))
+    save(tmp_path / "base", ql.quantize(model, "nf4"), llama)
+    assert isinstance(load(tmp_path / "base")[0].score.weight, ql.NF4Array)
+    out, _ = run_of(tmp_path / "base", tmp_path, NAMED)
+    assert json.loads((out / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
 @pytest.mark.slow
