@@ -27,6 +27,10 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
     def layer_list(self) -> Any:
         return self.layers
 
+    def entries(self) -> dict[str, Any]:
+        pad = self.config.pad_token_id
+        return super().entries() | ({"pad_token_id": pad} if pad >= 0 else {})
+
 
 class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
     """The logits of one sequence's labels, from its last token: a classifier, or with one label a reward

@@ -29,6 +29,7 @@ def with_classifier(
     of_tokens: bool = False,
     problem_type: str | None = None,
     std: float | int = 0.02,
+    pad_token_id: int | None = None,
 ) -> PyTree:
     """Gives a model a new last layer, which tells labels apart.
 
@@ -45,6 +46,8 @@ def with_classifier(
         `"multi_label_classification"` or `"regression"`. Default: none, by which transformers takes the
         first, or the last for one label.
     - `std`: default 0.02, as the `initializer_range` of most models.
+    - `pad_token_id`: of a decoder whose configuration has none, the token that padding is made of, and
+        that is never the last of a text. Default: none, with which transformers classifies one text at a time.
 
     **Returns:** the model, with the trained arrays and adapters that it had.
 
@@ -72,7 +75,7 @@ def with_classifier(
     of_labels = Labels(names, problem_type)
     match model:
         case Decoder():
-            new = _on_decoder(model, of_labels, of_tokens)
+            new = _on_decoder(model, of_labels, of_tokens, pad_token_id)
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
@@ -97,7 +100,7 @@ def with_classifier(
     return replace(new, started)
 
 
-def _on_decoder(model: Decoder, labels: Labels, of_tokens: bool) -> Any:
+def _on_decoder(model: Decoder, labels: Labels, of_tokens: bool, pad: int | None) -> Any:
     c, head = model.config, TOKENS if of_tokens else SEQUENCES
     if c.body_name:
         raise ValueError(
@@ -108,6 +111,8 @@ def _on_decoder(model: Decoder, labels: Labels, of_tokens: bool) -> Any:
         raise ValueError(f"transformers has no {head} of {c.architecture}.")
     make: Any = DecoderForTokenClassification if of_tokens else DecoderForSequenceClassification
     config = dataclasses.replace(c, head=head, labels=labels, headless=False)
+    if pad is not None and c.pad_token_id < 0:
+        config = dataclasses.replace(config, pad_token_id=pad)
     return eqx.tree_at(lambda m: m.part("model"), _shapes(make, config), model.body)
 
 

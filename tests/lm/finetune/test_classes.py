@@ -1,5 +1,6 @@
 """`--task classify`: labels of texts."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.core.values import replace_fields
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, peft, save
 from quaxlike.lm.finetune.__main__ import main
@@ -72,6 +74,20 @@ def test_labels_of_the_data(labels, options, names, problem, settings, base):
     again, _ = begun(*base, given.train, data)
     np.testing.assert_array_equal(again.score.weight, model.score.weight)
     assert 0.01 < float(jnp.std(model.score.weight)) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("special", "pad"), [({"pad_token": "seven"}, 11), ({"pad_token": {"content": "one"}}, 5), ({}, 3)]
+)
+def test_padding_of_a_checkpoint_that_names_none(special, pad, llama, base, settings, tmp_path):
+    """By the last token that is none of it, transformers finds the end of a text."""
+    shutil.copytree(llama, tmp_path / "llama")
+    (tmp_path / "llama" / "tokenizer_config.json").write_text(json.dumps(special))
+    given = settings(NAMED, labels=("high", "low"))
+    train = dataclasses.replace(given.train, model=tmp_path / "llama")
+    model = replace_fields(base[0], config=dataclasses.replace(base[0].config, pad_token_id=-1))
+    found, _ = begun(model, base[1] | {"pad_token_id": None}, train, given.data)
+    assert found.entries()["pad_token_id"] == pad
 
 
 @pytest.mark.parametrize(
@@ -181,7 +197,7 @@ def run_of(llama, tmp_path, lines, *options):
     [
         [],
         ["--quantize=nf4", "--scan-layers", "--remat"],
-        ["--mesh=data=2,model=2", "--quantize=nf4", "--block-size=16"],
+        ["--mesh=data=2,model=2", "--quantize=nf4", "--block-size=32"],
     ],
 )
 def test_a_run_learns_the_labels(more, llama, tmp_path, capsys):

@@ -16,6 +16,7 @@ from ....files.json_text import read_json_file
 from ...folders.labels import MULTI, PROBLEMS, REGRESSION, SINGLE, Labels, numbered
 from ...models import AbstractClassifier, Bert, Decoder, ModernBert
 from ...models.new_head import with_classifier
+from ...tokenizer import read_special_tokens
 from ..data import Batch, Example, Tokens, read_examples
 from ..rows import check_entries, messages_of, template_options, text_of
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
@@ -177,14 +178,27 @@ def new_head(
     names: tuple[str, ...],
     problem: str | None,
 ) -> PyTree:
-    """The model with a new last layer, as transformers starts one."""
+    """The model with a new last layer, as transformers starts one. As in TRL, padding is made of the
+    tokeniser's token for it, or else of the one that ends texts, unless the configuration names one."""
     key = jax.random.fold_in(jax.random.key(train.seed), 1)  # that of adapters is another
+    pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)
+    std = config.get("initializer_range") or 0.02
     try:
-        return with_classifier(
-            model, names, key=key, problem_type=problem, std=config.get("initializer_range") or 0.02
-        )
+        return with_classifier(model, names, key=key, problem_type=problem, std=std, pad_token_id=pad)
     except ValueError as error:
         raise FinetuneError(f"{train.model}: {error}") from error
+
+
+def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
+    from ...text import TextTokenizer  # here, since the command line lists tasks without the extra `lm`
+
+    token = read_special_tokens(folder).get("pad_token")
+    if token is not None and (folder / "tokenizer.json").is_file():
+        found = TextTokenizer(folder).number(token)
+        if found is not None and found < config["vocab_size"]:
+            return found
+    eos = config.get("eos_token_id")
+    return eos[0] if isinstance(eos, list) and eos else eos if type(eos) is int else None
 
 
 def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
