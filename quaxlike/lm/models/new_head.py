@@ -47,7 +47,7 @@ def with_classifier(
         first, or the last for one label.
     - `std`: default 0.02, as the `initializer_range` of most models.
     - `pad_token_id`: of a decoder whose configuration has none, the token that padding is made of, and
-        that is never the last of a text. Default: none, with which transformers classifies one text at a time.
+        that is never the last of a text. Default: none; transformers then classifies one text at a time.
 
     **Returns:** the model, with the trained arrays and adapters that it had.
 

@@ -22,6 +22,9 @@ from ..rows import check_entries, messages_of, template_options, text_of
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
 from .task import AbstractTask, cross_entropy
 
+# Numbers of labels beyond this are no numbers of labels.
+_MOST = 100_000
+
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
@@ -224,6 +227,8 @@ def _labels_in(data: DataSettings) -> tuple[tuple[str, ...], str]:
 
     for path in [data.data] if data.eval_data is None else [data.data, data.eval_data]:
         read_examples(path, note)
+    if not found:
+        raise FinetuneError(f"{data.data} (--data) has no examples. Add examples.")
     lists = [isinstance(label, list) for label in found]
     each = [x for label in found for x in (label if isinstance(label, list) else [label])]
     kinds = {type(x) for x in each}
@@ -241,4 +246,9 @@ def _labels_in(data: DataSettings) -> tuple[tuple[str, ...], str]:
     problem = MULTI if any(lists) else SINGLE
     if str in kinds:
         return tuple(sorted({*each})), problem
+    if each and (min(each) < 0 or max(each) > _MOST):
+        raise FinetuneError(
+            f"{data.data} has labels from {min(each)} to {max(each)}: labels are numbered from 0 on, up to "
+            f"{_MOST:,}. To predict numbers, use --problem-type {REGRESSION}."
+        )
     return numbered(1 + max(each, default=0)), problem
