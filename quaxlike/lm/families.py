@@ -47,6 +47,11 @@ class Gguf:
     """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
 
 
+#: The ends of the names of models that classify texts, and tokens.
+SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+#: The names of the layers that do, in models of all kinds.
+HEADS = ("score", "classifier")
+
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -113,6 +118,12 @@ class Family:
     """Values that entries must have."""
     gguf: Gguf | None = None
     """The architecture in files of llama.cpp, if it has it."""
+    heads: tuple[str, ...] = (SEQUENCES, TOKENS)
+    """The heads that classify texts, or their tokens, by how the names of transformers' models end."""
+    head_stem: str = ""
+    """How the names of these begin, where not like that of the decoder."""
+    token_head: str = "score"
+    """The name of the layer that classifies tokens."""
 
     def name(self, role: str) -> str:
         """The family's name for a part of the model, such as `self_attn.q_proj`."""
@@ -204,6 +215,7 @@ FAMILIES: dict[str, Family] = {
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
         },
         required={**_GEMMA.required, "attn_logit_softcapping": None},
+        heads=(SEQUENCES,), head_stem="Gemma3Text",
         gguf=Gguf("gemma3", "gemma3_text", keys=_GEMMA_KEYS, large=62),
     ),
     "Phi3ForCausalLM": Family(
@@ -243,14 +255,14 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Olmo2ForCausalLM": Family(
-        qk_norm="whole", entries=("attention_bias",),
+        qk_norm="whole", entries=("attention_bias",), heads=(SEQUENCES,),
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
         gguf=Gguf("olmo2", "olmo2", square=True, output="own"),
     ),
     "Olmo3ForCausalLM": Family(
         qk_norm="whole", entries=("attention_bias",),
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-        windows=4, plain_windows=True,
+        windows=4, plain_windows=True, heads=(SEQUENCES,),
         defaults={"sliding_window": 4096, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
         gguf=Gguf(
             "olmo2", "olmo3", marker=_WINDOW, keys={_WINDOW: "sliding_window"}, square=True,
@@ -259,6 +271,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteForCausalLM": Family(
         entries=("attention_bias", "mlp_bias", *_MULTIPLIERS),
+        heads=(),
         defaults={"attention_multiplier": 1.0, "logits_scaling": 1.0},
         gguf=Gguf(
             "granite", "granite", permuted=True, biases=True, config={"attention_multiplier": 0},
@@ -286,6 +299,7 @@ FAMILIES: dict[str, Family] = {
         activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
         norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
         entries=(),
+        token_head="classifier",
         renamed={
             "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
             "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
@@ -302,6 +316,12 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
+#: Architectures that classify with a decoder, and the decoder and the head of each.
+CLASSIFIERS: dict[str, tuple[str, str]] = {
+    (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
+    for name, family in FAMILIES.items()
+    for head in family.heads
+}
 
 #: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {

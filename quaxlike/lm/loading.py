@@ -31,17 +31,25 @@ from ..surgery.trees import named_arrays, replace
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, TEXT_TOWERS
+from .families import BESIDE_TEXT, BODY_OF_TOWER, CLASSIFIERS, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS
 from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
+from .folders.labels import Labels, numbered
 from .folders.model_config import UnsupportedConfigError
 from .formats.mxfp4 import in_published_layout
 from .gguf.container import holds_gguf
 from .gguf.mixtures import mixture_of
-from .models.bert import Bert, BertConfig, BertForSequenceClassification
+from .models.bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification
+from .models.classifier import AbstractClassifier
 from .models.decoder import Decoder
+from .models.decoder_classifiers import DecoderForSequenceClassification, DecoderForTokenClassification
 from .models.decoder_config import DecoderConfig, is_text_tower, text_tower, warn_of_unread
-from .models.modern_bert import ModernBert, ModernBertConfig
+from .models.modern_bert import (
+    ModernBert,
+    ModernBertConfig,
+    ModernBertForSequenceClassification,
+    ModernBertForTokenClassification,
+)
 from .models.vocabulary import EMBEDDINGS
 from .sharding import usual_rule
 from .to_gguf import save_gguf
@@ -50,7 +58,10 @@ from .to_gguf import save_gguf
 _ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
+    "BertForTokenClassification": (BertConfig, BertForTokenClassification),
     "ModernBertModel": (ModernBertConfig, ModernBert),
+    "ModernBertForSequenceClassification": (ModernBertConfig, ModernBertForSequenceClassification),
+    "ModernBertForTokenClassification": (ModernBertConfig, ModernBertForTokenClassification),
 }
 
 
@@ -152,8 +163,9 @@ def save(
     Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
     by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
     transformers, and replace those of another model in the directory. The new `config.json` has the sizes of
-    the vocabulary, of learned positions and of a classifier as the model has them. A GGUF file holds the
-    configuration, the tokeniser and the chat templates itself.
+    the vocabulary, of learned positions and of a classifier as the model has them, and the architecture of
+    a model from [`quaxlike.lm.models.with_classifier`][]. A GGUF file holds the configuration, the tokeniser
+    and the chat templates itself; models that classify are not written to one.
 
     **Arguments:**
 
@@ -209,7 +221,10 @@ def save(
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
         raise TypeError(f"models.save takes a model from models.load; found {model!r}, without arrays.")
-    if "lm_head.weight" in arrays:
+    if isinstance(model, AbstractClassifier):
+        config |= model.entries()
+        names = _under_own_names(model, names)
+    elif "lm_head.weight" in arrays:
         names.append("lm_head.weight")
     config = _described_by(arrays, config, source)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(next(iter(arrays.values())).dtype)
@@ -234,7 +249,7 @@ _ROWS = {
     "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
-    "num_labels": ("classifier.weight",),
+    "num_labels": ("classifier.weight", "score.weight"),
 }
 
 
@@ -253,8 +268,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
         if size is None or getattr(parsed, entry, size) == size:
             continue
         if entry == "num_labels":  # named as in transformers, where nobody names them
-            labels = [f"LABEL_{i}" for i in range(size)]
-            config |= {"id2label": dict(enumerate(labels)), "label2id": {x: i for i, x in enumerate(labels)}}
+            config |= Labels(numbered(size), parsed.labels.problem_type).entries()
             continue
         config[renamed.get(entry, entry)] = size
         for token in ("bos_token_id", "eos_token_id", "pad_token_id") if entry == "vocab_size" else ():
@@ -264,7 +278,8 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
                     f"The model has a vocabulary of {size} tokens, and {path} has {token}={quoted(ids)}. Set "
                     "that to a token that is left, in a copy of the checkpoint, and pass that as `source`."
                 )
-    if isinstance(parsed, DecoderConfig) and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
+    writes = isinstance(parsed, DecoderConfig) and not parsed.head
+    if writes and parsed.tie_word_embeddings == ("lm_head.weight" in arrays):
         config["tie_word_embeddings"] = not parsed.tie_word_embeddings
     skeleton = eqx.filter_eval_shape(make, read.from_json(config), key=jax.random.key(0))
     for name, leaf in named_arrays(skeleton).items():
@@ -302,20 +317,13 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
     _check_sizes(path, config, weights)
     parsed = read.from_json(config)
     warn_of_unread(path, weights.config, config, parsed)
-    if (
-        isinstance(parsed, DecoderConfig)
-        and not parsed.tie_word_embeddings
-        and "lm_head.weight" not in text_tensors(weights)
-    ):
+    writes = isinstance(parsed, DecoderConfig) and not parsed.head
+    if writes and not parsed.tie_word_embeddings and "lm_head.weight" not in text_tensors(weights):
         parsed = dataclasses.replace(parsed, headless=bool(modules_of(Path(directory))))
     if isinstance(parsed, DecoderConfig) and is_text_tower(weights.config):
         parsed = dataclasses.replace(parsed, body_name=BODY_OF_TOWER)
     model = eqx.filter_eval_shape(make, parsed, key=jax.random.key(0))
-    if (
-        isinstance(parsed, DecoderConfig)
-        and parsed.tie_word_embeddings
-        and _has_own_head(model, weights, path)
-    ):
+    if writes and parsed.tie_word_embeddings and _has_own_head(model, weights, path):
         warnings.warn(
             f"{path} ties the output layer to the embedding, and the checkpoint has both with different "
             "numbers. Its lm_head.weight is the output layer, untied, as in transformers. "
@@ -353,11 +361,16 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
     names = config.get("architectures")
-    supported = (*_ENCODERS, *FAMILIES)
+    supported = (*_ENCODERS, *FAMILIES, *CLASSIFIERS)
     known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
         raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
-    return _ENCODERS.get(known[0], (DecoderConfig, Decoder))
+    if known[0] in _ENCODERS:
+        return _ENCODERS[known[0]]
+    if known[0] in FAMILIES:
+        return DecoderConfig, Decoder
+    of_texts = CLASSIFIERS[known[0]][1] == SEQUENCES
+    return DecoderConfig, DecoderForSequenceClassification if of_texts else DecoderForTokenClassification
 
 
 def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> UnsupportedConfigError:
@@ -419,6 +432,14 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
             f"Missing: {listed(missing) or 'none'}. Unknown: {listed(unknown) or 'none'}."
         )
     return {name: [files[file] for file in own] for name, own in wanted.items()}
+
+
+def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
+    """The tensors that a model with a new head is written as: those of a checkpoint without it, with which
+    they may share only the beginning of their names."""
+    published = getattr(model, "tensors_of", lambda name: [name])
+    parts = {name: published(name) for name in named_arrays(model)}
+    return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
 
 
 #: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..files.errors import CheckpointError, quoted
 from .checkpoints.checkpoint import open_checkpoint
+from .families import CLASSIFIERS
 from .gguf.config import config_of, keys_of, rope_tensors
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
@@ -57,6 +58,11 @@ def described(
     **Raises:** `CheckpointError` for what llama.cpp would not follow; `FileNotFoundError` without a
     tokeniser.
     """
+    if isinstance(names := config.get("architectures"), list) and {*names} & {*CLASSIFIERS}:
+        raise CheckpointError(
+            f"{source}: GGUF files are written of models that write texts, and {names[0]} classifies them. "
+            "Write a directory of safetensors."
+        )
     checkpoint, config = open_checkpoint(source), _with_rounded_ramp(config, source)
     if checkpoint.format == "gguf":
         metadata = dict(checkpoint.metadata)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from ..folders.companions import hint_for
 from ..tokenizer import read_templates
@@ -91,7 +91,8 @@ class Example(NamedTuple):
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never changed)
     """For generation, which tokens to train on; else empty."""
-    label: int = 0
+    label: int | tuple[float, ...] = 0
+    """The number of its class, or a number for each label."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
     """The segment id of each token, from 1, if a row contains several texts."""
@@ -105,7 +106,7 @@ class Batch(NamedTuple):
     """The segment id of each token, from 1; 0 for padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens to train on."""
-    labels: Int[Array | np.ndarray, " examples"]
+    labels: Shaped[Array | np.ndarray, "examples *labels"]
 
     @property
     def seen(self) -> Bool[Array | np.ndarray, "*examples texts tokens"]:
@@ -179,7 +180,9 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
             ids[i, j, : len(text)] = text
             segments[i, j, : len(text)] = example.segments or 1
             learned[i, j, : len(example.learned)] = example.learned
-    return Batch(ids, segments, learned, np.array([example.label for example in examples], np.int32))
+    labels = np.array([example.label for example in examples])
+    labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
+    return Batch(ids, segments, learned, labels)
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:

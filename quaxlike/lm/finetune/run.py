@@ -25,14 +25,14 @@ from ...surgery.merge import merge
 from ...surgery.quantize import is_quantised, is_recipe, quantize, scheme_of
 from ...surgery.summary import summary
 from ...surgery.trainable import trainable
-from ...surgery.trees import named_arrays
+from ...surgery.trees import named_arrays, replace
 from .. import peft
 from .._interrupts import take_interrupt
 from ..adapter_folder import OWN_FILE
 from ..folders.model_config import UnsupportedConfigError
 from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
-from ..models import Decoder
+from ..models import AbstractClassifier, AbstractDecoder
 from ..to_gguf import described
 from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
@@ -41,7 +41,7 @@ from .report import Metrics, shown
 from .saved import Saved
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
 from .state import RunDirectory
-from .tasks import AbstractTask, task_for
+from .tasks import AbstractTask, begun, kind_for, task_for
 from .train import State, Training, steps_of, stored_for
 
 
@@ -82,6 +82,9 @@ def _finetune(
     train, data, run = settings.train, settings.data, settings.run
     make = make_of(train.adapter) if isinstance(train.adapter, str) else None
     base, config = _base(train, data, devices)
+    base, data = begun(base, config, train, data)
+    if isinstance(base, AbstractClassifier):
+        config |= base.entries()
     if run.format == "gguf":
         described(named_arrays(base), config, train.model)  # raises now, and not after the training
     take_interrupt()
@@ -197,7 +200,7 @@ def _finetune(
         _save(trained, train, run, task, console)
         if run.merge:
             take_interrupt()
-            _merge(trained, train, run)
+            _merge(trained, train, data, run)
     devices.broadcast_from_main(True)  # the others wait for its files, and end when it does
     return {"before": before or {}, "after": after}
 
@@ -208,7 +211,9 @@ def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[P
         return load(train.model)
     shapes, _, weights = open_model(train.model)
     quantise = weights.format == "safetensors" and train.quantize != "none"
-    options = _quantisation(train, task_for(shapes, train, data)) if quantise else None
+    options = (
+        _quantisation(train, kind_for(shapes, train, data).trained_in_full(shapes)) if quantise else None
+    )
     try:
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
@@ -217,7 +222,7 @@ def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[P
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
-def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]:
+def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, Any]:
     scheme, options = scheme_of(settings.quantize), dict[str, Any]()
     if is_recipe(scheme):
         if settings.block_size is not None:
@@ -228,7 +233,7 @@ def _quantisation(settings: TrainSettings, task: AbstractTask) -> dict[str, Any]
         options |= {"double_quant": True} if scheme in ("nf4", "fp4", "int4") else {}
         if settings.block_size is not None:
             options["block_size"] = settings.block_size
-    return {"scheme": scheme, "exclude": task.trained_in_full, **options}
+    return {"scheme": scheme, "exclude": exclude, **options}
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
@@ -329,18 +334,22 @@ def _adapted(
 ) -> PyTree:
     if settings.quantize != "none" and not is_quantised(model):
         try:
-            model = quantize(model, **_quantisation(settings, task))
+            model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
         except ValueError as error:  # from a block size
             raise FinetuneError(str(error)) from error
+    in_full = task.trained_in_full(model)
+    # PEFT's files hold what is trained in full as dense arrays.
+    heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
+    model = replace(model, {name: materialise(x) for name, x in heads.items()})
     tokens = {}
     if settings.train_tokens:
-        if not isinstance(model, Decoder):
+        if not isinstance(model, AbstractDecoder):
             raise FinetuneError("--train-tokens is for decoders.")
         tokens = {model.config.family.name("embed_tokens"): settings.train_tokens}
     options: dict[str, Any] = {
         "where": list(settings.target) or "all-linear",
         "exclude": () if settings.target else task.unused(model),
-        "modules_to_save": task.trained_in_full,
+        "modules_to_save": in_full,
         "trainable_token_indices": tokens,
         "key": jax.random.key(settings.seed),
     }
@@ -371,9 +380,9 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
     """The model with its layers stacked, if the settings say so or leave it open and it is possible; and
     whether they are."""
     wanted = settings.scan_layers
-    if wanted is False or (wanted is None and not isinstance(model, Decoder)):
+    if wanted is False or (wanted is None and not isinstance(model, AbstractDecoder)):
         return model, False
-    if not isinstance(model, Decoder):
+    if not isinstance(model, AbstractDecoder):
         raise FinetuneError(f"--scan-layers is for decoders; {settings.model} holds {type(model).__name__}.")
     try:
         stacked = model.stacked()
@@ -386,7 +395,7 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
         return model, False
 
 
-def _check_rows(model: Decoder) -> None:
+def _check_rows(model: AbstractDecoder) -> None:
     """Raises `ValueError` if a stack of adapters has no rows once they have keys for dropout."""
     for name, x in named_arrays(with_dropout_key(model, jax.random.key(0)).layers).items():
         if isinstance(x, AdaptedArray) and x.leading_axis() is NotImplemented:
@@ -414,9 +423,9 @@ def _save(
     console.print(f"Load it with {how_to_load(file, types)}", markup=False)
 
 
-def _merge(model: PyTree, train: TrainSettings, run: RunSettings) -> None:
+def _merge(model: PyTree, train: TrainSettings, data: DataSettings, run: RunSettings) -> None:
     if run.merge == "dense":
-        base, _ = load(train.model)
+        base, _ = begun(*load(train.model), train, data)
         base, file = materialise(base), adapter_file(train, run)
         if file.is_dir():
             model = peft.load_adapter(file, base)

@@ -104,7 +104,9 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
     except ValueError as error:  # from weights that the devices cannot share
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
-        raise GenerateError(f"{arguments.model} holds {type(model).__name__}, which is not a decoder.")
+        raise GenerateError(
+            f"{arguments.model} holds {type(model).__name__}, which is no decoder that writes texts."
+        )
     if arguments.adapter is not None:
         model = read_adapter(arguments.adapter, model)
     if arguments.cache is not None:

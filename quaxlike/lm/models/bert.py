@@ -4,15 +4,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..folders.labels import ENTRIES as LABEL_ENTRIES
+from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import Config
 from .attention import Sight, attend
+from .classifier import AbstractClassifier
 from .layers import Hidden, Ids, Seen, each
 
 
@@ -26,25 +29,25 @@ class BertConfig(Config):
     max_position_embeddings: int
     type_vocab_size: int = 2
     layer_norm_eps: float | int = 1e-12
-    num_labels: int = 2
+    labels: Labels = UNNAMED
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.labels.names)
 
     def known_entries(self) -> set[str]:  # transformers does not read the size of heads
-        required = (
-            "hidden_act",
-            "position_embedding_type",
-            "is_decoder",
-            "add_cross_attention",
-            "problem_type",
-        )
-        return super().known_entries() | {*required, "id2label", "head_dim"}
+        required = ("hidden_act", "position_embedding_type", "is_decoder", "add_cross_attention")
+        return super().known_entries() | {*required, *LABEL_ENTRIES, "head_dim"}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "BertConfig":
-        labels = {"num_labels": len(config["id2label"])} if config.get("id2label") else {}
         return cls.read(
-            {**config, **labels}, hidden_act="gelu", position_embedding_type="absolute", is_decoder=False,
-            add_cross_attention=False, problem_type=(None, "single_label_classification"),
-        )  # fmt: skip
+            {**config, "labels": Labels.from_json(config)},
+            hidden_act="gelu",
+            position_embedding_type="absolute",
+            is_decoder=False,
+            add_cross_attention=False,
+        )
 
 
 class BertEmbeddings(eqx.Module):
@@ -115,9 +118,9 @@ class Bert(eqx.Module):
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
-    pooler: Dense
+    pooler: Dense | None
 
-    def __init__(self, config: BertConfig, *, key: Any) -> None:
+    def __init__(self, config: BertConfig, *, pooled: bool = True, key: Any) -> None:
         hidden, wide = config.hidden_size, config.intermediate_size
         keys = iter(jax.random.split(key, 4 + 6 * config.num_hidden_layers))
 
@@ -142,7 +145,7 @@ class Bert(eqx.Module):
         words, positions = table(config.vocab_size), table(config.max_position_embeddings)
         self.embeddings = BertEmbeddings(words, positions, table(config.type_vocab_size), norm())
         self.encoder = BertEncoder([layer() for _ in range(config.num_hidden_layers)])
-        self.pooler = Dense(linear(hidden, hidden))
+        self.pooler = Dense(linear(hidden, hidden)) if pooled else None
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Hidden:
         x = self.embeddings(ids, jnp.zeros_like(ids) if types is None else types)
@@ -152,17 +155,60 @@ class Bert(eqx.Module):
         return x
 
 
-class BertForSequenceClassification(eqx.Module):
-    """Computes the logits of the classes for one sequence."""
+class AbstractBertClassifier(AbstractClassifier):
+    """BERT with a layer that classifies, and what the models with one share."""
+
+    bert: eqx.AbstractVar[Bert]
+    classifier: eqx.AbstractVar[eqx.nn.Linear]
+
+    @property
+    def head_parts(self) -> tuple[str, ...]:
+        return ("classifier",)
+
+    @property
+    def layer_list(self) -> list[BertLayer]:
+        return self.bert.encoder.layer
+
+
+class BertForSequenceClassification(AbstractBertClassifier):
+    """The logits of one sequence's classes."""
 
     bert: Bert
     classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
 
     def __init__(self, config: BertConfig, *, key: Any) -> None:
         bert, classifier = jax.random.split(key)
-        self.bert = Bert(config, key=bert)
+        self.bert, self.labels = Bert(config, key=bert), config.labels
         self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
         first = self.bert(ids, seen, types)[0]
+        assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
+
+    @property
+    def architecture(self) -> str:
+        return "BertForSequenceClassification"
+
+
+class BertForTokenClassification(AbstractBertClassifier):
+    """The logits of the classes of one sequence's tokens."""
+
+    bert: Bert
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    of_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: BertConfig, *, key: Any) -> None:
+        bert, classifier = jax.random.split(key)
+        self.bert, self.labels = Bert(config, pooled=False, key=bert), config.labels
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, "tokens classes"]:
+        return each(self.classifier, self.bert(ids, seen, types))
+
+    @property
+    def architecture(self) -> str:
+        return "BertForTokenClassification"

@@ -8,7 +8,7 @@ the cache.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -128,8 +128,70 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         return contexts
 
 
-class Decoder(Part, roles="model lm_head"):
-    """A causal language model. For each token of a sequence, it computes the logits of the next token.
+class AbstractDecoder(Part, roles="model"):
+    """A body with an output layer of some kind, and what does not depend on the latter."""
+
+    def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
+        """The hidden states that enter the output layer, of one sequence or of several packed in a row.
+
+        **Arguments:**
+
+        - `ids`, `seen`: as for the logits.
+        - `segments`: for each token, the number of its text. Texts do not see each other, and the positions
+            of each start at 0. Default: all tokens are one text.
+        """
+        return self.body(ids, seen, segments=segments)[0]
+
+    @property
+    def body(self) -> Body:
+        """The model without its output layer."""
+        return self.part("model")
+
+    @property
+    def embedding(self) -> Any:
+        """The matrix of the embedding, `(vocab, hidden)`."""
+        return self.body.part("embed_tokens").weight
+
+    @property
+    def layers(self) -> Any:
+        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
+        return self.body.part("layers")
+
+    def stacked(self) -> Self:
+        """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.
+
+        It compiles sooner, and so `quaxlike.lm.finetune` trains it. Texts are generated faster from a
+        list: a scan copies the weights of each layer out of the stack, which one token does not repay.
+        """
+        return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
+
+    def unstacked(self) -> Self:
+        """The same model with a list of layers, named as in the checkpoint."""
+        return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
+
+    def _with_layers(self, change: Any) -> Self:
+        return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
+
+    def folds(self) -> dict[str, list[str]]:
+        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
+        return self.config.family.folds()
+
+    def tensors_of(self, name: str) -> list[str]:
+        """The tensors of published files that make up an array: the array itself, or the matrices of single
+        experts; a stack takes one or two from each expert."""
+        family = self.config.family
+        for ours, theirs in family.files.items():
+            name = name.replace(f".{ours}.", f".{theirs}.")
+        head, _, field = name.rpartition(".")
+        if family.experts != "out_in" or not head.endswith(".experts"):
+            return [name]
+        gate, up, down = family.expert_files
+        matrices = (gate, up) if field == "gate_up_proj" else (down,)
+        return [f"{head}.{i}.{m}.weight" for i in range(self.config.num_local_experts) for m in matrices]
+
+
+class Decoder(AbstractDecoder, roles="model lm_head"):
+    """A causal language model: for each token of one sequence, the logits of the next.
 
     The table of architectures (`quaxlike.lm.FAMILIES`) and `config.json` determine its parts. Arrays have the
     same names as in transformers, except that experts are stacked. If the output layer is tied to the
@@ -173,17 +235,6 @@ class Decoder(Part, roles="model lm_head"):
         """
         return self.logits(self.hidden(ids, seen))
 
-    def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
-        """Computes the inputs of the output layer, for one sequence or for several packed into one row.
-
-        **Arguments:**
-
-        - `ids`, `seen`: as for the logits.
-        - `segments`: the segment id of each token. Segments do not attend to each other, and their positions
-            start at 0. Default: all tokens belong to one segment.
-        """
-        return self.body(ids, seen, segments=segments)[0]
-
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
         """Applies the output layer.
 
@@ -197,21 +248,6 @@ class Decoder(Part, roles="model lm_head"):
             out = out / jnp.asarray(divisor, out.dtype)
         cap = self.config.final_logit_softcapping
         return cap * jnp.tanh(out / cap) if cap else out
-
-    @property
-    def body(self) -> Body:
-        """The model without its output layer."""
-        return self.part("model")
-
-    @property
-    def embedding(self) -> Any:
-        """The embedding's matrix, `(vocab, hidden)`."""
-        return self.body.part("embed_tokens").weight
-
-    @property
-    def layers(self) -> Any:
-        """The list of layers; or a single stacked layer, with a leading axis in all arrays."""
-        return self.body.part("layers")
 
     def memory(self, room: int, cache: str | None = None) -> Any:
         """Makes an empty cache for the keys and values of `room` tokens.
@@ -236,21 +272,6 @@ class Decoder(Part, roles="model lm_head"):
 
         return jax.tree.map(stack, jax.eval_shape(empty))
 
-    def stacked(self) -> "Decoder":
-        """Stacks the layers ([`quaxlike.stack_layers`][]), and scans over them.
-
-        This compiles faster, and is used by `quaxlike.lm.finetune`. Generation is faster with a list of
-        layers, because a scan copies each layer's weights out of the stack for each token.
-        """
-        return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
-
-    def unstacked(self) -> "Decoder":
-        """Splits stacked layers into a list, with the checkpoint's names."""
-        return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
-
-    def _with_layers(self, change: Any) -> "Decoder":
-        return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
-
     def with_separate_head(self) -> "Decoder":
         """Unties the output layer. Its weight is the same array as the embedding, at first."""
         if self.part("lm_head") is not None:
@@ -258,25 +279,6 @@ class Decoder(Part, roles="model lm_head"):
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
-
-    def folds(self) -> dict[str, list[str]]:
-        """Returns which layers feed which, for [`quaxlike.balance`][]."""
-        return self.config.family.folds()
-
-    def tensors_of(self, name: str) -> list[str]:
-        """Names the tensors of an array in published checkpoints.
-
-        This is the array itself, or the matrices of single experts: a stack contains one or two per expert.
-        """
-        family = self.config.family
-        for ours, theirs in family.files.items():
-            name = name.replace(f".{ours}.", f".{theirs}.")
-        head, _, field = name.rpartition(".")
-        if family.experts != "out_in" or not head.endswith(".experts"):
-            return [name]
-        gate, up, down = family.expert_files
-        matrices = (gate, up) if field == "gate_up_proj" else (down,)
-        return [f"{head}.{i}.{m}.weight" for i in range(self.config.num_local_experts) for m in matrices]
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:

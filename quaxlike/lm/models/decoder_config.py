@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, Family
+from ..families import CLASSIFIERS, FAMILIES, OF_FEW, TEXT_TOWERS, Family
 from ..folders.entries import warn_of_unknown
+from ..folders.labels import ENTRIES as LABEL_ENTRIES
+from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
 from .rope import ENTRIES as ROPE_ENTRIES
 from .rope import Rope, rope_for
@@ -117,6 +119,11 @@ class DecoderConfig(Config):
     """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
     body_name: str = ""
     """The name of its body in transformers' model of the checkpoint if that has other parts too."""
+    head: str = ""
+    """How the name of a model that classifies ends in transformers; empty for one that writes texts."""
+    labels: Labels = UNNAMED
+    """What it tells apart."""
+    token_classification_bias: bool = True
     pad_token_id: int = -1
     new_embeddings: bool = False
     """Whether embeddings are not those of the checkpoint, so that an adapter's file has to hold them."""
@@ -137,6 +144,7 @@ class DecoderConfig(Config):
     def known_entries(self) -> set[str]:
         renamed, required = self.family.renamed, self.family.required
         known = super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
+        known |= {*LABEL_ENTRIES} if self.head else set()
         return known.difference(OF_FEW) | {*self.family.entries, *required}
 
     @classmethod
@@ -147,16 +155,20 @@ class DecoderConfig(Config):
         the decoder does not support.
         """
         names = config.get("architectures")
-        known = [name for name in FAMILIES if isinstance(names, list | tuple) and name in names]
-        if not known:
+        known = {name: (name, "") for name in FAMILIES} | CLASSIFIERS
+        found = [x for name, x in known.items() if isinstance(names, list | tuple) and name in names]
+        if not found:
             raise UnsupportedConfigError(
-                f"config.json names no architecture of a decoder; supported are {', '.join(FAMILIES)}."
+                f"config.json names no architecture of a decoder; supported are {', '.join(known)}."
             )
-        family = FAMILIES[known[0]]
-        label = known[0].removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        architecture, head = found[0]
+        family = FAMILIES[architecture]
+        label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
-        fields = {**family.defaults, "tie_word_embeddings": family.tied, **config, "architecture": known[0]}
-        own = ("headless", "body_name", "new_embeddings", "windows", "sparse", "ropes")  # not in files
+        fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
+        fields |= {"architecture": architecture, "head": head}
+        # Not in files, or not like that.
+        own = ("headless", "body_name", "labels", "new_embeddings", "windows", "sparse", "ropes")
         fields |= dict.fromkeys(own)
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
@@ -166,6 +178,7 @@ class DecoderConfig(Config):
         out = cls.read(fields, label, **required, **family.required)
         out = dataclasses.replace(
             out,
+            labels=Labels.from_json(config) if head else UNNAMED,
             num_key_value_heads=out.num_key_value_heads or out.num_attention_heads,
             head_dim=out.head_dim or out.hidden_size // max(out.num_attention_heads, 1),
             intermediate_size=out.intermediate_size or 4 * out.hidden_size,

@@ -2,15 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
+from ..folders.labels import ENTRIES as LABEL_ENTRIES
+from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import Config, refused, whole, windows_of
 from .attention import Context, Sight, attend
+from .classifier import AbstractClassifier
 from .layers import Hidden, Ids, Seen, each
+from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
 # Entries that are not fields. Positions are always rotary, whatever `position_embedding_type` says.
@@ -34,6 +39,11 @@ class ModernBertConfig(Config):
     attention_bias: bool = False
     mlp_bias: bool = False
     local_attention: int = 128
+    classifier_bias: bool = False
+    """Whether the layer before the one that classifies has biases."""
+    classifier_pooling: str = "cls"
+    """What is classified: the first token ("cls"), or the mean of all."""
+    labels: Labels = UNNAMED
     new_embeddings: bool = False
     """As for `DecoderConfig`."""
 
@@ -43,17 +53,27 @@ class ModernBertConfig(Config):
     """The rotary embeddings of layers without and with a window."""
 
     @property
+    def num_labels(self) -> int:
+        return len(self.labels.names)
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // max(self.num_attention_heads, 1)
 
     def known_entries(self) -> set[str]:
-        return super().known_entries() | {*_DERIVED}
+        return super().known_entries() | {*_DERIVED, *LABEL_ENTRIES}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
         """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
         fields = {**config, **dict.fromkeys(("new_embeddings", "windows", "ropes"))}
-        out = cls.read(fields, hidden_activation=("gelu", None))
+        fields["labels"] = Labels.from_json(config)
+        out = cls.read(
+            fields,
+            hidden_activation=("gelu", None),
+            classifier_activation=("gelu", None),
+            classifier_pooling=("cls", "mean", None),
+        )
         types, label = config.get("layer_types"), "ModernBertConfig"
         if types is None:
             every = whole(config, "global_attn_every_n_layers", 3, label) or 1
@@ -164,3 +184,83 @@ class ModernBert(eqx.Module):
         for layer, window in zip(self.layers, self.config.windows, strict=True):
             x = layer(x, contexts[window])
         return each(self.final_norm, x)
+
+
+class PredictionHead(eqx.Module):
+    """A linear layer, its activation, and a norm."""
+
+    dense: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        size = config.hidden_size
+        self.dense = eqx.nn.Linear(size, size, use_bias=config.classifier_bias, key=key)
+        self.norm = eqx.nn.LayerNorm(size, eps=config.norm_eps, use_bias=config.norm_bias)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        return each(self.norm, jax.nn.gelu(each(self.dense, x), approximate=False))
+
+
+class AbstractModernBertClassifier(AbstractClassifier):
+    """ModernBERT with two layers that classify, and what the models with them share."""
+
+    model: eqx.AbstractVar[ModernBert]
+    head: eqx.AbstractVar[PredictionHead]
+    classifier: eqx.AbstractVar[eqx.nn.Linear]
+
+    @property
+    def head_parts(self) -> tuple[str, ...]:
+        return ("head", "classifier")
+
+    @property
+    def layer_list(self) -> list[ModernBertLayer]:
+        return self.model.layers
+
+
+class ModernBertForSequenceClassification(AbstractModernBertClassifier):
+    """The logits of one sequence's classes."""
+
+    model: ModernBert
+    head: PredictionHead
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        body, head, classifier = jax.random.split(key, 3)
+        self.model, self.labels = ModernBert(config, key=body), config.labels
+        self.head = PredictionHead(config, key=head)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
+        hidden = self.model(ids, seen)
+        # transformers takes the first place, be it padding or not.
+        pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
+        return each(self.classifier, self.head(pooled[None]))[0]
+
+    @property
+    def architecture(self) -> str:
+        return "ModernBertForSequenceClassification"
+
+
+class ModernBertForTokenClassification(AbstractModernBertClassifier):
+    """The logits of the classes of one sequence's tokens."""
+
+    model: ModernBert
+    head: PredictionHead
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    of_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        body, head, classifier = jax.random.split(key, 3)
+        self.model, self.labels = ModernBert(config, key=body), config.labels
+        self.head = PredictionHead(config, key=head)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens classes"]:
+        return each(self.classifier, self.head(self.model(ids, seen)))
+
+    @property
+    def architecture(self) -> str:
+        return "ModernBertForTokenClassification"

@@ -29,7 +29,7 @@ from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
 from ...surgery.trees import layer_of, named_arrays, replace, suggestion
 from ...surgery.weight_axes import MATRIX
-from ..families import names_of
+from ..families import HEADS, names_of
 from ..folders.file_pair import consistent
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
@@ -527,6 +527,11 @@ def _trained_in_full(
     for new, key in file.trained.items():
         if new not in wanted:
             hint = suggestion(new, held) if new not in arrays else "modules_to_save and bias do not name it."
+            if new not in arrays and new.partition(".")[0] in HEADS:
+                hint = (
+                    "It is the layer that classifies, which the model does not have: load the adapter on "
+                    "`quaxlike.lm.models.with_classifier(model, labels, key=...)`."
+                )
             raise file.error(key, f"is not expected. {hint}")
     return {new: file.trained[new] for new in wanted}
 

@@ -26,7 +26,7 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
-from ..families import FAMILIES, IN_TOWER, names_of
+from ..families import FAMILIES, HEADS, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
@@ -137,8 +137,8 @@ def save_adapter(
 
 # PEFT trains these heads by default, so it expects them in the file.
 _HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
+    "SEQ_CLS": HEADS,
+    "TOKEN_CLS": HEADS,
     "QUESTION_ANS": ("qa_outputs",),
 }
 _DEFAULTS = {

@@ -449,7 +449,7 @@ def test_a_list_in_utf_16_is_named(tmp_path):
     ("kind", "lines", "options", "message"),
     [
         ("encoder", "pairs", ["--pack"], "--pack is for decoders"),
-        ("bert", "label", ["--scan-layers"], "--scan-layers is for decoders; .* holds a BertForS"),
+        ("bert", "label", ["--scan-layers"], "--scan-layers is for decoders; .* holds BertForS"),
         ("encoder", "pairs", ["--batch-size=1"], "--batch-size is 1; a batch must have at least 2"),
         ("llama", "text", ["--held-out=0", "--eval-every=1"], "--eval-every has nothing to evaluate: set"),
         ("llama", "text", ["--max-length=100000"], "--max-length 100000 is more than the model's"),

@@ -140,7 +140,7 @@ def test_what_it_cannot_start_with(checkpoint, tmp_path, capsys):
     shutil.copy(checkpoint / "tokenizer.json", tmp_path / "bert")
     status, _, told = run(capsys, "--model", tmp_path / "bert", "--prompt", "w1")
     assert status == 2
-    assert "which is not a decoder" in told
+    assert "which is no decoder that writes texts" in told
 
 
 TEMPLATE = (

@@ -47,6 +47,7 @@ class NextToken(AbstractTextTask):
                       {"messages": [{"role": "user", "content": ...}, ...]}, with its chat template;
                       rows of ShareGPT ("conversations") and Alpaca ("instruction", "input", "output")
 """
+    needs_name: ClassVar[bool] = False
     packs: ClassVar[bool] = True
     invokes: ClassVar[bool] = True
 

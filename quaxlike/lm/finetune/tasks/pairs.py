@@ -34,6 +34,7 @@ class Pairs(AbstractTask):
 """
     models: ClassVar[str] = "models that embed texts"
     peft_type: ClassVar[str] = "FEATURE_EXTRACTION"
+    needs_name: ClassVar[bool] = False
     least_batch: ClassVar[int] = 2
     scale: ClassVar[float] = 20.0
 

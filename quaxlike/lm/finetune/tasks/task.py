@@ -24,9 +24,9 @@ class AbstractTask(eqx.Module):
     peft_type: ClassVar[str]
     """PEFT's name of the task."""
     own: ClassVar[type[TaskSettings] | None] = None
-    """The class of its own settings, if `--task` names it; None if models are made for it."""
-    trained_in_full: ClassVar[tuple[str, ...]] = ()
-    """Parts of the model that are trained besides the adapters."""
+    """The class of its own settings, if `--task` may name it."""
+    needs_name: ClassVar[bool] = True
+    """Whether only `--task` chooses it; otherwise, also a model that is made for it."""
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
     """Whether a row can hold several texts."""
@@ -41,6 +41,20 @@ class AbstractTask(eqx.Module):
     @abc.abstractmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
         """Whether it is for this model, of the checkpoint in this folder."""
+
+    @classmethod
+    def begun(
+        cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
+    ) -> tuple[PyTree, DataSettings]:
+        """A model that it takes with what the task adds to it, such as a last layer, and the settings with
+        what was found in the data for that, so that the same settings add the same again. `config` is that of
+        the checkpoint."""
+        return model, data
+
+    @classmethod
+    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
+        """Parts of the model that are trained besides the adapters."""
+        return ()
 
     @classmethod
     @abc.abstractmethod

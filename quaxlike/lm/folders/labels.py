@@ -1,0 +1,66 @@
+"""What a model that classifies tells apart, by the entries of its `config.json`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .model_config import refused, whole
+
+SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+#: The values of `problem_type`.
+PROBLEMS = (SINGLE, MULTI, REGRESSION)
+#: The entries that are read.
+ENTRIES = ("id2label", "label2id", "num_labels", "problem_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """The names of a classifier's outputs, and what its training makes of them."""
+
+    names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
+    problem_type: str | None = None
+    """One of `PROBLEMS`; None if the file does not say."""
+
+    @property
+    def problem(self) -> str:
+        """One of `PROBLEMS`, as transformers takes it for data with one label each."""
+        return self.problem_type or (REGRESSION if len(self.names) == 1 else SINGLE)
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> "Labels":
+        """Reads them; `UNNAMED` if the file is of a model that does not classify. **Raises:**
+        `UnsupportedConfigError`."""
+        kinds = config.get("architectures")
+        if isinstance(kinds, list) and not any(str(x).endswith("Classification") for x in kinds):
+            return UNNAMED
+        label, problem, found = "a classifier", config.get("problem_type"), config.get("id2label")
+        if problem not in (None, *PROBLEMS):
+            raise refused("problem_type", problem, label, " or ".join(PROBLEMS))
+        count = whole(config, "num_labels", 2, label)
+        names = numbered(min(count, 1 << 20))
+        if found:
+            numbers = found if isinstance(found, Mapping) else {}
+            given = {str(i): name for i, name in numbers.items()}
+            wanted = [str(i) for i in range(len(given))]
+            if not given or {*given} != {*wanted} or not all(isinstance(x, str) for x in given.values()):
+                raise refused("id2label", found, label, "a name for each number from 0 on")
+            names = tuple(given[i] for i in wanted)
+        if not names or (problem == SINGLE and len(names) == 1):
+            raise refused("num_labels", len(names), label, "2 labels at least, or 1 for a regression")
+        return cls(names, problem)
+
+    def entries(self) -> dict[str, Any]:
+        """The entries of `config.json`."""
+        return {
+            "id2label": {str(i): name for i, name in enumerate(self.names)},
+            "label2id": {name: i for i, name in enumerate(self.names)},
+            "problem_type": self.problem_type,
+        }
+
+
+UNNAMED = Labels()
+
+
+def numbered(n: int) -> tuple[str, ...]:
+    """The names of labels that nobody has named, as in transformers."""
+    return tuple(f"LABEL_{i}" for i in range(n))

@@ -1,0 +1,102 @@
+"""Decoders that classify texts, or give them rewards; and tokens."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..families import CLASSIFIERS, SEQUENCES, TOKENS
+from ..folders.labels import Labels
+from .classifier import AbstractClassifier
+from .decoder import AbstractDecoder, Body
+from .decoder_config import DecoderConfig
+from .layers import Ids, Seen, each
+
+
+class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
+    """A decoder with a layer that classifies, and what the models with one share."""
+
+    @property
+    def architecture(self) -> str:
+        wanted = self.config.architecture, TOKENS if self.of_tokens else SEQUENCES
+        return next(name for name, found in CLASSIFIERS.items() if found == wanted)
+
+    @property
+    def layer_list(self) -> Any:
+        return self.layers
+
+    def entries(self) -> dict[str, Any]:
+        pad = self.config.pad_token_id
+        return super().entries() | ({"pad_token_id": pad} if pad >= 0 else {})
+
+
+class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
+    """The logits of one sequence's labels, from its last token: a classifier, or with one label a reward
+    model.
+
+    Arrays have the names of transformers.
+
+    !!! example
+
+        ```python
+        import jax, jax.numpy as jnp
+        from quaxlike.lm.models import DecoderConfig, DecoderForSequenceClassification
+
+        config = DecoderConfig.from_json({
+            "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3,
+            "hidden_size": 32, "intermediate_size": 64, "head_dim": 8,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50,
+        })
+        model = DecoderForSequenceClassification(config, key=jax.random.key(0))
+        logits = model(jnp.arange(5), jnp.ones(5, bool))  # (3,)
+        ```
+    """
+
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
+        body, head = jax.random.split(key)
+        n = len(config.labels.names)
+        score = eqx.nn.Linear(config.hidden_size, n, use_bias=False, key=head)
+        self._fill(config, model=Body(config, body), score=score)
+        self.labels = config.labels
+
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " labels"]:
+        """The logits of one sequence; `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        last = self.hidden(ids, seen)[self._last(ids, seen)]
+        return each(self.part("score"), last[None])[0]
+
+    @property
+    def head_parts(self) -> tuple[str, ...]:
+        return ("score",)
+
+    def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
+        """The place of the last token. As in transformers, which looks at the tokens alone, it is none that
+        padding is made of, even where a text ends with that."""
+        counts = seen & (ids != self.config.pad_token_id)
+        return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))
+
+
+class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model score classifier"):
+    """The logits of the labels of one sequence's tokens. Arrays have the names of transformers."""
+
+    labels: Labels = eqx.field(static=True)
+
+    of_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: DecoderConfig, *, key: Any) -> None:
+        body, head = jax.random.split(key)
+        n, bias = len(config.labels.names), config.token_classification_bias
+        layer = eqx.nn.Linear(config.hidden_size, n, use_bias=bias, key=head)
+        self._fill(config, model=Body(config, body), **{config.family.token_head: layer})
+        self.labels = config.labels
+
+    def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens labels"]:
+        """The logits of one sequence; `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        return each(self.part(self.config.family.token_head), self.hidden(ids, seen))
+
+    @property
+    def head_parts(self) -> tuple[str, ...]:
+        return (self.config.family.token_head,)

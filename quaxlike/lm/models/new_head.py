@@ -1,0 +1,126 @@
+"""`with_classifier`: a model that classifies, made of one that does not."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..._checked import checked
+from ...surgery.trees import named_arrays, replace
+from ..families import SEQUENCES, TOKENS
+from ..folders.labels import PROBLEMS, Labels
+from .bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification
+from .classifier import AbstractClassifier
+from .decoder import Decoder
+from .decoder_classifiers import DecoderForSequenceClassification, DecoderForTokenClassification
+from .modern_bert import ModernBert, ModernBertForSequenceClassification, ModernBertForTokenClassification
+
+
+@checked
+def with_classifier(
+    model: PyTree,
+    labels: Sequence[str],
+    *,
+    key: Any,
+    of_tokens: bool = False,
+    problem_type: str | None = None,
+    std: float | int = 0.02,
+    pad_token_id: int | None = None,
+) -> PyTree:
+    """Gives a model a new last layer, which tells labels apart.
+
+    [`quaxlike.lm.save`][] writes the result as transformers' model for that, such as
+    `LlamaForSequenceClassification`.
+
+    **Arguments:**
+
+    - `model`: the result of [`quaxlike.lm.load`][]: a decoder, whose output layer is left out, or an encoder.
+    - `labels`: their names. One name is for a reward, or another number.
+    - `key`: of the new weights, which are normal with the standard deviation `std`. Biases are zero.
+    - `of_tokens`: whether each token is classified. Default: the text.
+    - `problem_type`: as in `config.json`: `"single_label_classification"`,
+        `"multi_label_classification"` or `"regression"`. Default: none, by which transformers takes the
+        first, or the last for one label.
+    - `std`: default 0.02, as the `initializer_range` of most models.
+    - `pad_token_id`: of a decoder whose configuration has none, the token that padding is made of, and
+        that is never the last of a text. Default: none; transformers then classifies one text at a time.
+
+    **Returns:** the model, with the trained arrays and adapters that it had.
+
+    **Raises:** `ValueError` for a model of another kind, or one that has such a layer, for an architecture
+    of which transformers has no such model, and for names that are not apart.
+
+    !!! example
+
+        ```python
+        import jax, quaxlike as ql
+        from quaxlike.lm import models
+
+        def reward_model(directory):
+            model, config = ql.lm.load(directory)
+            return models.with_classifier(model, ["reward"], key=jax.random.key(0))
+        ```
+    """
+    if problem_type not in (None, *PROBLEMS):
+        raise ValueError(f"`problem_type` must be one of {', '.join(PROBLEMS)}; found {problem_type!r}.")
+    names = tuple(labels)
+    if not names or len({*names}) < len(names) or not all(isinstance(x, str) for x in names):
+        raise ValueError(f"`labels` must be different names, one at least; found {names!r}.")
+    if len(names) == 1 and problem_type == PROBLEMS[0]:
+        raise ValueError(f"One label, {names[0]!r}, cannot be told from others: name two at least.")
+    of_labels = Labels(names, problem_type)
+    match model:
+        case Decoder():
+            new = _on_decoder(model, of_labels, of_tokens, pad_token_id)
+        case Bert():
+            make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
+            (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
+            like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
+            bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
+            new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)
+        case ModernBert():
+            make = ModernBertForTokenClassification if of_tokens else ModernBertForSequenceClassification
+            config = dataclasses.replace(model.config, labels=of_labels)
+            new = eqx.tree_at(lambda m: m.model, _shapes(make, config), model)
+        case _:
+            kind = "classifies already" if isinstance(model, AbstractClassifier) else "does not read texts"
+            raise ValueError(
+                f"with_classifier takes a decoder, BERT or ModernBERT; {type(model).__name__} {kind}."
+            )
+    dtype = next(iter(named_arrays(model).values())).dtype
+    started: dict[str, Any] = {}
+    for name, x in named_arrays(new).items():
+        if isinstance(x, jax.ShapeDtypeStruct):
+            key, own = jax.random.split(key)
+            started[name] = _started(name, x, std, own).astype(dtype)
+    return replace(new, started)
+
+
+def _on_decoder(model: Decoder, labels: Labels, of_tokens: bool, pad: int | None) -> Any:
+    c, head = model.config, TOKENS if of_tokens else SEQUENCES
+    if c.body_name:
+        raise ValueError(
+            "The decoder is a part of a model that reads images as well. Write it alone, by "
+            "`quaxlike.lm.save`, and load that."
+        )
+    if head not in c.family.heads:
+        raise ValueError(f"transformers has no {head} of {c.architecture}.")
+    make: Any = DecoderForTokenClassification if of_tokens else DecoderForSequenceClassification
+    config = dataclasses.replace(c, head=head, labels=labels, headless=False)
+    if pad is not None and c.pad_token_id < 0:
+        config = dataclasses.replace(config, pad_token_id=pad)
+    return eqx.tree_at(lambda m: m.part("model"), _shapes(make, config), model.body)
+
+
+def _shapes(make: Any, config: Any) -> Any:
+    return eqx.filter_eval_shape(make, config, key=jax.random.key(0))
+
+
+def _started(name: str, like: jax.ShapeDtypeStruct, std: float | int, key: Any) -> jax.Array:
+    if len(like.shape) > 1:
+        return std * jax.random.normal(key, like.shape)
+    return jnp.full(like.shape, float(name.endswith("norm.weight")))
