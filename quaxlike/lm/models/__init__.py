@@ -2,12 +2,16 @@
 
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification
-from .decoder import Decoder
+from .decoder import MIXERS, Decoder
 from .decoder_config import DecoderConfig
+from .mixer import AbstractMemory, AbstractMixer
 from .modern_bert import ModernBert, ModernBertConfig
 from .pooling import Pooling, mean_pooled
 
 __all__ = [
+    "MIXERS",
+    "AbstractMemory",
+    "AbstractMixer",
     "Bert",
     "BertConfig",
     "BertForSequenceClassification",

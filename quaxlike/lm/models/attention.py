@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -17,30 +17,22 @@ from .attention_backends import Case, chosen
 from .attention_blocks import Sight, of_one_device, scores_of
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
+from .mixer import AbstractMemory, AbstractMixer, Context
 from .ring_attention import of_ring
 from .rope import rotate
-
-
-class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, the tokens that are seen, and factors of
-    queries."""
-
-    rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
-    sight: Sight
-    factor: Float[Array, " tokens"] | None = None
-
 
 Axes = tuple[int, int, int]
 
 
-class Memory(eqx.Module):
-    """The cached keys and values of one layer, for up to `room` tokens: arrays, or Values that round what is
-    written to them. Those of scanned layers are arrays of all of them, which the scan carries: they are
-    written in place.
+class Memory(AbstractMemory):
+    """The cached keys and values of one layer: arrays, or Values that round what is written to them. Those of
+    scanned layers are written in place.
 
     Quantised ones have the axes `(room, kv_heads, size)`. In arrays the heads come first, and the size of a
     head comes before the tokens in keys and after them in values: the products of one query are sums along
     the last axis but one, which CPUs add fastest."""
+
+    by_place: ClassVar = True
 
     key: Float[Array, "..."]
     value: Float[Array, "..."]
@@ -50,7 +42,6 @@ class Memory(eqx.Module):
     rotates: bool = eqx.field(static=True, default=False)
     """Whether keys, and the queries that meet them, are rotated by `hadamard`."""
     layer: Int[Array, ""] | None = None
-    """Which layer this is, of those whose keys and values the arrays hold; None if they hold one."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
@@ -101,12 +92,15 @@ class Memory(eqx.Module):
         return lax.dynamic_index_in_dim(whole, self.layer, keepdims=False)
 
 
-class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
+class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
+    role: ClassVar = "self_attn"
+
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, family = config, config.family
         wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        sizes = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow}
-        sizes = {"qkv_proj": wide + 2 * narrow} if family.fused else sizes
+        queries = 2 * wide if family.gated_attention else wide
+        sizes = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
+        sizes = {"qkv_proj": queries + 2 * narrow} if family.fused else sizes
         bias = lambda of_family: c.attention_bias if of_family is None else of_family
         first, last = jax.random.split(key)
         parts = linears(c, c.hidden_size, sizes, bias(family.qkv_bias), first)
@@ -119,12 +113,15 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
     def __call__(
         self, x: Hidden, context: Context, memory: Memory | None, start: Any
     ) -> tuple[Hidden, Memory | None]:
-        c, n = self.config, len(x)
+        c, n, gate = self.config, len(x), None
         if c.family.fused:
-            q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-            parts = jnp.split(each(self.part("qkv_proj"), x), [q, q + kv], axis=-1)
+            kv, fused = c.num_key_value_heads * c.head_dim, each(self.part("qkv_proj"), x)
+            parts = jnp.split(fused, [fused.shape[-1] - 2 * kv, fused.shape[-1] - kv], axis=-1)
         else:
             parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
+        if c.family.gated_attention:
+            query, gate = jnp.split(parts[0].reshape(n, -1, 2 * c.head_dim), 2, axis=-1)
+            parts[0], gate = query.reshape(n, -1), gate.reshape(n, -1)
         if c.family.qk_norm == "whole":
             parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
         query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
@@ -141,7 +138,12 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return each(self.part("o_proj"), out), memory
+
+    @classmethod
+    def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> Memory:
+        return Memory.empty(room, config.num_key_value_heads, config.head_dim, dtype, cache)
 
 
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:

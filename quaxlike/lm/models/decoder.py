@@ -13,26 +13,41 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...surgery.stacking import stack_layers, unstack_layers
 from ..families import FAMILIES
-from .attention import Attention, Context, Memory, Sight
+from .attention import Attention
+from .attention_blocks import Sight
 from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
+from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
+from .mixer import AbstractMemory, AbstractMixer, Context
 
+#: The mixers of layers, by the names that the table of architectures has for them.
+MIXERS: dict[str, type[AbstractMixer]] = {
+    "attention": Attention,
+    "gated_delta_net": GatedDeltaNet,
+    "fused_gated_delta_net": FusedGatedDeltaNet,
+}
+_ROLES = dict.fromkeys(mixer.role for mixer in MIXERS.values())
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
 
-class DecoderLayer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
-    def __init__(self, config: DecoderConfig, sparse: bool, key: Any) -> None:
-        attention, mlp = jax.random.split(key)
+class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
+    role: str = eqx.field(static=True)
+    """That of its mixer."""
+
+    def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
+        mixing, mlp = jax.random.split(key)
         norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
         feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.intermediate_size, mlp)
-        self._fill(config, self_attn=Attention(config, attention), mlp=feed_forward, **norms)
+        made = MIXERS[mixer](config, mixing)
+        self._fill(config, **{made.role: made}, mlp=feed_forward, **norms)
+        self.role = made.role
 
     def __call__(
-        self, x: Hidden, context: Context, memory: Memory | None, start: Any
-    ) -> tuple[Hidden, Memory | None]:
+        self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
+    ) -> tuple[Hidden, AbstractMemory | None]:
         before, after, before_mlp, after_mlp = self.config.family.norms
-        y, memory = self.part("self_attn")(self.normed(before, x), context, memory, start)
+        y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
         y = self.part("mlp")(self.normed(before_mlp, x))
         return x + self._scaled(self.normed(after_mlp, y)), memory
@@ -48,12 +63,12 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
         embed, position, *keys = jax.random.split(key, 2 + c.num_hidden_layers)
-        learned = c.family.learned_positions
+        learned, kinds = c.family.learned_positions, zip(c.mixers, c.sparse, keys, strict=True)
         self._fill(
             c,
             embed_tokens=eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed),
             wpe=eqx.nn.Embedding(c.max_position_embeddings, c.hidden_size, key=position) if learned else None,
-            layers=[DecoderLayer(c, sparse, k) for sparse, k in zip(c.sparse, keys, strict=True)],
+            layers=[DecoderLayer(c, mixer, sparse, k) for mixer, sparse, k in kinds],
             norm=norm(c, c.hidden_size),
         )
 
@@ -69,8 +84,10 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         """The hidden states of the tokens from position `start` on, and the memory updated with them.
 
         `seen` says which positions hold a token rather than padding: all those of `memory`, which
-        `Decoder.memory` made, or of `ids` without one. `length` is the length of the text, for frequencies
-        that depend on it. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
+        `Decoder.memory` made, or of `ids` without one. What fills `ids` up behind its last token is padding,
+        too: not every mixer forgets a token when another one is written to its place. `length` is the length
+        of the text, for frequencies that depend on it. Default: the number of tokens `seen`. `segments` is as
+        for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -206,22 +223,22 @@ class Decoder(Part, roles="model lm_head"):
         return self.body.part("layers")
 
     def memory(self, room: int, cache: str | None = None) -> Any:
-        """An empty memory for the keys and values of `room` tokens.
+        """An empty memory of `room` tokens: for each layer, their keys and values, or a state.
 
         **Arguments:**
 
         - `room`: how many tokens there is room for.
-        - `cache`: how they are stored, as for [`quaxlike.lm.generate`][]. Default: in the dtype of the
-            model.
+        - `cache`: how keys and values are stored, as for [`quaxlike.lm.generate`][]. Default: in the dtype of
+            the model.
 
         **Returns:** a pytree: print [`quaxlike.summary`][] of it to see what it takes.
         """
         c, dtype = self.config, self.embedding.dtype
-        empty = lambda: Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
+        empty = lambda mixer: MIXERS[mixer].memory(c, room, dtype, cache)
         if isinstance(self.layers, list):
-            return [empty() for _ in self.layers]
+            return [empty(mixer) for mixer in c.mixers]
         stack = lambda leaf: jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
-        return jax.tree.map(stack, jax.eval_shape(empty))
+        return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def stacked(self) -> "Decoder":
         """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.

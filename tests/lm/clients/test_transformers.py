@@ -22,6 +22,14 @@ _SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_DELTA_NET = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 _CASES = {
     "olmo3": ("Olmo3", {"sliding_window": 4, "rope_scaling": _YARN, "rope_theta": 5e5}),
     "olmo3, all layers alike": ("Olmo3", {"layer_types": ["full_attention"] * 5}),
@@ -40,6 +48,10 @@ _CASES = {
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
     }}),
     "ministral3, windows": ("Ministral3", {"sliding_window": 4}),
+    "qwen3_next": ("Qwen3Next", {**_DELTA_NET, **_EXPERTS}),
+    "qwen3_next, dense": ("Qwen3Next", {**_DELTA_NET, "num_experts": 0, "full_attention_interval": 2}),
+    "qwen3_5": ("Qwen3_5", {**_DELTA_NET, "linear_num_value_heads": 2}),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_DELTA_NET, **_EXPERTS}),
 }  # fmt: skip
 
 
@@ -48,7 +60,8 @@ def _made(kind, options, folder):
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options})
+    text = f"{kind}Text" if kind.startswith("Qwen3_5") else kind
+    config = getattr(transformers, f"{text}Config")(**{**_SIZES, **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
