@@ -101,8 +101,8 @@ class AbstractGatedDeltaNet(AbstractMixer):
         query, key = (_normalised(part.reshape(len(x), s.key_heads, s.key)) for part in (query, key))
         query, key = (jnp.repeat(part, s.shared, axis=1) for part in (query * s.key**-0.5, key))
         share = jnp.where(seen[:, None], jax.nn.sigmoid(corrects.astype(dtype)), 0)
-        rate = jax.nn.softplus(forgets.astype(dtype) + self.dt_bias.astype(dtype))
-        decay = jnp.where(seen[:, None], -jnp.exp(self.A_log.astype(dtype)) * rate, 0)
+        rate = jax.nn.softplus(forgets.astype(dtype) + self.dt_bias.astype(dtype)[None])
+        decay = jnp.where(seen[:, None], -jnp.exp(self.A_log.astype(dtype))[None] * rate, 0)
         value = value.reshape(len(x), s.heads, s.value)
         first = None if age is None else age == 0
         out, state = gated_delta_rule(query, key, value, decay, share, state.astype(dtype), first)
@@ -208,12 +208,12 @@ def _convolved(
 ) -> Float[Array, "tokens features"]:
     """A convolution of each feature with its own weights, over each token and those of its text before it."""
     width = weight.shape[1]
-    tokens, out = len(inputs) - width + 1, jnp.zeros((), inputs.dtype)
+    tokens, out = len(inputs) - width + 1, 0
     for i in range(width):
         part = inputs[i : i + tokens]
         if age is not None and i < width - 1:
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
-        out = out + part * weight[:, i]
+        out = out + part * weight[None, :, i]
     return out
 
 
