@@ -192,6 +192,8 @@ TOWERS = {
     "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
     "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
     "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **_CASES["ministral3"][1]}),
+    "qwen3_5": ("Qwen3_5", "Qwen3_5Vision", _DELTA_NET),
+    "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeVision", {**_DELTA_NET, **_EXPERTS}),
 }
 
 
@@ -205,7 +207,7 @@ def tower_of(name):
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     seen = getattr(transformers, f"{vision}Config")(**small, image_size=28, patch_size=14)
     kinds = {"mistral": "Mistral", "ministral3": "Ministral3"}
-    text = "Gemma3Text" if name == "gemma3" else kinds[options["model_type"]]
+    text = kinds[options["model_type"]] if kind == "Mistral3" else f"{kind}Text"
     sizes = {k: v for k, v in {**_SIZES, **options}.items() if k != "model_type"}
     tied = {"tie_word_embeddings": name == "gemma3"}
     config = getattr(transformers, f"{kind}Config")(
