@@ -31,11 +31,16 @@ class State(AbstractMemory):
 
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
-    room: int = eqx.field(static=True)
+    places: int = eqx.field(static=True)
+    """As many as the layers beside it keep tokens."""
     layer: Int[Array, ""] | None = None
 
+    @property
+    def room(self) -> int:
+        return self.places
+
     def grown(self, more: int) -> "State":
-        return dataclasses.replace(self, room=self.room + more)
+        return dataclasses.replace(self, places=self.places + more)
 
     def read(self) -> tuple[Array, Array]:
         """The state and the inputs of the layer."""
@@ -208,10 +213,10 @@ def _convolved(
 ) -> Float[Array, "tokens features"]:
     """A convolution of each feature with its own weights, over each token and those of its text before it."""
     width = weight.shape[1]
-    tokens, out = len(inputs) - width + 1, 0
-    for i in range(width):
+    tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
+    for i in range(width - 1):
         part = inputs[i : i + tokens]
-        if age is not None and i < width - 1:
+        if age is not None:
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
         out = out + part * weight[None, :, i]
     return out

@@ -4,7 +4,7 @@ import abc
 from typing import Any, ClassVar, NamedTuple, Self
 
 import equinox as eqx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .attention_blocks import Sight
 from .decoder_config import DecoderConfig
@@ -21,15 +21,19 @@ class Context(NamedTuple):
 
 
 class AbstractMemory(eqx.Module):
-    """What a mixer keeps of the tokens that it has read. Those of scanned layers are arrays of all of them,
-    which the scan carries."""
+    """What a mixer keeps of the tokens that it has read.
 
-    by_place: eqx.AbstractClassVar[bool]
+    Those of scanned layers are arrays of all of them, which the scan carries: the field `layer` says then
+    which one is meant, and is None otherwise.
+    """
+
+    by_place: ClassVar[bool]
     """Whether each token is kept at its place, so that others may replace it, and all that follow it."""
-    room: eqx.AbstractVar[int]
-    """For how many tokens it has room."""
-    layer: eqx.AbstractVar[Int[Array, ""] | None]
-    """Which layer this is, of those whose memories the arrays hold; None if they hold one."""
+
+    @property
+    @abc.abstractmethod
+    def room(self) -> int:
+        """For how many tokens it has room."""
 
     @abc.abstractmethod
     def grown(self, more: int) -> Self:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ..folders.model_config import ATTENTION, Config, kinds_of, refused, whole
-from .attention import Context, Sight, attend
+from .attention import Sight, attend
 from .layers import Hidden, Ids, Seen, each
+from .mixer import Context
 from .rope import Rope, rope_for, rotate
 
 # Entries that no field holds as they are; positions are rotated, whatever `position_embedding_type` says.

@@ -31,7 +31,7 @@ _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }  # fmt: skip
-_CASES = {
+CASES = {
     "olmo3": ("Olmo3", {"sliding_window": 4, "rope_scaling": _YARN, "rope_theta": 5e5}),
     "olmo3, all layers alike": ("Olmo3", {"layer_types": ["full_attention"] * 5}),
     "granite": ("Granite", {
@@ -56,7 +56,7 @@ _CASES = {
 }  # fmt: skip
 
 
-def _made(kind, options, folder):
+def made(kind, options, folder):
     import torch
     import transformers
 
@@ -83,14 +83,14 @@ def _merged(model):
     return ql.merge(jax.tree.map(move, adapted, is_leaf=ql.is_value))
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, compare, tmp_path):
     """Of models with random weights, that it wrote; and of those that are written back."""
     import torch
 
     compare = partial(compare, "transformers", "safetensors", name.partition(",")[0])
-    kind, options = _CASES[name]
-    theirs = _made(kind, options, tmp_path / "base")
+    kind, options = CASES[name]
+    theirs = made(kind, options, tmp_path / "base")
     ids = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32)
     seen = np.ones((2, 11), bool)
     seen[1, :4] = False
@@ -124,8 +124,8 @@ def test_gradients_through_states(name, compare, tmp_path):
     """Of all weights, in texts of several chunks, one of them padded on the left."""
     import torch
 
-    kind, options = _CASES[name]
-    theirs = _made(kind, options, tmp_path)
+    kind, options = CASES[name]
+    theirs = made(kind, options, tmp_path)
     ids, seen = np.random.default_rng(0).integers(3, 97, (2, 75)).astype(np.int32), np.ones((2, 75), bool)
     seen[1, :6] = False
     ids[~seen] = 0
@@ -191,7 +191,7 @@ def test_modern_bert(name, compare, tmp_path):
 TOWERS = {
     "gemma3": ("Gemma3", "SiglipVision", {"query_pre_attn_scalar": 16, "sliding_window": 4}),
     "mistral3": ("Mistral3", "PixtralVision", {"model_type": "mistral", "sliding_window": None}),
-    "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **_CASES["ministral3"][1]}),
+    "ministral3": ("Mistral3", "PixtralVision", {"model_type": "ministral3", **CASES["ministral3"][1]}),
     "qwen3_5": ("Qwen3_5", "Qwen3_5Vision", _DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5MoeVision", {**_DELTA_NET, **_EXPERTS}),
 }
@@ -344,7 +344,7 @@ def test_quantised_models(kind, scheme, compare, tmp_path):
     form, options = _SCHEMES[scheme]
     for package in ("bitsandbytes", "compressed_tensors"):
         pytest.importorskip(package, reason=f"not installed: {package}")
-    _made(kind, _WHOLE_BLOCKS, tmp_path / "base")
+    made(kind, _WHOLE_BLOCKS, tmp_path / "base")
     model, _ = load(tmp_path / "base", quantize={"scheme": scheme.partition(",")[0], **options})
     save(tmp_path / "small", model, tmp_path / "base")
     # In evaluation, bitsandbytes computes in bfloat16 on CPUs that can.
@@ -365,7 +365,7 @@ def test_quantised_experts(name, scheme, compare, tmp_path):
     """In the formats of which transformers 5.24 reads experts: no int8, and none of bitsandbytes."""
     pytest.importorskip("compressed_tensors", reason="not installed: compressed_tensors")
     kind, options = _SPARSE[name]
-    _made(kind, _WHOLE_BLOCKS | options, tmp_path / "base")
+    made(kind, _WHOLE_BLOCKS | options, tmp_path / "base")
     model, _ = load(tmp_path / "base", quantize=scheme)
     save(tmp_path / "small", model, tmp_path / "base")
     theirs = _read(tmp_path / "small")
@@ -394,7 +394,7 @@ def test_models_that_it_quantises(kind, name, compare, tmp_path):
     from transformers import BitsAndBytesConfig
 
     form, options = _OPTIONS[name]
-    _made(kind, _WHOLE_BLOCKS, tmp_path / "base")
+    made(kind, _WHOLE_BLOCKS, tmp_path / "base")
     settings = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=torch.float32)
     theirs = _read(tmp_path / "base", quantization_config=settings).train()
     theirs.save_pretrained(tmp_path / "small")
