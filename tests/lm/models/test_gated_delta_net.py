@@ -1,5 +1,7 @@
 """Layers with a state, against a recurrence of single tokens in NumPy."""
 
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -7,10 +9,13 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike import lm
+from quaxlike.files.errors import CheckpointError
 from quaxlike.lm import Conversation, generate, peft
 from quaxlike.lm.folders.model_config import UnsupportedConfigError
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.lm.models.gated_delta_net import gated_delta_rule
+from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import agree
 
 _CONFIG = {
@@ -151,6 +156,28 @@ def test_adapters_on_quantised_weights(tmp_path):
     agree(out, run(dense), 1e-4)
     peft.save_adapter(tmp_path, adapted)
     agree(run(peft.load_adapter(tmp_path, small)), out, 1e-5)
+
+
+def test_scanned_layers_keep_their_states():
+    alike = _CONFIG | {"layer_types": ["linear_attention"] * 2}
+    model = Decoder(DecoderConfig.from_json(alike), key=jax.random.key(0))
+    prompts = np.arange(6, dtype=np.int32)[None]
+    first, second = (generate(x, prompts, max_new_tokens=4) for x in (model, model.stacked()))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_checkpoints(model, tmp_path):
+    """Layers that predict several tokens are left out, as by transformers; llama.cpp's files are refused."""
+    config = _CONFIG | {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "attn_output_gate": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = named_arrays(model)
+    lm.write(tmp_path / "model.safetensors", tensors | {"mtp.fc.weight": jnp.ones((2, 2))})
+    read, _ = lm.load(tmp_path)
+    assert eqx.tree_equal(read, model)
+    lm.save(tmp_path / "out", read, tmp_path)
+    assert lm.read(tmp_path / "out").keys() == tensors.keys()
+    with pytest.raises(CheckpointError, match="model_type='qwen3_5_text'; metadata of GGUF is known for"):
+        lm.save(tmp_path / "out.gguf", read, tmp_path, format="gguf")
 
 
 @pytest.mark.parametrize(
