@@ -141,6 +141,7 @@ def test_all_products_are_linear_layers(own):
     assert names == [f"model.layers.0.linear_attn.{part}.weight" for part in (*parts.split(), "out_proj")]
 
 
+@pytest.mark.slow
 def test_adapters_on_quantised_weights(tmp_path):
     model = Decoder(
         DecoderConfig.from_json(_CONFIG | _NEXT | {"num_hidden_layers": 1}), key=jax.random.key(0)
@@ -158,6 +159,7 @@ def test_adapters_on_quantised_weights(tmp_path):
     agree(run(peft.load_adapter(tmp_path, small)), out, 1e-5)
 
 
+@pytest.mark.slow
 def test_scanned_layers_keep_their_states():
     alike = _CONFIG | {"layer_types": ["linear_attention"] * 2}
     model = Decoder(DecoderConfig.from_json(alike), key=jax.random.key(0))
