@@ -101,7 +101,8 @@ def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
     read = PeftModel.from_pretrained(fresh(), tmp_path / "ours").eval()
     check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
     torch.manual_seed(0)
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules="all-linear")
+    options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    config = LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **options)
     read = get_peft_model(fresh(), config).eval()
     read.save_pretrained(tmp_path / "theirs")
     again = peft.load_adapter(tmp_path / "theirs", base)
