@@ -12,12 +12,15 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
 
 from quaxlike.core.rules.registry import GLOBAL
 from quaxlike.kernels.native.library import library
+from quaxlike.lm.families import FAMILIES
+from quaxlike.lm.models import MIXERS
 from tests.samples import use_cache
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -110,6 +113,8 @@ def _forget_primitives() -> None:
             del GLOBAL._rules[primitive]
 
 
+@mock.patch.dict(FAMILIES)
+@mock.patch.dict(MIXERS)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -79,6 +79,8 @@ class Family:
     conv1d: bool = False
     """Whether weights are stored as (in, out)."""
     sinks: bool = False
+    gated_attention: bool = False
+    """Whether each head's query is followed by a gate, which its result is multiplied with."""
     tied: bool = False
     """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
 
@@ -94,6 +96,15 @@ class Family:
     unrotated: int = 0
     """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
     `no_rope_layers` overrides it."""
+
+    mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The mixers of layers that do not attend (names in `quaxlike.lm.models.MIXERS`), by their kinds in
+    `layer_types`."""
+    attends: int = 0
+    """If not 0 and there is no `layer_types`: every n-th layer attends, and the others have the first of the
+    mixers. `full_attention_interval` overrides it."""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The entries of `config.json` that mixers read, whole numbers above 0, with their defaults."""
 
     experts: Literal["", "out_in", "in_out"] = ""
     """Whether there are experts, and how their matrices are stored."""
@@ -112,6 +123,8 @@ class Family:
     """The family's names for parts of the model, by their usual names."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Parts whose names in files differ from those in the model."""
+    beside: str = ""
+    """The name of parts that files may have, and decoders do not."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The values of `config.json` entries that are absent."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -189,6 +202,19 @@ _QWEN = Family(
     entries=(),
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
+_DELTA_NET = Family(
+    qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True, heads=(),
+    entries=("attention_bias", *_SPARSE, "shared_expert_intermediate_size"),
+    sizes={
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    },
+    defaults={
+        "head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+        "max_position_embeddings": 32768,
+    },
+    required={"attn_output_gate": True},
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -295,6 +321,24 @@ FAMILIES: dict[str, Family] = {
             rope_keys={"attention.temperature_scale": "llama_4_scaling_beta"},
         ),
     ),
+    "Qwen3NextForCausalLM": dataclasses.replace(
+        _DELTA_NET, mixers={"linear_attention": "fused_gated_delta_net"}, experts="out_in",
+        defaults={
+            **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "Qwen3_5ForCausalLM": dataclasses.replace(
+        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"},
+        defaults={**_DELTA_NET.defaults, "num_key_value_heads": 4},
+    ),
+    "Qwen3_5MoeForCausalLM": dataclasses.replace(
+        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in",
+        defaults={
+            **_DELTA_NET.defaults, "num_experts": 256, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+    ),
     "GPT2LMHeadModel": Family(
         activation="gelu_new", fused=True, gated=False, qkv_bias=True, output_bias=True, layer_norm=True,
         norms=("ln_1", "", "ln_2", ""), learned_positions=True, conv1d=True, tied=True,
@@ -329,12 +373,14 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM",
     },
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }  # fmt: skip
 #: The name of the decoder among the modules of such a model in transformers, whatever its files call it.
 BODY_OF_TOWER = "model.language_model"
 #: How the names of the decoder begin in files of transformers 4 and 5, and those of the parts beside it.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
-BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.")
+BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 def names_of(role: str) -> list[str]:

@@ -396,6 +396,7 @@ _SIZES = (
     *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *(entry for family in FAMILIES.values() for entry in family.sizes),
 )
 
 
@@ -425,7 +426,9 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
     known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
-    unknown = [name for name in files if name not in known and not _BUFFERS.fullmatch(name)]
+    beside = config.family.beside if isinstance(config, DecoderConfig) else ""
+    is_apart = re.compile(rf"(model\.)?{beside}\..*" if beside else "(?!)").fullmatch
+    unknown = [x for x in files if not (x in known or _BUFFERS.fullmatch(x) or is_apart(x))]
     if missing or unknown:
         raise CheckpointError(
             f"{directory} does not fit the model of its config.json. "

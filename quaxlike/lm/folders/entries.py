@@ -52,6 +52,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     ),
     "of other programs' models of the same name, and not read by transformers": (
         *("interpolate_factor", "full_attn_mod", "layer_norm_epsilon", "layer_norm_eps"),
+        *("mamba_ssm_dtype", r"mtp_\w+"),
     ),
     "read with the weights": ("quantization", "quantization_config"),
     "said by other entries as well": ("n_ctx", "initial_context_length", "experts_per_token"),

@@ -73,12 +73,12 @@ def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> An
 ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
-def windows_of(types: Any, layers: int, label: str) -> tuple[bool, ...]:
-    """Whether each layer has sliding-window attention, from `layer_types`."""
-    are_known = isinstance(types, list) and all(isinstance(x, str) and x in ATTENTION for x in types)
+def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATTENTION) -> tuple[str, ...]:
+    """The kind of each layer, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
     if not are_known or len(types) != layers:
-        raise refused("layer_types", types, label, f"{' or '.join(ATTENTION)} for each of {layers} layers")
-    return tuple(ATTENTION[kind] for kind in types)
+        raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
+    return tuple(types)
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:

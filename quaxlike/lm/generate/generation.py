@@ -23,8 +23,8 @@ from ...core.quaxify import quaxify
 from ...core.values import is_value
 from ...surgery.adapters import activated, choose_adapter, invocations, is_stacked, last_place
 from ...surgery.trees import difference, named_arrays
-from ..models.attention import Memory
 from ..models.decoder import Decoder
+from ..models.mixer import AbstractMemory
 
 
 @checked
@@ -309,8 +309,8 @@ def _next(
 ) -> tuple[Array, Any]:  # fmt: skip
     """Samples the token after position `last` of each row of `ids`, and updates the memory from `start` on.
 
-    The memory is None at first. `seen` is None if there is no padding. Everything after `last` is padding: no
-    earlier token attends to it, and later tokens overwrite it. A single row has no batch axis, here and in
+    The memory is None at first. `seen` is None if there is no padding. Everything after `last` is padding,
+    which later tokens overwrite. A single row has no batch axis, here and in
     the memory, as batched operations are slower.
     """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
@@ -322,7 +322,9 @@ def _next(
             memory = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), memory)
 
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
-        seen = jnp.ones(_room(memory), bool) if seen is None else seen
+        room = _room(memory)
+        seen = jnp.ones(room, bool) if seen is None else seen
+        seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
 
@@ -448,7 +450,8 @@ class Conversation:
             raise ValueError(f"A fork takes a model on the same base: {found}.")
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
-        if self._cached and not any(kept <= x < len(self._cached) for x in switches):
+        whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
+        if self._cached and whole and not any(kept <= x < len(self._cached) for x in switches):
             # Copy it, since each step donates the memory.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
@@ -474,6 +477,8 @@ class Conversation:
         switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
             start = 0  # the rotary frequencies change at this length
+        if start < len(self._cached) and not _is_by_place(self._reader.memory):
+            start, self._reader.memory = 0, None
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
             part, room = part[None], max(most, start + _rounded(len(part)))
@@ -487,7 +492,12 @@ class Conversation:
 
 
 def _is_memory(x: Any) -> bool:
-    return isinstance(x, Memory)
+    return isinstance(x, AbstractMemory)
+
+
+def _is_by_place(memory: Any) -> bool:
+    """Whether a text may go on in another way than it did, after any of its tokens that were read."""
+    return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 
 def _room(memory: Any) -> int:

@@ -3,9 +3,10 @@
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification
 from .classifier import AbstractClassifier
-from .decoder import AbstractDecoder, Decoder
+from .decoder import MIXERS, AbstractDecoder, Decoder
 from .decoder_classifiers import DecoderForSequenceClassification, DecoderForTokenClassification
 from .decoder_config import DecoderConfig
+from .mixer import AbstractMemory, AbstractMixer
 from .modern_bert import (
     ModernBert,
     ModernBertConfig,
@@ -16,8 +17,11 @@ from .new_head import with_classifier
 from .pooling import Pooling, mean_pooled
 
 __all__ = [
+    "MIXERS",
     "AbstractClassifier",
     "AbstractDecoder",
+    "AbstractMemory",
+    "AbstractMixer",
     "Bert",
     "BertConfig",
     "BertForSequenceClassification",

@@ -6,7 +6,7 @@ so if nothing else reads the old buffer, which the barrier in `Memory._written` 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -21,22 +21,14 @@ from .attention_backends import Case, chosen
 from .attention_blocks import Sight, of_one_device, scores_of
 from .decoder_config import DecoderConfig
 from .layers import Hidden, Part, each, linears, norm
+from .mixer import AbstractMemory, AbstractMixer, Context
 from .ring_attention import of_ring
 from .rope import rotate
-
-
-class Context(NamedTuple):
-    """Inputs that all layers of one kind share: rotary embeddings, the mask, and factors of queries."""
-
-    rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
-    sight: Sight
-    factor: Float[Array, " tokens"] | None = None
-
 
 Axes = tuple[int, int, int]
 
 
-class Memory(eqx.Module):
+class Memory(AbstractMemory):
     """The cached keys and values of a layer, for up to `room` tokens.
 
     They are arrays, or Values that quantise. Scanned layers share stacked arrays; the scan carries them, so
@@ -44,6 +36,8 @@ class Memory(eqx.Module):
     `(kv_heads, size, room)` for keys and `(kv_heads, room, size)` for values. With a single query, both
     products are then sums over the second to last axis, the fastest ones on CPUs.
     """
+
+    by_place: ClassVar = True
 
     key: Float[Array, "..."]
     value: Float[Array, "..."]
@@ -109,12 +103,15 @@ class Memory(eqx.Module):
         return lax.dynamic_index_in_dim(whole, self.layer, keepdims=False)
 
 
-class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
+class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm sinks"):
+    role: ClassVar = "self_attn"
+
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c, family = config, config.family
         wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        sizes = {"q_proj": wide, "k_proj": narrow, "v_proj": narrow}
-        sizes = {"qkv_proj": wide + 2 * narrow} if family.fused else sizes
+        queries = 2 * wide if family.gated_attention else wide
+        sizes = {"q_proj": queries, "k_proj": narrow, "v_proj": narrow}
+        sizes = {"qkv_proj": queries + 2 * narrow} if family.fused else sizes
 
         def bias(of_family: Any) -> Any:
             return c.attention_bias if of_family is None else of_family
@@ -130,12 +127,15 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
     def __call__(
         self, x: Hidden, context: Context, memory: Memory | None, start: Any
     ) -> tuple[Hidden, Memory | None]:
-        c, n = self.config, len(x)
+        c, n, gate = self.config, len(x), None
         if c.family.fused:
-            q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-            parts = jnp.split(each(self.part("qkv_proj"), x), [q, q + kv], axis=-1)
+            kv, fused = c.num_key_value_heads * c.head_dim, each(self.part("qkv_proj"), x)
+            parts = jnp.split(fused, [fused.shape[-1] - 2 * kv, fused.shape[-1] - kv], axis=-1)
         else:
             parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
+        if c.family.gated_attention:
+            query, gate = jnp.split(parts[0].reshape(n, -1, 2 * c.head_dim), 2, axis=-1)
+            parts[0], gate = query.reshape(n, -1), gate.reshape(n, -1)
         if c.family.qk_norm == "whole":
             parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
         query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
@@ -152,7 +152,12 @@ class Attention(Part, roles="q_proj k_proj v_proj qkv_proj o_proj q_norm k_norm 
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else c.attention_multiplier or None
         cap = c.attn_logit_softcapping
         out = attend(query, key, value, context.sight, scale=scale, softcap=cap, sinks=self.part("sinks"))
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return each(self.part("o_proj"), out), memory
+
+    @classmethod
+    def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> Memory:
+        return Memory.empty(room, config.num_key_value_heads, config.head_dim, dtype, cache)
 
 
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:

@@ -18,26 +18,41 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...surgery.stacking import stack_layers, unstack_layers
 from ..families import FAMILIES
-from .attention import Attention, Context, Memory, Sight
+from .attention import Attention
+from .attention_blocks import Sight
 from .decoder_config import DecoderConfig
 from .feed_forward import MLP, SparseMLP
+from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
+from .mixer import AbstractMemory, AbstractMixer, Context
 
+#: The mixers of layers, by the names that the table of architectures has for them.
+MIXERS: dict[str, type[AbstractMixer]] = {
+    "attention": Attention,
+    "gated_delta_net": GatedDeltaNet,
+    "fused_gated_delta_net": FusedGatedDeltaNet,
+}
+_ROLES = dict.fromkeys(mixer.role for mixer in MIXERS.values())
 _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.norms)
 
 
-class DecoderLayer(Part, roles=f"self_attn mlp {' '.join(_NORMS)}"):
-    def __init__(self, config: DecoderConfig, sparse: bool, key: Any) -> None:
-        attention, mlp = jax.random.split(key)
+class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
+    role: str = eqx.field(static=True)
+    """That of its mixer."""
+
+    def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
+        mixing, mlp = jax.random.split(key)
         norms = {name: norm(config, config.hidden_size) for name in config.family.norms if name}
         feed_forward = SparseMLP(config, mlp) if sparse else MLP(config, config.intermediate_size, mlp)
-        self._fill(config, self_attn=Attention(config, attention), mlp=feed_forward, **norms)
+        made = MIXERS[mixer](config, mixing)
+        self._fill(config, **{made.role: made}, mlp=feed_forward, **norms)
+        self.role = made.role
 
     def __call__(
-        self, x: Hidden, context: Context, memory: Memory | None, start: Any
-    ) -> tuple[Hidden, Memory | None]:
+        self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
+    ) -> tuple[Hidden, AbstractMemory | None]:
         before, after, before_mlp, after_mlp = self.config.family.norms
-        y, memory = self.part("self_attn")(self.normed(before, x), context, memory, start)
+        y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
         y = self.part("mlp")(self.normed(before_mlp, x))
         return x + self._scaled(self.normed(after_mlp, y)), memory
@@ -53,12 +68,12 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
         embed, position, *keys = jax.random.split(key, 2 + c.num_hidden_layers)
-        learned = c.family.learned_positions
+        learned, kinds = c.family.learned_positions, zip(c.mixers, c.sparse, keys, strict=True)
         self._fill(
             c,
             embed_tokens=eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed),
             wpe=eqx.nn.Embedding(c.max_position_embeddings, c.hidden_size, key=position) if learned else None,
-            layers=[DecoderLayer(c, sparse, k) for sparse, k in zip(c.sparse, keys, strict=True)],
+            layers=[DecoderLayer(c, mixer, sparse, k) for mixer, sparse, k in kinds],
             norm=norm(c, c.hidden_size),
         )
 
@@ -74,8 +89,9 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         """Computes the hidden states of the tokens at position `start`, and updates the memory.
 
         `seen` is True for all positions that are not padding, of `memory` (from `Decoder.memory`) or else of
-        `ids`. Some rotary frequencies depend on `length`, the text's length. Default: the number of
-        tokens `seen`. `segments` is as for `Decoder.hidden`.
+        `ids`. Padding may follow the last token of `ids`: it must be marked, as not every mixer forgets a
+        token once another is written to its place. Some rotary frequencies depend on `length`, the text's
+        length. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -250,27 +266,27 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         return cap * jnp.tanh(out / cap) if cap else out
 
     def memory(self, room: int, cache: str | None = None) -> Any:
-        """Makes an empty cache for the keys and values of `room` tokens.
+        """Makes an empty memory for `room` tokens: the keys and values of each layer, or its state.
 
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store them, as for [`quaxlike.lm.generate`][]. Default: in the model's dtype.
+        - `cache`: how to store keys and values, as for [`quaxlike.lm.generate`][]. Default: in the model's
+            dtype.
 
         **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
         """
         c, dtype = self.config, self.embedding.dtype
 
-        def empty() -> Any:
-            return Memory.empty(room, c.num_key_value_heads, c.head_dim, dtype, cache)
-
-        if isinstance(self.layers, list):
-            return [empty() for _ in self.layers]
+        def empty(mixer: str) -> Any:
+            return MIXERS[mixer].memory(c, room, dtype, cache)
 
         def stack(leaf: Any) -> Any:
             return jnp.zeros((c.num_hidden_layers, *leaf.shape), leaf.dtype)
 
-        return jax.tree.map(stack, jax.eval_shape(empty))
+        if isinstance(self.layers, list):
+            return [empty(mixer) for mixer in c.mixers]
+        return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":
         """Unties the output layer. Its weight is the same array as the embedding, at first."""

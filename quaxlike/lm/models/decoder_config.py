@@ -11,7 +11,7 @@ from ..families import CLASSIFIERS, FAMILIES, OF_FEW, TEXT_TOWERS, Family
 from ..folders.entries import warn_of_unknown
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
-from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, refused, whole, windows_of
+from ..folders.model_config import ATTENTION, Config, UnsupportedConfigError, kinds_of, refused, whole
 from .rope import ENTRIES as ROPE_ENTRIES
 from .rope import Rope, rope_for
 
@@ -132,6 +132,10 @@ class DecoderConfig(Config):
     windows: tuple[bool, ...] = ()
     """For each layer, whether it is one of those that see only the last `sliding_window` tokens (0: all), and
     have a rotation of their own."""
+    mixers: tuple[str, ...] = ()
+    """For each layer, its mixer's name in `MIXERS`."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """The entries that mixers read, and their numbers."""
     sparse: tuple[bool, ...] = ()
     """For each layer, whether it has experts."""
     ropes: tuple[Rope, ...] = ()
@@ -141,11 +145,15 @@ class DecoderConfig(Config):
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
+    def size(self, entry: str) -> int:
+        """The number of an entry that mixers read."""
+        return dict(self.sizes)[entry]
+
     def known_entries(self) -> set[str]:
-        renamed, required = self.family.renamed, self.family.required
-        known = super().known_entries() | {*_DERIVED, *renamed, *renamed.values(), *required}
-        known |= {*LABEL_ENTRIES} if self.head else set()
-        return known.difference(OF_FEW) | {*self.family.entries, *required}
+        renamed, family = self.family.renamed, self.family
+        own = {*renamed, *renamed.values(), *family.required, *family.sizes}
+        known = super().known_entries() | {*_DERIVED, *own} | ({*LABEL_ENTRIES} if self.head else set())
+        return known.difference(OF_FEW) | {*family.entries, *family.required}
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
@@ -168,8 +176,8 @@ class DecoderConfig(Config):
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
         # Not in files, or not like that.
-        own = ("headless", "body_name", "labels", "new_embeddings", "windows", "sparse", "ropes")
-        fields |= dict.fromkeys(own)
+        own = ("headless", "body_name", "labels", "new_embeddings")
+        fields |= dict.fromkeys((*own, "windows", "mixers", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
         if fields.get("num_experts") is not None:
             fields["num_local_experts"] = fields["num_experts"]
@@ -191,6 +199,8 @@ class DecoderConfig(Config):
             sliding_window=out.sliding_window if any(windows) and not off else 0,
             use_sliding_window=False,
             windows=windows,
+            mixers=_mixers(out, fields, label),
+            sizes=_sizes(family, fields, label),
             sparse=_sparse(out, fields, label),
             ropes=() if family.learned_positions else _ropes(out, fields, any(windows), label),
         )
@@ -200,6 +210,7 @@ class DecoderConfig(Config):
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
+    "full_attention_interval",
     *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "partial_rotary_factor"),
     *("hidden_act", "hidden_activation"),
 )
@@ -213,7 +224,8 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     if off or (family.window_switch and not config.use_sliding_window):
         return (False,) * len(layers)
     if types := fields.get("layer_types"):
-        return windows_of(types, len(layers), label)
+        kinds = kinds_of(types, len(layers), label, {**ATTENTION, **family.mixers})
+        return tuple(ATTENTION.get(kind, False) for kind in kinds)
     if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
@@ -237,12 +249,35 @@ def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> 
     return found
 
 
+def _mixers(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[str, ...]:
+    family, layers = config.family, config.num_hidden_layers
+    if not family.mixers:
+        return ("attention",) * layers
+    kinds = {"full_attention": "attention", **family.mixers}
+    if family.windows is not None:
+        kinds["sliding_attention"] = "attention"
+    if (types := fields.get("layer_types")) is not None:
+        return tuple(kinds[kind] for kind in kinds_of(types, layers, label, kinds))
+    every = whole(fields, "full_attention_interval", family.attends, label)
+    other = next(iter(family.mixers.values()))
+    return tuple("attention" if every and (i + 1) % every == 0 else other for i in range(layers))
+
+
+def _sizes(family: Family, fields: Mapping[str, Any], label: str) -> tuple[tuple[str, int], ...]:
+    sizes = {name: whole(fields, name, default, label) for name, default in family.sizes.items()}
+    for name, size in sizes.items():
+        if not 1 <= size < 2**31:
+            raise refused(name, size, label, "whole numbers from 1 to 2**31 - 1")
+    return tuple(sizes.items())
+
+
 def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
     step = whole(fields, "decoder_sparse_step", 1, label) or 1
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
-    sparse = lambda i: bool(config.family.experts) and i not in dense and (i + 1) % step == 0
+    some = bool(config.family.experts) and fields.get("num_experts") != 0
+    sparse = lambda i: some and i not in dense and (i + 1) % step == 0
     return tuple(map(sparse, range(config.num_hidden_layers)))
 
 

@@ -11,10 +11,11 @@ from jaxtyping import Array, Float
 
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
-from ..folders.model_config import Config, refused, whole, windows_of
-from .attention import Context, Sight, attend
+from ..folders.model_config import ATTENTION, Config, kinds_of, refused, whole
+from .attention import Sight, attend
 from .classifier import AbstractClassifier
 from .layers import Hidden, Ids, Seen, each
+from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
@@ -79,7 +80,7 @@ class ModernBertConfig(Config):
             every = whole(config, "global_attn_every_n_layers", 3, label) or 1
             windows = tuple(i % every != 0 for i in range(out.num_hidden_layers))
         else:
-            windows = windows_of(types, out.num_hidden_layers, label)
+            windows = tuple(ATTENTION[kind] for kind in kinds_of(types, out.num_hidden_layers, label))
         thetas = {"full_attention": ("global", 160000.0), "sliding_attention": ("local", 10000.0)}
         given, ropes = config.get("rope_parameters") or {}, []
         for kind, (name, theta) in thetas.items():

@@ -62,6 +62,7 @@ ENTRIES = (
     *_NUMBERS,
     *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
     "max_position_embeddings",  # as in the configuration itself
+    *("mrope_section", "mrope_interleaved"),  # in texts, all three positions of a token are the same
 )
 
 

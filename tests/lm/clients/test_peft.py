@@ -11,7 +11,7 @@ import quaxlike as ql
 from quaxlike.lm import load, peft
 from tests.fixtures import fixture, has_fixture
 from tests.lm.clients.suite import client, logits_of_transformers
-from tests.lm.clients.test_transformers import TOWERS, tower_of
+from tests.lm.clients.test_transformers import CASES, TOWERS, made, tower_of
 from tests.lm.models.fixtures import adapter, expected, family, folder, has_adapter, of_peft
 
 pytestmark = client("torch", "transformers", "peft")
@@ -80,6 +80,35 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     check(_theirs(folder(name), z, tmp_path / "ours"), ours, 5e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
+    """Ours, and those of PEFT on all linear layers."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    made(*CASES[name], tmp_path / "base")
+    ids, seen = np.random.default_rng(0).integers(3, 97, (2, 11)).astype(np.int32), np.ones((2, 11), bool)
+    fresh = lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    check = partial(compare, "PEFT", "adapters", name, "logits")
+    run = jax.jit(lambda model: jax.vmap(ql.quaxify(model))(ids, seen))
+    base, _ = load(tmp_path / "base")
+    model = ql.loraify(base, rank=2, where=r".*linear_attn\.\w+_proj\w*\.weight", key=jax.random.key(0))
+    move = lambda x: x.replace(b=x.b + 0.03) if isinstance(x, ql.LoraArray) else x
+    model = jax.tree.map(move, model, is_leaf=ql.is_value)
+    peft.save_adapter(tmp_path / "ours", model, task_type="CAUSAL_LM")
+    assert np.abs(run(model) - run(base)).max() > 0.01
+    read = PeftModel.from_pretrained(fresh(), tmp_path / "ours").eval()
+    check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
+    torch.manual_seed(0)
+    options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+    config = LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **options)
+    read = get_peft_model(fresh(), config).eval()
+    read.save_pretrained(tmp_path / "theirs")
+    again = peft.load_adapter(tmp_path / "theirs", base)
+    check(logits_of_transformers(read, ids, seen), run(again), 5e-4)
+
+
 @pytest.mark.parametrize("name", TOWERS)
 def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     """Ours on the whole model, and PEFT's, which adapts layers of the other parts too, on the decoder."""
@@ -102,10 +131,10 @@ def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     read = PeftModel.from_pretrained(fresh(), tmp_path / "ours").eval()
     check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
     torch.manual_seed(0)
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=".*(q_proj|qkv)")
     read = get_peft_model(fresh(), config).eval()
     read.save_pretrained(tmp_path / "theirs")
-    with pytest.warns(UserWarning, match=r"\d tensors of vision_tower are left out"):
+    with pytest.warns(UserWarning, match=r"\d tensors of (vision_tower|visual) are left out"):
         again = peft.load_adapter(tmp_path / "theirs", base)
     check(logits_of_transformers(read, ids, seen), run(again), 5e-4)
 

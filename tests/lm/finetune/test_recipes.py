@@ -68,6 +68,6 @@ def test_a_run_is_quantised_by_its_recipe(tmp_path):
     model = decoder()
     for quantize, wanted in {"nf4_qlora": {"double_quant": True}, "q8_0": {}}.items():
         train = TrainSettings(model=tmp_path, quantize=quantize)
-        options = _quantisation(train, task_for(model, train, data))
+        options = _quantisation(train, task_for(model, train, data).trained_in_full(model))
         found = {str(dict(row.options)) for row in ql.quantize.plan(model, **options).rows}
         assert found == {str(wanted)}
