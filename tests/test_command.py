@@ -50,6 +50,7 @@ def test_converting_a_checkpoint(tmp_path, capsys):
     np.testing.assert_allclose(ql.quaxify(found)(ids, mask), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 def test_converting_by_a_recipe(tmp_path, capsys):
     """Ours holds several schemes, as no other format does, and says how the model is quantised."""

@@ -108,7 +108,7 @@ def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]
 
 
 def _symmetric(
-    x: Array, weights: Any, rounded: Callable[[Array], Array], limits: tuple[float, float]
+    x: Array, weights: Any, rounded: Callable[[Array], Array], limits: tuple[float | int, float | int]
 ) -> tuple[Array, Array]:
     """The best scales of blocks without minima, and the weights of their errors."""
     place = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)

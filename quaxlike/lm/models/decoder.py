@@ -8,7 +8,7 @@ the cache.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -144,6 +144,9 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         return contexts
 
 
+_D = TypeVar("_D", bound="AbstractDecoder")
+
+
 class AbstractDecoder(Part, roles="model"):
     """A body with an output layer of some kind, and what does not depend on the latter."""
 
@@ -173,7 +176,7 @@ class AbstractDecoder(Part, roles="model"):
         """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
         return self.body.part("layers")
 
-    def stacked(self) -> Self:
+    def stacked(self: _D) -> _D:
         """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.
 
         It compiles sooner, and so `quaxlike.lm.finetune` trains it. Texts are generated faster from a
@@ -181,11 +184,11 @@ class AbstractDecoder(Part, roles="model"):
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
-    def unstacked(self) -> Self:
+    def unstacked(self: _D) -> _D:
         """The same model with a list of layers, named as in the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
-    def _with_layers(self, change: Any) -> Self:
+    def _with_layers(self: _D, change: Any) -> _D:
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:

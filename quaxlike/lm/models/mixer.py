@@ -1,7 +1,7 @@
 """The parts of a mixer: the part of a layer in which tokens read those before them."""
 
 import abc
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -20,6 +20,9 @@ class Context(NamedTuple):
     factor: Float[Array, " tokens"] | None = None
 
 
+_M = TypeVar("_M", bound="AbstractMemory")
+
+
 class AbstractMemory(eqx.Module):
     """What a mixer keeps of the tokens that it has read.
 
@@ -36,7 +39,7 @@ class AbstractMemory(eqx.Module):
         """For how many tokens it has room."""
 
     @abc.abstractmethod
-    def grown(self, more: int) -> Self:
+    def grown(self: _M, more: int) -> _M:
         """The memory with room for so many tokens more."""
 
 

@@ -51,6 +51,7 @@ def test_writes_what_the_model_goes_on_with(checkpoint, capsys):
     assert "tokens per second, compilation apart" in told
 
 
+@pytest.mark.slow
 def test_with_an_adapter_that_peft_has_no_file_for(checkpoint, tmp_path, capsys, monkeypatch):
     """In our own file, of a type from the module that `run.json` names; also in `convert`."""
     module = "import quaxlike as ql\nclass Scaled(ql.AdaptedArray):\n    scale: object\n"

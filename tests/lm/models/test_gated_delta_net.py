@@ -118,6 +118,7 @@ def test_generation_is_the_whole_prompt_step_by_step(model):
     np.testing.assert_array_equal(tokens, wanted)
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_from_its_state_or_begins_anew(model):
     """A state cannot go back: a text that leaves the one before it is read from its beginning."""
     talk = Conversation(model)

@@ -114,7 +114,7 @@ def test_types_of_tensors(quantize, kind, output, checkpoint, tmp_path):
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "kind", "number"),
     [
@@ -147,6 +147,7 @@ def test_block_types_and_recipes(quantize, kind, number, checkpoint, tmp_path):
         np.testing.assert_array_equal(ql.materialise(found), ql.materialise(leaf), err_msg=key)
 
 
+@pytest.mark.slow
 def test_rows_that_no_large_blocks_make_up(checkpoint, tmp_path):
     """llama.cpp's types in place of those of 256: the nearest in blocks of 32."""
     source, model = checkpoint("qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=4)
@@ -155,6 +156,7 @@ def test_rows_that_no_large_blocks_make_up(checkpoint, tmp_path):
     assert {kinds["blk.0.attn_q.weight"], kinds["blk.2.ffn_down.weight"]} == {6, 8}  # Q5_0, Q8_0
 
 
+@pytest.mark.slow
 def test_codes_that_were_chosen_by_importance_are_written(checkpoint, tmp_path):
     source, model = checkpoint("qwen2", **WIDE)
     importance = {name: jnp.arange(1.0, 257) for name in quantizers(model, "q4_k_m")}
