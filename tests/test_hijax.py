@@ -56,7 +56,7 @@ def _hi(value):
     return as_hitype(type(value))(value)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 def test_it_is_one_operand(value):
     closed = jax.make_jaxpr(lambda w, x: w @ x)(_hi(value), X)
     assert [v.aval.shape for v in closed.jaxpr.invars] == [(8, 64), (64,)]
@@ -79,7 +79,7 @@ def test_it_is_returned(value):
     assert jax.tree.structure(made.value) == jax.tree.structure(value)
 
 
-@pytest.mark.quick("NF4Array-eager-plain", "NamedArray-eager-quaxify")
+@pytest.mark.quick("NamedArray-eager-quaxify")
 @pytest.mark.parametrize("around", [lambda f: f, ql.quaxify], ids=["plain", "quaxify"])
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients(value, around, inside):

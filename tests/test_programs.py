@@ -291,7 +291,7 @@ class TestHalves:
         assert jax.tree.structure(found) == jax.tree.structure(trained)
         jax.tree.map(np.testing.assert_array_equal, found, eqx.filter(whole, ql.trainable(model)))
 
-    @pytest.mark.quick("nf4")
+    @pytest.mark.slow
     def test_norm(self, model):
         trained, _ = eqx.partition(model, ql.trainable(model))
         np.testing.assert_allclose(ql.quaxify(optax.tree.norm)(trained), optax.tree.norm(trained))
@@ -301,6 +301,7 @@ class TestHalves:
         specs = specs_for(state, lambda name, leaf: None)
         assert jax.tree.structure(specs) == jax.tree.structure(state)
 
+    @pytest.mark.quick("nf4")
     def test_materialised(self, model):
         trained, frozen = eqx.partition(model, ql.trainable(model))
         assert eqx.tree_equal(ql.materialise(trained), trained)
@@ -345,6 +346,7 @@ class TestAheadOfTime:
         assert [eqn.primitive.name for eqn in jax.make_jaxpr(f)(x).eqns] == ["mul"]
 
 
+@pytest.mark.slow
 def test_keys_beside_values():
     x = Through(jnp.array(Y0))
     found = ql.quaxify(lambda v, key: v * jax.random.normal(key, (4,)))(x, jax.random.key(0))

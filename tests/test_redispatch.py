@@ -98,6 +98,7 @@ def test_an_explicit_rule_resolves_it(both):
     ql.check_ambiguities(Rank1, OneHotVector, rules=both)
 
 
+@pytest.mark.slow
 def test_precedence_resolves_it():
     rules = ql.RuleSet()
     ql.register("dot_general", rules=rules, precedence=1)(lora_dot)
@@ -143,6 +144,7 @@ class TestOfSomeOperands:
         assert asked == ["two"]
         np.testing.assert_array_equal(out.materialise(), 3 * self.X)
 
+    @pytest.mark.slow
     def test_the_left_one_of_two_that_can_both_be_kept(self):
         rules = ql.RuleSet()
 
@@ -159,6 +161,7 @@ class TestOfSomeOperands:
             assert type(out) is Halves
             np.testing.assert_array_equal(out.materialise(), 6 * self.X**2)
 
+    @pytest.mark.slow
     def test_what_refuses_is_kept(self):
         rules = ql.RuleSet()
 
@@ -188,6 +191,7 @@ class TestOfSomeOperands:
         x = Halves(self.X)
         np.testing.assert_array_equal(ql.quaxify(jax.lax.mul, rules=rules)(x, x), 4 * self.X**2)
 
+    @pytest.mark.slow
     def test_rules_that_decline(self):
         rules = ql.RuleSet()
 

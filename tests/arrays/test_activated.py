@@ -36,7 +36,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick("w @ x.T", "a layer for each", "scanned", "under jit")
+@pytest.mark.quick("a layer for each", "scanned", "under jit")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_before_the_invocation_see_the_base_alone(name):
     with ql.on_materialise("error"):
@@ -44,6 +44,7 @@ def test_rows_before_the_invocation_see_the_base_alone(name):
     np.testing.assert_allclose(y, _expected(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_weight_of_inputs_by_outputs():
     lora = _alora(ids=None)
     axes = {"out_axes": (-1,), "in_axes": (-2,)}

@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_array(name, x64):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("AdaLoRA")
 @pytest.mark.parametrize("name", NAMES)
 def test_merged_and_taken_out_again(name):
     model = {"w": _methods(_x(4, 6, seed=9))[name]}

@@ -112,6 +112,7 @@ def test_rule_for_several_is_of_its_class_alone():
     assert not ql.is_value(ql.quaxify(jnp.sort)(Loose(X, "a")))
 
 
+@pytest.mark.slow
 def test_the_array_may_be_a_value():
     base, a, b = normal(4, 3), normal(2, 3), normal(4, 2)
     lora = ql.LoraArray(base, a, b)

@@ -36,6 +36,7 @@ class Shifted(ql.AdaptedArray):
         return jnp.transpose(rows + shift, np.argsort(order))
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "change",
     [
@@ -87,6 +88,7 @@ def test_a_shared_base_stays_shared():
         np.testing.assert_allclose(found.materialise(), change(w.materialise()), rtol=1e-6)
 
 
+@pytest.mark.quick("<lambda>2", "<lambda>3", "<lambda>4", "<lambda>5")
 @pytest.mark.parametrize(
     "change",
     [

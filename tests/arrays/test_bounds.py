@@ -9,7 +9,7 @@ from jax import lax
 from quaxlike.arrays import bounds
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("uint8")
 @pytest.mark.parametrize("dtype", ["int8", "int32", "uint8", "uint32"])
 def test_starts_are_clamped_as_by_the_primitive_and_never_wrapped(dtype):
     x = np.arange(300, dtype=np.float32)
@@ -21,7 +21,7 @@ def test_starts_are_clamped_as_by_the_primitive_and_never_wrapped(dtype):
         assert int(bounds.clamped_start(start, 300, 4)) == want[0]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("False-bool", "True-complex64")
 @pytest.mark.parametrize("dtype", [bool, "int8", "uint8", "int32", "float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_fills_are_those_of_the_primitive(dtype, traced):

@@ -30,7 +30,7 @@ def _operands(numbers):
     return [normal(*shape) for shape in sizes]
 
 
-@pytest.mark.quick("numbers2-False")
+@pytest.mark.slow
 @pytest.mark.parametrize("on_left", [True, False])
 @pytest.mark.parametrize("numbers", _NUMBERS)
 def test_every_axis_is_paired_or_arrives_where_it_says(numbers, on_left):
@@ -84,7 +84,7 @@ def _product(primitive, x, y, *, dimension_numbers, **params):
     return y * jax.lax.broadcast_in_dim(w.scale, y.shape, rows)
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_axis", [0, 1])
 def test_a_rule_that_uses_it_holds_however_a_model_is_called(batch_axis):
     w = _RowScaled(normal(4, 3), normal(4, seed=1))

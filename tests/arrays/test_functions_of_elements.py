@@ -113,6 +113,7 @@ def test_any_function_of_numbers_without_a_unit():
         assert jnp.allclose(ql.materialise(ql.quaxify(fn)(x)), fn(X), equal_nan=True), program
 
 
+@pytest.mark.slow
 def test_several_arrays_at_once():
     places = jnp.arange(16).reshape(4, 4)
 

@@ -65,7 +65,7 @@ def test_an_unknown_mark(kind):
             ARRAYS[kind](gradients=mark)
 
 
-@pytest.mark.quick("LoraArray", "IA3Array", "Scaled", "BlockArray")
+@pytest.mark.quick("IA3Array")
 @each_array
 def test_what_derivatives_see(kind):
     def size(mark):

@@ -310,6 +310,7 @@ def test_over_nf4(name, qlora):
         agrees(g, e, 3e-6)
 
 
+@pytest.mark.slow
 def test_no_pair_of_types_is_ambiguous():
     ql.check_ambiguities(
         ql.LoraArray, ql.TrainableArray, ql.LoraBias, ql.NF4Array, ql.Int8Array, ql.SparseArray,
@@ -330,7 +331,7 @@ def test_products_with_constants(kind):
     agrees(ql.materialise(same), exact(lora))
 
 
-@pytest.mark.quick("trained base")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_frozen_unless_it_is_trained(kind):
     lora, x = make_lora(**KINDS[kind]), jnp.linspace(-1, 1, 5)
@@ -359,7 +360,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("depthwise-True")
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolution(name, dora):

@@ -103,7 +103,7 @@ def test_while_loop_that_scales(x64):
     np.testing.assert_allclose(jax.jvp(dense, *parts)[1], want_dot, rtol=1e-9)
 
 
-@pytest.mark.quick("quantize1")
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [ql.NF4Array.quantize, ql.Int8Array.quantize])
 def test_a_quantised_base_is_carried(wrap):
     w, a, b = (jnp.asarray(_RNG.normal(size=s), jnp.float32) for s in ((8, 64), (2, 64), (8, 2)))
@@ -114,6 +114,7 @@ def test_a_quantised_base_is_carried(wrap):
     np.testing.assert_allclose(ql.materialise(out), x.materialise() / 8, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inside_another_type():
     x = NamedArray(ql.LoraArray(*(jnp.asarray(p, jnp.float32) for p in (W, A, B))), ("out", "in"))
     with ql.on_materialise("error"):

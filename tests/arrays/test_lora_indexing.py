@@ -62,7 +62,7 @@ def agrees(program, x, *args):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_starts_out_of_bounds(kind):
     def program(x, start):
@@ -140,7 +140,7 @@ LOOK_UPS = {
 QUICK = [("dynamic slices", "stacked qlora"), ("take", "adapters on one base")]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("look_up", "kind"),
     [

@@ -272,6 +272,7 @@ def test_names_that_are_not_there():
         X.contract(W, "hidden")
 
 
+@pytest.mark.slow
 def test_transforms_outside_keep_the_shape_true():
     x = make("time", "batch", "feature")
     row = jax.eval_shape(lambda x: jax.vmap(lambda row: row)(x), x)

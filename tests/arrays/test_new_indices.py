@@ -72,6 +72,7 @@ def test_another_index_into_any_type_compiles_nothing(name, compiled):
     _check({**WEIGHTS, **CORNERS}[name](), compiled)
 
 
+@pytest.mark.slow
 def test_rows_of_an_adapted_array_share_a_program(compiled):
     x = ql.LoraArray(jnp.ones((32, 8)), jnp.ones((2, 8)), jnp.ones((32, 2)))
     compiled(lambda x: x[0], x)

@@ -62,7 +62,12 @@ def _stored(x):
     )
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(
+    "NaN times-one-hot, NaN",
+    "by an array-tridiagonal",
+    "by its square-nothing",
+    "derivative of a cube root-one-hot",
+)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_is_not_stored_is_zero(program, kind):
@@ -73,6 +78,7 @@ def test_what_is_not_stored_is_zero(program, kind):
     np.testing.assert_allclose(out, np.where(stored, dense, 0), rtol=1e-6)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("wrap", [lambda x: Unitful(x, "m"), lambda x: NamedArray(x, ("a", "b"))])
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "diagonal", "tridiagonal"])
 def test_in_a_unit_or_with_names(kind, wrap):
@@ -83,6 +89,7 @@ def test_in_a_unit_or_with_names(kind, wrap):
     np.testing.assert_allclose(ql.materialise(out), expected, rtol=1e-6)
 
 
+@pytest.mark.quick("diagonal", "tridiagonal", "nothing")
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "diagonal", "tridiagonal", "nothing"])
 def test_a_product_reads_only_what_meets_an_element(kind):
     x = TYPES[kind]
@@ -93,7 +100,7 @@ def test_a_product_reads_only_what_meets_an_element(kind):
     np.testing.assert_allclose(out, np.sum(np.where(stored, terms, 0), -1), rtol=1e-6)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sparse", "blocks", "one-hot", "diagonal", "tridiagonal"])
 def test_a_function_that_does_not_keep_zeros_sees_all_elements(kind):
     x = TYPES[kind]
@@ -128,7 +135,7 @@ MODES = {
 }
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

@@ -178,7 +178,7 @@ def test_gradients():
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("train_scales", [False, True])
 def test_the_scales_are_trained_only_if_asked(train_scales):
     quantise = functools.partial(ql.NF4Array.quantize, train_scales=train_scales)
@@ -212,5 +212,6 @@ def test_explain_names_the_kernel():
     assert note.startswith("lora_matmul on reference")
 
 
+@pytest.mark.slow
 def test_no_pair_is_ambiguous():
     ql.check_ambiguities(ql.LoraArray, ql.NF4Array, ql.FP4Array, ql.Int4Array, ql.Int8Array, ql.BlockArray)

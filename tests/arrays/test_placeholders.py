@@ -132,6 +132,7 @@ class Computing(Tagged):
         return found if found is NotImplemented else cls(1.0 * jnp.sum(array[None], 0), found.tag)
 
 
+@pytest.mark.quick("Tagged-<lambda>0", "Computing-quaxify", "Computing-<lambda>0", "Computing-<lambda>1")
 @pytest.mark.parametrize(
     "wrap", [ql.quaxify, lambda f: jax.jit(ql.quaxify(f)), lambda f: ql.quaxify(jax.jit(f))]
 )

@@ -102,6 +102,7 @@ KNOWN = [
 ]
 
 
+@pytest.mark.quick("counter1-key1-expected1", "counter2-key2-expected2")
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_known_answers(counter, key, expected):
     words = lambda xs: [jnp.asarray(x, jnp.uint32) for x in xs]

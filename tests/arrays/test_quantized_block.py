@@ -210,7 +210,7 @@ def test_scales_that_are_powers_of_two_cut_nothing_off():
     assert kept.min() >= 0.79  # 5 may become 4, of codes up to 6
 
 
-@pytest.mark.quick("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_rounds_to_near_codes(codec):
     # As a share of as many steps as the bits allow; floating-point codes are denser at zero.

@@ -159,6 +159,7 @@ def test_stacks_of_rows_that_end_within_blocks(double_quant):
     _close(ql.quaxify(product)(stack, x), product(stack.materialise(), x))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("train_scales", [False, True])
 def test_scales_are_trained_only_if_asked(train_scales):
     w = ql.NF4Array.quantize(_normal(0, 8, 64), train_scales=train_scales)
@@ -219,7 +220,7 @@ def test_experts_whose_scales_or_blocks_are_not_apart(block_size, stacked):
         _close(ql.quaxify(product)(x, w), product(x, w.materialise()))
 
 
-@pytest.mark.quick("counts2")
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [[2, 0, 22, 2], [0, 0, 0, 29], [0, 0, 0, 0], [9, 1, 1, 18]])
 def test_rows_of_experts_are_cut_into_tiles(counts):
     tiles = Tiles(jnp.array(counts), 29)

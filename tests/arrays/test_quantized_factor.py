@@ -55,7 +55,7 @@ def test_gradients_of_factor_and_activations(kind, name):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3), got, want)
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_scales_that_are_frozen_stay_so(kind):
     w = TYPES[kind](normal(8, 64))
@@ -71,6 +71,7 @@ def test_scales_that_are_frozen_stay_so(kind):
             assert bool(jnp.any(leaf != 0)) == trains
 
 
+@pytest.mark.quick("nf4-inf", "nf4-nan", "nf4, nested-nan")
 @pytest.mark.parametrize("factor", [np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["nf4", "nf4, nested"])
 def test_a_factor_that_is_not_finite(kind, factor):

@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in WEIGHTS],

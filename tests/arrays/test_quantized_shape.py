@@ -140,6 +140,7 @@ def test_printing():
     assert "codes=None" in repr(eqx.partition(w, lambda x: False)[0])
 
 
+@pytest.mark.quick("shape", "<lambda>1", "<lambda>2")
 @pytest.mark.parametrize("f", [lambda x: x.dtype, jnp.shape, lambda x: jnp.zeros(()), lambda x: jax.P()])
 def test_printing_what_a_map_over_leaves_makes(f):
     assert repr(jax.tree.map(f, ql.NF4Array.quantize(jnp.ones((4, 64))))).startswith("NF4Array(codes=")
@@ -187,6 +188,7 @@ def test_materialising_warns_unless_told_otherwise():
         ql.quaxify(jnp.sin)(w)
 
 
+@pytest.mark.slow
 def test_rows_of_a_matrix_and_layers_of_a_stack_are_scanned():
     w = ql.NF4Array.quantize(_normal(8, 64))
     x = _normal(64)

@@ -226,7 +226,7 @@ def test_products_that_are_structured(names, batch):
 KINDS = ["diagonal", "tridiagonal", "kronecker", "update of dense", "update of diagonal"]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("kronecker-update of dense")
 @pytest.mark.parametrize("left", KINDS)
 @pytest.mark.parametrize("right", KINDS)
 def test_every_pair(left, right):
@@ -235,7 +235,7 @@ def test_every_pair(left, right):
     _same(jax.jit(ql.quaxify(f))(a, b), f(ql.materialise(a), ql.materialise(b)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("kronecker")
 @pytest.mark.parametrize("name", KINDS)
 def test_with_a_dense_array(name):
     a, x = MAKERS[name](()), _normal(N, N, seed=7)
@@ -289,7 +289,7 @@ def test_rectangular_kronecker(p, q, r, s):
     np.testing.assert_allclose(trace, np.trace(np.kron(a, b)), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.quick("4-4-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "n", "rank"), [(3, 5, 2), (5, 3, 1), (4, 4, 0), (1, 2, 3)])
 def test_rectangular_update(m, n, rank):
     base, u, v, x = _normal(m, n), _normal(m, rank), _normal(n, rank, seed=1), _normal(n)
@@ -297,7 +297,7 @@ def test_rectangular_update(m, n, rank):
     np.testing.assert_allclose(found, base @ x + u @ (v.T @ x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.quick("diagonal-ij,jk->ik")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", ["ij,jk->ik", "ij,kj->ki", "ij,ki->jk", "bij,bj->bi", "bij,jb->ib", "bij,cj->bci", "bij,bcj->cib"]
 )

@@ -56,6 +56,7 @@ def test_of_size_one_and_larger():
                 _agrees(f, a, b)
 
 
+@pytest.mark.quick("sub")
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p], ids=str)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_the_primitives_repeat_axes_of_size_one(primitive):
@@ -73,7 +74,7 @@ _STACKS = {
 }
 
 
-@pytest.mark.quick("(3, 1)-add-a tridiagonal and a diagonal")
+@pytest.mark.slow
 @pytest.mark.parametrize("names", _STACKS.values(), ids=_STACKS)
 @pytest.mark.parametrize("primitive", [jax.lax.add_p, jax.lax.sub_p, jax.lax.mul_p], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 1)], ids=str)
@@ -228,6 +229,7 @@ def test_an_outer_gradient_through_a_custom_derivative(f):
     jtu.tree_map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-8), found, expected)
 
 
+@pytest.mark.quick("tridiagonal", "kronecker", "update of dense", "update of diagonal")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 def test_products_over_both_axes_and_none(name):
@@ -276,7 +278,7 @@ _SINGULAR = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _SINGULAR)
 def test_an_update_of_a_singular_base_without_structure(name):
     """Woodbury's formula would divide by zero."""

@@ -146,7 +146,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("jit", [False, True])
 def test_as_pint(name, jit, default_promotion):

@@ -14,6 +14,7 @@ from tests.kernels.weights import tpu_at_hand
 RECORD = json.loads(kernels_check.RECORD.read_text())
 
 
+@pytest.mark.slow
 def test_the_record_and_its_page_are_of_the_rows_of_today():
     for name, of_target in RECORD.items():
         rows = [row.name for row in compiled_rows.rows(TARGETS[name].platform)]
@@ -113,6 +114,7 @@ def test_every_kind_of_row_lowers(platform):
             assert jax.jit(row.fn).trace(*row.operands).lower(lowering_platforms=(platform,)) is not None
 
 
+@pytest.mark.slow
 def test_what_counts_as_worse():
     row = {"row": "NF4", "fused": True, "registers": 80, "spills": 0, "temporaries": 0}
     assert kernels_check.problems("h100", row, row) == []

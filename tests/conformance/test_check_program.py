@@ -224,7 +224,7 @@ def _marked_line(fn):
     return f"{__file__}:{found} ({fn.__name__})"
 
 
-@pytest.mark.quick("_norm_of_numpy", "_dtype")
+@pytest.mark.quick("_dtype")
 @pytest.mark.parametrize("fn", WRONG)
 def test_the_line_is_named(fn):
     report = check_program(fn, X, transforms=["eager"])
@@ -233,6 +233,7 @@ def test_the_line_is_named(fn):
     assert _marked_line(fn) in str(report)
 
 
+@pytest.mark.slow
 def test_the_line_that_writes_to_an_array_is_named():
     def writes(x):
         x[0] = 1.0
@@ -248,6 +249,7 @@ def test_the_line_that_writes_to_an_array_is_named():
     assert given[0] == 2.0  # a copy was written to
 
 
+@pytest.mark.slow
 def test_a_weak_type_is_part_of_the_array():
     def reads(x):
         return x * (2.0 if x.weak_type else 1.0)
@@ -274,6 +276,7 @@ def test_the_line_that_a_library_calls_is_named_beside_the_users():
 # Arguments and transforms -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_argument_is_tried_on_its_own():
     report = check_program(lambda x, y: x * float(jnp.sum(y)), X, Y, which=["refuses"], transforms=["eager"])
     assert {check.name: check.results["eager"] for check in report.checks} == {

@@ -146,7 +146,7 @@ MINUS = {"minus": lambda x: -x}
 ROWS = {"rows": lambda x: lax.map(lambda row: row * 2.0, x)}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("WrongShape-programs0-aval")
 @pytest.mark.parametrize(
     ("cls", "programs", "culprit"),
     [
@@ -244,6 +244,7 @@ def test_what_is_no_value_is_refused():
 
 
 class TestRefuses:
+    @pytest.mark.slow
     def test_a_loss_is_a_failure_that_names_the_primitive(self):
         report = check_type(pair(refuses(Pair)), programs=MINUS)
         assert [c.name for c in report.failures] == ["minus"]
@@ -263,6 +264,7 @@ class TestRefuses:
             ql.quaxify(jnp.tanh)(w)
         assert type(pickle.loads(pickle.dumps(w))) is cls
 
+    @pytest.mark.slow
     def test_as_a_decorator(self):
         assert not check_type(strict(jnp.ones(3)), programs=MINUS).failures
 

@@ -15,7 +15,7 @@ PROGRAMS = {
 
 
 # Kernels are made for shapes that are known: the reference runs where one is open, and says so.
-@pytest.mark.quick("NF4Array-x @ w.T")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::quaxlike.kernels.KernelFallbackWarning")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_products_with_other_dtypes(name):
     with jax.numpy_dtype_promotion("standard"):

@@ -20,6 +20,7 @@ QUICK = ["LowRankUpdate of Int4Array", "TrainableArray of NF4Array", "LoraBias"]
 ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TYPES]
 
 
+@pytest.mark.quick("TrainableArray of NF4Array", "LoraBias")
 @pytest.mark.parametrize("name", ALL)
 def test_nans_are_asked_for_of_one_array(name):
     with under(True), ql.on_materialise("allow"):

@@ -29,6 +29,7 @@ class Stopped(ql.ArrayValue):
         return self.stopped
 
 
+@pytest.mark.quick("relu")
 @pytest.mark.parametrize(
     "f",
     [
@@ -52,6 +53,7 @@ class Default(ql.ArrayValue):
         return jnp.zeros(self.array.shape, float)
 
 
+@pytest.mark.slow
 def test_64_bit_types_switched_on():
     x = Default(jnp.zeros(2, jnp.float32))
     for on in (False, True, False):
@@ -147,6 +149,7 @@ class Held(ql.ArrayValue):
         return ql.materialise(self.value)
 
 
+@pytest.mark.quick("Held")
 @pytest.mark.parametrize("wrap", [lambda x: x, Held])
 def test_statics_that_are_equal_and_of_other_types(wrap, default_promotion):
     for number in (1, 1.0, True, 1):
@@ -158,6 +161,7 @@ def test_statics_that_are_equal_and_of_other_types(wrap, default_promotion):
         np.testing.assert_array_equal(y, dense * jnp.arange(2))
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize(
     "make", [lambda: ql.SparseArray.from_dense(jnp.eye(2)), lambda: ql.Int8Array.quantize(jnp.ones((2, 2)))]
 )
@@ -214,6 +218,7 @@ class ImplicitTimes(ImplicitArray):
         return self.array * self.by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [(Times, NoRule), (ImplicitTimes, ImplicitNoRule)])
 def test_asking_for_a_shape_loses_nothing(types):
     outer, held = types

@@ -67,6 +67,7 @@ def _dense(ws: list[Scaled], x: Array) -> Array:
     return _layers([w.array * w.scale for w in ws], x)
 
 
+@pytest.mark.slow
 def test_traced_once_for_all_layers():
     ws, x = [_scaled() for _ in range(5)], jnp.arange(3.0)
     np.testing.assert_allclose(jax.jit(ql.quaxify(_layers))(ws, x), _dense(ws, x), rtol=1e-5)
@@ -117,6 +118,7 @@ def test_under_transforms(transform: Any, shape: tuple[int, ...]):
     )
 
 
+@pytest.mark.slow
 def test_a_rule_of_a_part_that_is_registered_later():
     w = Scaled(Opaque(jnp.eye(3)), jnp.float32(1.0))
     f = lambda w, x: jnp.sum(w @ x)
@@ -141,6 +143,7 @@ def test_a_declined_call_stays_declined():
     assert len(CALLS) >= 2
 
 
+@pytest.mark.slow
 def test_a_rule_that_loses_a_type_is_asked_at_each_place():
     class Part(ql.ArrayValue):
         array: Array

@@ -52,6 +52,7 @@ def test_leaf_shapes_are_in_the_key():
         np.testing.assert_allclose(quaxified(w, x), _loop(w.materialise(), x), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_leaf_dtypes_and_statics_are_in_the_key():
     f = jax.jit(lambda x: x * 2.0)
     quaxified = ql.quaxify(f)
@@ -60,6 +61,7 @@ def test_leaf_dtypes_and_statics_are_in_the_key():
     assert quaxified(Strict(jnp.ones(2, jnp.float16), "a")).array.dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_a_rule_registered_after_a_jitted_call_takes_effect():
     class Late(ql.ArrayValue):
         array: Any

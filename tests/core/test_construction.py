@@ -169,6 +169,7 @@ class TestParametric:
         found = resolver((rules,)).candidates((jax.lax.sin_p, Metres))
         assert [rule.rule.written for rule in found] == [_sin]
 
+    @pytest.mark.slow
     def test_operators_and_gradient(self):
         x = WithOperators[int](jnp.arange(3.0), unit="s")
         assert type(x + 1.0) is WithOperators[int]

@@ -235,6 +235,7 @@ class TestShipped:
     def test_no_two_rules_are_ambiguous(self):
         ql.check_ambiguities()
 
+    @pytest.mark.slow
     def test_no_two_rules_are_ambiguous_for_all_types_together(self):
         ql.check_ambiguities(*_shipped())
 

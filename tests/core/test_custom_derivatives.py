@@ -65,7 +65,7 @@ def _gradients(f: Any, make: Any, at: Any) -> tuple[Any, Any]:
         return found, jax.grad(lambda a: total(f(ql.materialise(make(a)))))(at)
 
 
-@pytest.mark.quick("tangent-jit-LoraArray")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staged", "name"),
     [
@@ -81,7 +81,7 @@ def test_a_type_that_is_not_linear_is_staged(function, name, staged):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("checkpoint-relu")
 @pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.relu6])
 @pytest.mark.parametrize("staged", [jax.jit, jax.checkpoint])
 def test_a_linear_type_whose_tangent_is_dense(staged, function):
@@ -89,6 +89,7 @@ def test_a_linear_type_whose_tangent_is_dense(staged, function):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [lambda f: f, jax.jit])
 def test_a_derivative_that_calls_a_function_whose_tangent_is_dense(staged):
     """As `jnp.i0`, whose derivative is `i1`: what that gives is decided as where it is differentiated."""
@@ -123,6 +124,7 @@ def test_a_derivative_that_raises_is_not_needed():
     assert type(f(_lora(A))) is ql.LoraArray
 
 
+@pytest.mark.slow
 def test_the_type_is_kept_where_nothing_is_differentiated():
     with ql.on_materialise("error"):
         for f in FUNCTIONS.values():
@@ -184,7 +186,7 @@ def test_cotangents_of_nested_annotations(function, wrapped):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("<lambda>0-float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
     "make", [lambda a: NamedArray(a, ("a", "b")), lambda a: DiagonalMatrix(a[0]), lambda a: _lora(a[:1])]
@@ -248,6 +250,7 @@ def _plain_and_with_derivatives(f: Any) -> Any:
     return f, by_jvp, by_vjp
 
 
+@pytest.mark.quick("<lambda>-2", "checkpoint-1")
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jax.checkpoint])
 def test_the_gradient_of_a_type_without_a_dense_array(stage, levels):

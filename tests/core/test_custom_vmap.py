@@ -59,6 +59,7 @@ class TestBatches:
     def run(self, jitted, f, *args):
         return jax.jit(f)(*args) if jitted else f(*args)
 
+    @pytest.mark.quick("False")
     def test_none(self, jitted):
         out = self.run(jitted, ql.quaxify(product), w(), X)
         assert type(out["w"]) is ql.LoraArray
@@ -82,6 +83,7 @@ class TestBatches:
         assert out["w"].shape == (3, 8, 8)
         close(out["y"], 10 * XS @ dense(w()).T)
 
+    @pytest.mark.quick("True")
     def test_of_a_part_of_a_value(self, jitted):
         """The adapters are batched and the base is not: the rule sees a stack."""
         axes = jax.tree.map(lambda trained: 0 if trained else None, ql.trainable(w()))
@@ -91,6 +93,7 @@ class TestBatches:
         out = self.run(jitted, f, mixed, X)
         close(out["y"], 10 * np.broadcast_to(dense(w()) @ X, (3, 8)))
 
+    @pytest.mark.slow
     def test_one_after_the_other(self, jitted):
         f = ql.quaxify(lambda w, xs: jax.vmap(sequential_vmap(lambda w, x: w @ x), (None, 0))(w, xs))
         close(self.run(jitted, f, w(), XS), XS @ dense(w()).T)

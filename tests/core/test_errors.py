@@ -177,7 +177,7 @@ class TestResultsOfRules:
         with pytest.raises(ql.RuleError, match=r"found float32\[7\]\.\n"):
             ql.quaxify(jnp.sin, rules=rules)(Own(X))
 
-    @pytest.mark.quick("<lambda>1-Box")
+    @pytest.mark.slow
     @pytest.mark.parametrize("result", [jnp.asarray, Box])
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda *xs: jax.jit(f)(*xs)])
     def test_another_dtype_is_a_warning_once_for_each_rule(self, result, wrap, trusting):
@@ -198,7 +198,7 @@ class TestResultsOfRules:
         f(Box(n[:1]), n[:1])
         ql.quaxify(jax.lax.add, rules=rules)(Box(n[0]), n[0])
 
-    @pytest.mark.quick(2)
+    @pytest.mark.quick("jit-<lambda>0")
     @pytest.mark.parametrize("inner", [lambda f: f, lambda f: lambda *xs: jax.jit(f)(*xs)])
     @pytest.mark.parametrize("outer", [lambda f: f, jax.jit])
     def test_another_shape_is_a_warning_once_for_a_type_that_refuses_to_materialise(
@@ -396,6 +396,7 @@ class TestValues:
             ):
                 Odd(X, static)
 
+    @pytest.mark.quick("{'a': 1}")
     @pytest.mark.parametrize("static", [[1], {"a": 1}, {1, 2}], ids=repr)
     def test_static_fields_that_are_only_compared(self, static):
         """As JAX does, which compares them and does not hash them."""

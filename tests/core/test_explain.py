@@ -224,6 +224,7 @@ class TestWhere:
         (loss,) = explain(lambda x: (f(x), f(x)), Scaled(X)).materialised
         assert (loss.count, loss.bytes) == (2, 48)
 
+    @pytest.mark.quick("filter_jit")
     @pytest.mark.parametrize("transform", [jax.jit, eqx.filter_jit, jax.grad])
     def test_caches_hide_nothing(self, transform):
         inner = transform(lambda x: jnp.sin(x).sum())

@@ -261,6 +261,7 @@ def test_a_shape_that_needs_itself(cls, ask):
             ASKED[ask](cls(jnp.ones((3, 3))))
 
 
+@pytest.mark.slow
 def test_a_shape_that_needs_that_of_a_part_of_the_same_class():
     class Twice(ql.ArrayValue):
         part: Any

@@ -45,7 +45,7 @@ def test_under_jit_it_is_not_used_as_an_array(name):
         jax.jit(lambda s: ql.materialise(jax.jacfwd(lambda s: x * s)(s)))(3.0)
 
 
-@pytest.mark.quick("SparseArray", "SparseArray, one element", "SparseArray, vector")
+@pytest.mark.quick("SparseArray, vector")
 @pytest.mark.parametrize("name", [name for name in MAKE if "Sparse" in name])
 def test_a_pattern_of_zeros_is_not_used_as_an_array(name):
     x = MAKE[name]()

@@ -115,6 +115,7 @@ def test_static_arguments():
     assert ql.quaxify(lambda x: f(x, 3))(_pair()).left[1] == 3.0
 
 
+@pytest.mark.slow
 def test_pmap():
     x = strict_pair(jnp.arange(4.0).reshape(4, 1))
     inside = ql.quaxify(jax.pmap(lambda x: x * 2.0))(x)

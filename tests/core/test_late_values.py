@@ -146,7 +146,7 @@ _INNER = {
 }
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", _INNER)
 @pytest.mark.parametrize("multiply", [jnp.multiply, lax.mul, lambda x, y: x * y])
 def test_built_inside_an_inner_transform(name, multiply):
@@ -158,7 +158,9 @@ def test_built_inside_an_inner_transform(name, multiply):
         np.testing.assert_array_equal(out.array, y * y)
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(
+    "<lambda>-m^2_0-checkpoint", "<lambda>-m^2_1-jvp", "<lambda>-m0-checkpoint", "<lambda>-m1-jvp"
+)
 @pytest.mark.parametrize("name", _INNER)
 @pytest.mark.parametrize(
     ("operate", "unit"),
@@ -224,7 +226,7 @@ def test_the_derivative_of_what_is_not_linear_is_dense_under_the_policy():
         f(jnp.arange(3.0))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("mul-1-of what is not linear", "<lambda>-2-array")
 @pytest.mark.parametrize("make", [lambda y: y, product], ids=["array", "of what is not linear"])
 @pytest.mark.parametrize("paths", [1, 2])
 @pytest.mark.parametrize("multiply", [jnp.multiply, lax.mul, lambda x, y: x * y])
@@ -270,6 +272,7 @@ def _says_that_it_is_cut_off() -> bool:
     return seen[0] is None
 
 
+@pytest.mark.quick("closed over-relu6", "closed over-custom_vjp", "made-relu6", "made-custom_vjp")
 @pytest.mark.parametrize("name", _custom())
 @pytest.mark.parametrize("origin", ["closed over", "made"])
 def test_functions_with_a_derivative_of_their_own_inside_of_jit(name, origin):
@@ -421,6 +424,7 @@ def _of_sums():
 _SUM = _Sum(array(np.eye(2)), array(2.0 * np.eye(2)))
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("name", _of_sums())
 def test_a_rule_uses_parts_that_are_values(name, levels):

@@ -269,6 +269,7 @@ def test_programs_on_values_are_those_on_arrays(type_name, transform, levels):
         jtu.tree_map(same, found, _expected(name, transform))
 
 
+@pytest.mark.quick("custom_jvp-<lambda>")
 @pytest.mark.parametrize(
     "stage", [jax.jit, jax.checkpoint, lambda f: lambda x: jnp.full(2, jax.eval_shape(f, x).size)]
 )

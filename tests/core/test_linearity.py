@@ -82,6 +82,7 @@ class TestIsLinear:
         assert is_linear(Sometimes(jnp.ones(2), True))
         assert not is_linear(Sometimes(jnp.ones(2), False))
 
+    @pytest.mark.quick("SparseArray", "OneHotVector")
     @patterns
     def test_patterns(self, x, y):
         z = jax.tree.map(lambda leaf: 2 * leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf + 0, x)
@@ -187,7 +188,7 @@ class TestCustomDerivatives:
                     out = eqx.combine(run(x), x)
                     np.testing.assert_allclose(ql.materialise(out), 2.0 * ql.materialise(x))
 
-    @pytest.mark.quick("SparseArray", "OneHotVector")
+    @pytest.mark.quick("OneHotVector")
     @patterns
     def test_tangents_of_another_pattern(self, x, y):
         @jax.custom_jvp
@@ -265,7 +266,7 @@ class TestLeavesThatAreNotElements:
             inside = ql.quaxify(jax.grad(loss))(x)
             np.testing.assert_allclose(ql.materialise(inside), jax.grad(loss)(ql.materialise(x)), rtol=1e-5)
 
-    @pytest.mark.quick("Doubled", "Pair", "of names")
+    @pytest.mark.quick("Pair", "of names")
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_linear_solve(self, x):
         a = jnp.eye(3) + 0.1 * MATRIX
@@ -306,6 +307,7 @@ class TestLeavesThatAreNotElements:
         assert seen == [Transposed]
 
 
+@pytest.mark.slow
 def test_a_linear_solve_for_a_sparse_right_hand_side():
     """Its places are not solved for."""
     b = _sparse([0.0, 2.0], [1.0, 0.0])

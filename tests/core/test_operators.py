@@ -56,7 +56,7 @@ def same(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(ql.materialise(a), b), x, y, is_leaf=ql.is_value)
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("op", [*ARITHMETIC, *COMPARISONS])
 @pytest.mark.parametrize("other", [array([3.0, 1.0, 2.0]), np.array([3.0, 1.0, 2.0], np.float32)])
 def test_binary_on_both_sides(op, other):
@@ -75,6 +75,7 @@ def test_scalars_on_both_sides(op, scalar):
     same(op(scalar, FLOATS), op(scalar, dense))
 
 
+@pytest.mark.quick("or_", "lshift", "rshift")
 @pytest.mark.parametrize("op", BITWISE)
 def test_bitwise(op):
     dense = INTEGERS.materialise()
@@ -149,6 +150,7 @@ def test_methods(name):
     same(out, getattr(MATRIX.materialise(), name)(*METHODS[name]))
 
 
+@pytest.mark.slow
 def test_choose():
     choices = [jnp.arange(3) + i for i in range(7)]
     same(INTEGERS.choose(choices, mode="clip"), INTEGERS.materialise().choose(choices, mode="clip"))

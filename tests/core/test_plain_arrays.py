@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
 import equinox as eqx, jax, jax.numpy as jnp, quaxlike as ql
 from quaxlike.core.plain_arrays import hooks
@@ -37,5 +39,6 @@ assert ql.quaxify(loop)(Tagged(jnp.ones(()), "a")).tag == "a"
 """
 
 
+@pytest.mark.slow
 def test_a_type_of_ones_own_fills_them():
     subprocess.run([sys.executable, "-c", _PROGRAM], check=True, timeout=120)

@@ -40,7 +40,9 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(
+    "select-full", "select, False-int8", "select_n-names of a sparse array", "NumPy-unit", "jit-lora"
+)
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_python_bool_selects(selection, kind):
@@ -93,6 +95,7 @@ class _Held(ql.ArrayValue):
         return self.array
 
 
+@pytest.mark.quick(39)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("number", [2.0, np.float32(2), np.full(3, 2, np.float32), array(np.full(3, 2.0))])
 @pytest.mark.parametrize(

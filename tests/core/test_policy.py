@@ -118,6 +118,7 @@ class TestModes:
 class TestWhere:
     """The mode reaches every way to a materialisation."""
 
+    @pytest.mark.quick(7)
     @pytest.mark.parametrize(
         "f",
         [
@@ -204,6 +205,7 @@ class TestWhere:
         with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError):
             f(Plain(X))
 
+    @pytest.mark.slow
     def test_jitted_functions_in_tasks_that_overlap(self):
         lossy, kept = jax.jit(ql.quaxify(tanh)), jax.jit(ql.quaxify(lambda x: x))
         kept_at = []
@@ -242,6 +244,7 @@ class TestWhere:
                 jax.jit(ql.quaxify(tanh))(Plain(X))
         ql.quaxify(tanh)(Plain(X))
 
+    @pytest.mark.slow
     def test_one_object_in_several_threads(self):
         strict = ql.on_materialise("error")
         barrier = threading.Barrier(4)
@@ -346,6 +349,7 @@ class TestMessage:
             '  To let it happen: `with quaxlike.on_materialise("allow")`.',
         ]
 
+    @pytest.mark.slow
     def test_a_warning_is_about_what_happened(self):
         with pytest.warns(ql.MaterialisationWarning) as caught, ql.on_materialise("warn"):
             ql.quaxify(jax.lax.lgamma)(Plain(X))
@@ -426,6 +430,7 @@ class TestMessage:
             ql.quaxify(lambda x: jax.grad(lambda y: f(y).sum())(x), rules=rules)(Kept(X))
         assert f"at {__file__}:" in str(caught.value)
 
+    @pytest.mark.slow
     def test_names_the_library_that_was_called(self):
         model = eqx.tree_at(lambda m: m.layer.weight, _model(), Plain(jnp.ones((3, 3))))
         with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError) as caught:
@@ -505,6 +510,7 @@ class TestTraceback:
         assert "process_primitive" in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.slow
 def test_none_is_left_behind_at_the_limit_of_recursion():
     """Wherever the error comes: while a policy is entered, inside of it, or while it is left."""
 

@@ -89,7 +89,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick("a constant that is used twice", "conversions of one array")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_constants_stay_what_they_are(name):
     def loss(w, c, xs):
@@ -105,6 +105,7 @@ def test_constants_stay_what_they_are(name):
     assert not disagreement(jax.jvp(one, (xs,), (xs,))[1], jax.jvp(lambda x: loss(w, c, x), (xs,), (xs,))[1])
 
 
+@pytest.mark.slow
 def test_an_equation_without_results(capfd):
     """As of `jax.debug.print`, and of assertions."""
 

@@ -62,6 +62,7 @@ X = array(np.arange(9.0).reshape(3, 3))
 NEGATED = ql.quaxify(lambda x: jax.lax.map(lambda row: -row, x))
 
 
+@pytest.mark.quick("Refusing")
 @pytest.mark.parametrize("cls", [Twice, Refusing])
 def test_rows_of_the_leaves_are_rows_of_the_array(cls):
     with ql.on_materialise("error"):
@@ -73,6 +74,11 @@ def test_rows_of_the_leaves_are_rows_of_the_array(cls):
 NO_HOOK = r"define `\w+.leading_axis"
 
 
+@pytest.mark.quick(
+    "Transposed-define `\\\\w+.leading_axis",
+    "Labelled-define `\\\\w+.leading_axis",
+    "NoRows-A row of this NoRows is not of its type",
+)
 @pytest.mark.parametrize(
     ("cls", "hint"),
     [
@@ -110,6 +116,7 @@ def _(x: Scaled, y: jax.Array, **params):
     return Scaled(x.array, x.scale * y) if y.ndim == 0 else NotImplemented
 
 
+@pytest.mark.slow
 def test_results_of_iterations_are_stacked_where_their_leaves_are_rows():
     f = lambda x: jax.lax.map(lambda y: x * y, jnp.arange(3.0))
     x = Scaled(jnp.arange(1.0, 4.0), jnp.array(2.0))
@@ -137,7 +144,7 @@ class Holder(ql.ArrayValue):
         return ql.materialise(self.value) - ql.materialise(self.x)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("NoRows")
 @pytest.mark.parametrize("part", [Twice, Transposed, NoRows])
 def test_fields_of_any_name_that_hold_values(part):
     held = Holder(part(X), part(X**2))

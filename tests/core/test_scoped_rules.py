@@ -80,7 +80,7 @@ def test_declining_asks_the_next_layer():
     _check(ql.quaxify(sin, rules=rules)(Local(X)), 5.0)
 
 
-@pytest.mark.quick("<lambda>0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -137,6 +137,7 @@ def test_policies_and_reports():
     assert _together(work, 60) == [1] * 60
 
 
+@pytest.mark.slow
 def test_one_warning(monkeypatch):
     """Counted where the core gives it: `warnings.catch_warnings` is of the process, and beartype's, in other
     threads, would take the warning."""

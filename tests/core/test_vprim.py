@@ -82,7 +82,7 @@ class TestLinearSolve:
         np.testing.assert_allclose(jax.jacfwd(f)(D), by_hand, rtol=1e-5)
         np.testing.assert_allclose(jax.grad(f)(D), by_hand, rtol=1e-5)
 
-    @pytest.mark.quick("lu")
+    @pytest.mark.slow
     @pytest.mark.parametrize("solver", ["lu", "cg"])
     def test_a_derivative_keeps_a_type_that_refuses(self, solver):
         """Its tangents are of the type as well, and are solved for like it."""

@@ -54,6 +54,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_closed_over_is_not_compared_as_a_pytree():
     prune = lambda w, x: jnp.where(w != 0, x, 0.0).sum()
     expected = prune(DENSE, X)
@@ -67,7 +68,7 @@ def same(x, y):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(ql.materialise(a), b), x, y, is_leaf=ql.is_value)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("other0-add", "other0-gt")
 @pytest.mark.parametrize("op", BINARY)
 @pytest.mark.parametrize("other", [X, np.arange(1.0, 5.0, dtype=np.float32), 2.0, "itself"])
 def test_operators_of_two_operands_where_a_level_dispatches(op, other):
@@ -217,6 +218,7 @@ def test_copies_and_containers():
         W in [Own(W.array)]  # noqa: B015
 
 
+@pytest.mark.quick("array_equiv")
 @pytest.mark.parametrize("function", [np.array_equal, np.array_equiv])
 def test_numpy_does_not_take_a_refusal_for_an_answer(function):
     metres, seconds = unitful.Unitful(X, "m"), unitful.Unitful(X, "s")

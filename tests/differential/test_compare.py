@@ -26,7 +26,7 @@ def test_nan_may_stay_zero_outside_of_a_structure():
     assert check(TIMES_NAN).status == "equal"
 
 
-@pytest.mark.quick("program0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [TIMES_NAN, Program("SparseArray", numbers="NaN", steps=(Step("2 * x"),))]
 )
@@ -36,6 +36,7 @@ def test_nan_may_not_be_lost_where_something_is_stored(program, monkeypatch):
         check(program)
 
 
+@pytest.mark.slow
 def test_an_error_while_a_program_runs_is_a_finding(monkeypatch):
     def fail(x):
         raise RuntimeError("while it runs")

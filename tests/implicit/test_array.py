@@ -35,6 +35,7 @@ class Bare(ImplicitArray, warn_on_materialize=False):
 
 
 class TestShapeAndDtype:
+    @pytest.mark.slow
     def test_given(self):
         x = Codes(jnp.ones((2, 3), jnp.int8), jnp.ones(2), shape=(2, 3), dtype=jnp.bfloat16)
         assert (x.shape, x.dtype, x.ndim, x.size) == ((2, 3), jnp.bfloat16, 2, 6)
@@ -115,6 +116,7 @@ class TestShapeAndDtype:
         with ql.on_materialise("allow"), pytest.raises(RuntimeError, match="too large"):
             implicit(jnp.sin)(x)
 
+    @pytest.mark.slow
     def test_static_fields(self):
         (field,) = [f for f in dataclasses.fields(Codes) if f.name == "bits"]
         assert field.metadata["static"]
@@ -146,6 +148,7 @@ class TestShapeFollowsTheFields:
         assert seen == [(4, 3)]
         np.testing.assert_array_equal(out, self.stacked().materialise())
 
+    @pytest.mark.slow
     def test_scan(self):
         seen = []
 
@@ -157,11 +160,13 @@ class TestShapeFollowsTheFields:
         assert set(seen) == {(4, 3)}
         np.testing.assert_allclose(out, self.stacked().materialise().sum(0), rtol=1e-6)
 
+    @pytest.mark.slow
     def test_slices(self):
         assert jax.tree.map(lambda x: x[0], self.stacked()).shape == (4, 3)
         assert jax.tree.map(lambda x: x[1:3], self.stacked()).shape == (2, 4, 3)
         assert jax.tree.map(lambda x: x[0, 0], self.stacked()).shape == (3,)
 
+    @pytest.mark.slow
     def test_stacks(self):
         parts = [Codes.quantize(w) for w in normal(5, 4, 3)]
         whole = jax.tree.map(lambda *xs: jnp.stack(xs), *parts)
@@ -174,6 +179,7 @@ class TestShapeFollowsTheFields:
         assert made.shape == (5, 4, 3)
         assert jax.vmap(jax.vmap(Codes.quantize))(normal(2, 5, 4, 3)).shape == (2, 5, 4, 3)
 
+    @pytest.mark.slow
     def test_structures_agree(self):
         """A row of a stack is a value like one that was made alone: both may be branches of a cond."""
         stack = jax.vmap(Codes.quantize)(normal(5, 4, 3))
@@ -182,6 +188,7 @@ class TestShapeFollowsTheFields:
         out = jax.lax.cond(True, lambda: row, lambda: alone)
         assert out.shape == (4, 3)
 
+    @pytest.mark.slow
     def test_a_leaf_that_all_share(self):
         class Shared(ImplicitArray, warn_on_materialize=False):
             codes: jax.Array
@@ -259,6 +266,7 @@ class TestAstype:
         assert y.shape == x.shape
         np.testing.assert_allclose(y.materialise().astype(jnp.float32), x.materialise(), rtol=1e-2)
 
+    @pytest.mark.slow
     def test_is_cast_even_if_materialize_does_not(self):
         x = Bare(jnp.ones((2, 3))).astype(jnp.float16)
         assert x.dtype == x.materialise().dtype == jnp.float16
@@ -293,6 +301,7 @@ class TestNesting:
         np.testing.assert_array_equal(x.materialise(), materialize_nested(x, full=True))
         assert (x.shape, x.dtype) == ((4, 3), jnp.float32)
 
+    @pytest.mark.quick("jit")
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_deep(self, wrap):
         x = Outer(Outer(Outer(Codes.quantize(normal(4, 3)))))
@@ -316,6 +325,7 @@ class TestNesting:
         assert materialize_nested(x) is x
         assert materialize_nested(x, full=True) is x
 
+    @pytest.mark.slow
     def test_other_values_inside(self):
         x = Outer(ql.Int8Array.quantize(normal(4, 8)))
         np.testing.assert_allclose(x.materialise(), 2 * ql.materialise(x.inner), rtol=1e-6)
@@ -370,6 +380,7 @@ class TestCommuting:
 
         return Commuting, Ordered
 
+    @pytest.mark.slow
     def test_operands_are_swapped(self):
         commuting, ordered = self._types()
         x = jnp.ones(3)

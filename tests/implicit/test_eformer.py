@@ -218,6 +218,7 @@ class TestResultsOfMaterialize:
             np.testing.assert_array_equal(ql.materialise(x), result)
             np.testing.assert_array_equal(ql.quaxify(jnp.negative)(x), -result)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("result", [[1.0, 2.0], None, "text"])
     def test_anything_else_is_an_error(self, result):
         style, core = self.types(result)
@@ -281,7 +282,7 @@ _register_loosely()
 class TestLooseHandlers:
     W, INPUTS = normal(4, 8), normal(3, 4)
 
-    @pytest.mark.quick("jit")
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_products(self, wrap):
         w = Sixteenths.quantize(self.W)

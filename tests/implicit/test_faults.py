@@ -75,7 +75,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick("while-jit", "fori-eager", "checkpoint-jit", "jit-eager", "vjp-jit")
 @pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS.keys())
 def test_weights_stay_as_they_are(wrap, outside):
@@ -83,7 +83,7 @@ def test_weights_stay_as_they_are(wrap, outside):
     np.testing.assert_allclose(f(X, q()), expected(), rtol=1e-5)
 
 
-@pytest.mark.quick("jit", "<lambda>")
+@pytest.mark.quick("<lambda>")
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda f: f])
 def test_gradients_beside_weights(wrap):
     loss = implicit(wrap(lambda x, w: ((x @ w) ** 2).sum()))

@@ -61,6 +61,7 @@ class TestImplicit:
         with implicit:
             assert (Box(X) + 1.0)[0] == 1.0
 
+    @pytest.mark.slow
     def test_contexts_of_threads(self):
         done = []
 
@@ -157,7 +158,7 @@ class TestRegister:
         assert [w.filename for w in met] == [__file__]
         assert not list(rules)
 
-    @pytest.mark.quick("hint1", "hint2")
+    @pytest.mark.slow
     @pytest.mark.parametrize("hint", [Codes | Any, jax.Array | Codes | Any, Any | Codes])
     def test_a_union_that_names_a_type_is_for_that_type(self, hint):
         rules = ql.RuleSet()

@@ -53,6 +53,7 @@ class TestStacks:
         np.testing.assert_array_equal(stack.materialize(), dense)
         np.testing.assert_array_equal(stack.astype(jnp.float16).astype(jnp.float32), dense)
 
+    @pytest.mark.slow
     def test_stacks_of_stacks(self):
         stack, dense = self.made(3)
         twice = jax.tree.map(lambda *xs: jnp.stack(xs), stack, stack)
@@ -65,6 +66,7 @@ class TestStacks:
         expected = np.asarray(stack.codes) * np.asarray(stack.scale[0])
         np.testing.assert_array_equal(shared.materialise(), expected)
 
+    @pytest.mark.quick("3")
     @pytest.mark.parametrize("n", [3, 5])
     def test_scan_runs_over_the_items(self, n):
         stack, dense = self.made(n)
@@ -81,6 +83,7 @@ class TestStacks:
         assert jax.tree.structure(made) == jax.tree.structure(expected)
         np.testing.assert_allclose(made.materialise(), expected.materialise(), rtol=1e-6)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_inside(self, wrap):
         stack, dense = self.made(3)

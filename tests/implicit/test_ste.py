@@ -41,6 +41,7 @@ class Scaled(ql.ArrayValue):
 
 
 class TestArrays:
+    @pytest.mark.quick("jit")
     @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
     def test_value_and_gradient(self, wrap):
         f = wrap(lambda w: (ste(jnp.round)(w) ** 2).sum())
@@ -53,6 +54,7 @@ class TestArrays:
         np.testing.assert_array_equal(y, jnp.sign(W))
         np.testing.assert_array_equal(dy, 2 * W)
 
+    @pytest.mark.slow
     def test_vmap(self):
         grads = jax.vmap(jax.grad(lambda w: (ste(jnp.round)(w) * w).sum()))(W)
         np.testing.assert_allclose(grads, jnp.round(W) + W, rtol=1e-6)
@@ -86,7 +88,7 @@ class TestArrays:
         assert ste(jnp.round)(x=1.4) == 1.0
         assert jax.grad(lambda v: ste(lambda w, n: jnp.round(w, n))(n=0, w=v))(1.4) == 1.0
 
-    @pytest.mark.quick(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
     @pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
     def test_second_derivatives(self, outer, inner):
@@ -103,6 +105,7 @@ class TestArrays:
         grads = jax.grad(lambda tree: rounded(tree)["a"] ** 2 + 3 * rounded(tree)["b"])({"a": 1.6, "b": 0.2})
         assert grads == {"a": 4.0, "b": 3.0}
 
+    @pytest.mark.slow
     def test_a_tree_of_which_some_leaves_become_values(self):
         encoded = ste(lambda tree: {"w": Codes.quantize(tree["w"]), "x": tree["x"]})
         f = lambda tree: (tree["x"] @ tree["w"]).sum()
@@ -131,6 +134,7 @@ class TestValues:
         np.testing.assert_array_equal(q.codes, Codes.quantize(W).codes)
         np.testing.assert_array_equal(ql.materialise(q), Codes.quantize(W).materialise())
 
+    @pytest.mark.quick("<lambda>0", "<lambda>1", "<lambda>3", "<lambda>4")
     @pytest.mark.parametrize(
         "order",
         [
@@ -226,6 +230,7 @@ class TestValues:
         if loop in ("scan", "cond"):
             np.testing.assert_allclose(jax.grad(wrapped)(w), jax.grad(wanted)(w), rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.quick("<lambda>-<lambda>", "quaxify-quantize", "quaxify-<lambda>")
     @pytest.mark.parametrize("encode", [Codes.quantize, lambda w: Codes.quantize(w).materialise()])
     @pytest.mark.parametrize("wrap", [lambda f: f, ql.quaxify])
     def test_gradients_pass_to_the_leaves_of_a_value(self, encode, wrap):
@@ -264,6 +269,7 @@ class TestValues:
         q = quantize(W).value
         np.testing.assert_array_equal(dataclasses.replace(q, scale=2 * q.scale).scale, 2 * q.scale)
 
+    @pytest.mark.slow
     def test_through_rules_that_return_values(self):
         dense = Codes.quantize(W).materialise()
         f = implicit(lambda w: (X @ (quantize(w) * 3.0)).sum())
@@ -298,6 +304,7 @@ class TestValues:
             dense = Codes.quantize(each).materialise()
             np.testing.assert_allclose(got, jax.grad(lambda w: ((X @ w) ** 2).sum())(dense), rtol=1e-4)
 
+    @pytest.mark.slow
     def test_scan(self):
         def f(w):
             q = quantize(w)

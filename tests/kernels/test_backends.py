@@ -23,6 +23,7 @@ def _backends(fn, x):
     return [eqn.params["backend"] for eqn in equations(jax.make_jaxpr(fn)(x))]
 
 
+@pytest.mark.slow
 def test_the_innermost_context_decides():
     x = jnp.ones((2, 64))
     assert _backends(_matmul, x) == [None]
@@ -34,6 +35,7 @@ def test_the_innermost_context_decides():
     assert _backends(_matmul, x) == [None]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_for_one_backend_is_not_reused_for_another():
     traces = []
 
@@ -82,6 +84,7 @@ def mesh():
     return jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.slow
 def test_a_program_that_xla_divides_runs_the_kernel_on_each_part(mesh):
     x = jnp.ones((128, 128))
     w = stored("nf4", 128, 256)
@@ -92,6 +95,7 @@ def test_a_program_that_xla_divides_runs_the_kernel_on_each_part(mesh):
     assert relative_error(y, np.float64(x) @ w.dense) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_reference_that_is_asked_for_is_plain_jax(mesh):
     """Which can be exported for many devices."""
     w = stored("nf4", 128, 256)

@@ -161,6 +161,7 @@ def test_vmap_over_rows_is_one_matmul():
     assert relative_error(fn(x), np.float64(x) @ w.dense.T) < 1e-6
 
 
+@pytest.mark.slow
 def test_vmap_over_weights():
     experts = [block_sparse(MASKS["mixed"], 8, seed=i) for i in range(3)]
     blocks = jnp.stack([w.blocks for w in experts])
@@ -200,6 +201,7 @@ def test_nothing_dense_is_made_of_the_weight():
     assert max(results) == w.blocks.size
 
 
+@pytest.mark.slow
 @given(
     st.tuples(st.integers(1, 7), st.integers(0, 5), st.integers(1, 6)).flatmap(
         lambda s: st.tuples(arrays(np.int32, s[:2], elements=st.integers(0, s[2])), st.just(s[2]))

@@ -81,7 +81,7 @@ def test_the_program_computes_the_sampled_product(b, m, dtype):
     assert not actual[expected == 0].any()
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 def test_padding_meets_nothing(transpose):
     """Infinite activations are not multiplied by the zeros of a slot without a block."""
@@ -155,7 +155,7 @@ def test_tilings_fit_every_gpu(b, m, transpose):
         assert p.kind != "sampled" or b % tiling.height == 0
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("9.0-64-35-by mma.sync")
 @_MAY_FALL_BACK
 @pytest.mark.parametrize(
     ("capability", "b", "m", "how"),

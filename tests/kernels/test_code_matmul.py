@@ -29,7 +29,7 @@ def unrounded(x, codes, scale):
     return x @ (values.astype(jnp.float32) * jnp.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)).T
 
 
-@pytest.mark.quick("fp8-1", "fp8-3")
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("activations", ["int8", "fp8"])
 def test_the_product_of_rounded_rows(activations, groups):
@@ -61,6 +61,7 @@ def test_derivatives_are_those_without_rounding(activations):
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_numbers_beyond_the_limit_are_clipped():
     codes, scale = weight("int8")
     x = normal(5, 24, seed=2)

@@ -98,7 +98,7 @@ def test_vmap_over_rows_and_over_weights():
     np.testing.assert_allclose(weights(stack, x), expected(stack, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("int32")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "complex64", "int8"])
 def test_dtypes(dtype):
     data, index, dense = weight(40, 300, 0.5)

@@ -29,7 +29,7 @@ WEIGHTS = Lazy(
 )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_of_a_product(weight):
     w = WEIGHTS[weight]

@@ -23,7 +23,7 @@ from .weights import gpu_at_hand, lowered, relative_error, stored_nf4, tpu_at_ha
 TABLE = [tiling for *_, tiling in tilings._TILINGS]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("tiling", sorted(set(TABLE), key=str), ids=str)
 def test_the_program_computes_the_product(tiling):
     # Neither rows, tokens nor columns fill the last tile, block or step.
@@ -47,14 +47,14 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "tiling"), PROBLEMS, ids=str)
 def test_kinds_of_problems(p, tiling):
     y, expected, _ = execute(p, tiling)
     assert relative_error(y, expected) < 1e-6
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name, transpose):
@@ -153,7 +153,7 @@ def test_rows_are_decoded(name, dtype, monkeypatch):
     np.testing.assert_array_equal(y, dense[first : first + rows].astype(np.float32).astype(DTYPES[dtype]))
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_of_the_weight_are_reduced(nested):
     rng = np.random.default_rng(0)
@@ -193,7 +193,7 @@ def test_rounding_the_codebook_costs_less_than_rounding_the_weights():
     assert relative_error(rounded_codebook, exact) < relative_error(rounded_weight, exact)
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick("(4096, 4096)-1-False", "(14336, 4096)-64-True")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("m", [1, 16, 64, 4096])
 @pytest.mark.parametrize("shape", [(4096, 4096), (14336, 4096), (4096, 14336)], ids=str)
@@ -204,6 +204,7 @@ def test_lowers_for_cuda(shape, m, nested):
     assert ("stored_matmul" in text) == (m <= 128)
 
 
+@pytest.mark.quick("1", "65")
 @pytest.mark.parametrize("m", [1, 64, 65])
 def test_the_gradient_of_x_lowers_for_cuda(m):
     shape = n, k = 14336, 4096
@@ -213,7 +214,7 @@ def test_the_gradient_of_x_lowers_for_cuda(m):
     assert ("stored_matmul" in lowered(fn, x, ct, *stored_nf4(n, k))) == (m <= 64)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "adapters"), [(1, None), pytest.param(4096, None, marks=pytest.mark.slow), (64, 32)]
 )
@@ -234,6 +235,7 @@ def test_adapters_lower(platform, m, adapters):
     assert ({"cuda": "stored_matmul", "tpu": "tpu_custom_call"}[platform] in text) == fused
 
 
+@pytest.mark.slow
 def test_other_platforms_get_the_chunks():
     x = jax.ShapeDtypeStruct((16, 128), jnp.bfloat16)
     fn = lambda x, packed, absmax: nf4_matmul(

@@ -85,6 +85,7 @@ def test_explain_tells_the_backend():
     assert all(note.startswith("nf4_matmul on gpu: decoded for the library") for note in notes)
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_go_through_the_kernel():
     model = _models()["LoRA over NF4"]
     x = normal(5, 128)
@@ -95,7 +96,7 @@ def test_gradients_of_adapters_go_through_the_kernel():
     assert sorted(_kernels(eqx.filter_grad(loss), trained, x)) == expected
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_on_each_platform_the_model_runs_its_kernel(lora):
     half = lambda z: z.astype(jnp.bfloat16) if eqx.is_array(z) else z

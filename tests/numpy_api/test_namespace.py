@@ -107,6 +107,7 @@ def test_methods_of_ufuncs():
     assert qnp.add.nin == 2
 
 
+@pytest.mark.slow
 def test_what_makes_functions_and_what_takes_brackets():
     x = Through(jnp.arange(6.0).reshape(2, 3))
     for actual, expected in [
@@ -167,6 +168,7 @@ def test_the_page_lists_what_is_compared():
     assert missing == []
 
 
+@pytest.mark.slow
 def test_a_shipped_type():
     w = ql.LoraArray(jnp.ones((4, 3)), a=jnp.ones((1, 3)), b=jnp.ones((4, 1)))
     with ql.on_materialise("error"):

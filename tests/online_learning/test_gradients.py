@@ -244,6 +244,7 @@ def test_pp_prop_without_memory_is_exact_for_a_step_without_memory():
     assert relative_error(_online(PPProp(feedforward, decay=0.5), cell), expected) > 1e-2
 
 
+@pytest.mark.slow
 def test_pp_prop_follows_its_definition():
     """For h = 0.5 h + x W the traces are known: written out with NumPy."""
     (xs, targets), decay = _sequence(), 0.8

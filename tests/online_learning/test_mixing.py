@@ -73,6 +73,7 @@ def test_a_step_that_mixes_is_refused(name, where):
         DRTRL(where(mix)).init(W, H, X)
 
 
+@pytest.mark.slow
 def test_every_call_and_learner_refuses():
     step = _of_result(jax.nn.softmax)
     with pytest.raises(ValueError, match="mixes positions"):
@@ -166,6 +167,7 @@ def test_usual_cells_are_accepted():
     DRTRL(several).init(W, jnp.ones((4, BATCH, HIDDEN)), X)
 
 
+@pytest.mark.slow
 def test_primitives_of_ones_own_are_looked_into():
     gain = register_primitive(
         "mixing_gain", lambda x, w: jnp.tanh(x) * w, batched=True, gradient_enabled=True, replace=True

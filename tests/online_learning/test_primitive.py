@@ -202,7 +202,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("instant")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_rule_of_the_wrong_form_is_named(name):
     slot, rule, learner, message = WRONG[name]

@@ -217,7 +217,7 @@ def _with_rule(fun):
     return f
 
 
-@pytest.mark.quick("custom_vjp_jitted-second-grad_checkpoint")
+@pytest.mark.slow
 @pytest.mark.parametrize("derivative", [*DERIVATIVES, "primal"])
 @pytest.mark.parametrize("used", [first, second])
 @pytest.mark.parametrize("name", DECLARED)
@@ -234,6 +234,7 @@ def test_the_derivative_that_the_function_declares(name, used, derivative, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-12), found, expected)
 
 
+@pytest.mark.quick("custom_jvp_inside")
 @pytest.mark.parametrize("name", DECLARED)
 def test_a_declared_derivative_holds_after_dead_code_is_eliminated(name, x64):
     fun, x, y = DECLARED[name](), X.astype(float), Y.astype(float)
@@ -245,6 +246,7 @@ def test_a_declared_derivative_holds_after_dead_code_is_eliminated(name, x64):
     assert "cos" not in live(first(_with_rule(fun)), x, y) or name == "custom_vjp_jitted"
 
 
+@pytest.mark.slow
 def test_a_derivative_may_be_declared_after_the_decorator():
     f = custom_dce(jax.custom_vjp(_rounded))
     f.def_dce(lambda used, x, y: _rounded(x, y))
@@ -253,6 +255,7 @@ def test_a_derivative_may_be_declared_after_the_decorator():
         np.testing.assert_allclose(jax.grad(g)(X, Y), 7 * jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_never_asked_eagerly():
     f = custom_dce(_both)
 
@@ -276,6 +279,7 @@ def test_inputs_the_rule_does_not_need_are_not_computed():
     assert live(jax.grad(lambda x, y: f(x, jnp.cosh(y))[0].sum()), X, Y).isdisjoint({"cosh", "sinh"})
 
 
+@pytest.mark.slow
 def test_what_only_the_backward_pass_needs():
     """Residuals of a custom_vjp function that come out of a kernel beside its result."""
     kernel = custom_dce(lambda x: (jnp.sinh(x), jnp.exp(x) - jnp.sinh(x)))

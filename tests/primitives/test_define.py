@@ -269,7 +269,7 @@ def test_named_axis_in_the_function():
     np.testing.assert_allclose(jax.grad(partial(loss, centre_p))(rows), jax.grad(partial(loss, plain))(rows))
 
 
-@pytest.mark.quick("Explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_operands(axis_type):
     kind = getattr(jax.sharding.AxisType, axis_type)

@@ -288,6 +288,7 @@ def test_a_name_that_another_library_has(theirs_first):
         quaxlike.register(name)
 
 
+@pytest.mark.slow
 def test_a_primitive_that_was_replaced_has_no_name():
     old = define_primitive("test_replaced", jnp.sin)
     jax.grad(old)(0.0)

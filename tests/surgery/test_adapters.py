@@ -273,7 +273,7 @@ def test_combinations_that_there_are_not(weights, options, message):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("cat", "linear")
+@pytest.mark.quick("linear")
 @pytest.mark.parametrize("method", ["cat", "linear", "svd"])
 def test_a_single_adapter_is_combined(method):
     found = deltas(ql.combine_adapters(mixed()[:1], [0.5], method=method))

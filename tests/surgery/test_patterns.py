@@ -59,7 +59,7 @@ def test_empty_expressions_add_nothing(pattern: str):
         assert pattern not in EMPTY[:2]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [".*" * 900 + "x", "a?" * 900 + "x", "(?=.*.*.*.*x)*" * 20 + "a" * 41])
 def test_steps_are_limited(pattern: str):
     with pytest.raises(PatternError, match="takes more than 50,000 steps on 'aaa"):
@@ -75,6 +75,7 @@ def test_refused(pattern: str):
         compiled(pattern)
 
 
+@pytest.mark.quick("10", "600", "900")
 @pytest.mark.parametrize("depth", [10, 100, 300, 600, 900])
 def test_deep_groups(depth: int):
     """Reading them takes fewer calls within each other than matching them."""

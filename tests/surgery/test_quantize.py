@@ -37,6 +37,7 @@ def test_schemes(mlp, scheme):
     np.testing.assert_allclose(y, dense(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stored_bytes(mlp):
     rows = ql.summary(ql.quantize(mlp, "nf4", block_size=64)).rows
     weights = [row for row in rows if row.path.endswith("weight")]

@@ -195,6 +195,7 @@ _FUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(".*\\\\.(gate|up|down)_proj", "where2")
 @pytest.mark.parametrize(
     "where", [["gate_proj", "up_proj", "down_proj"], r".*\.(gate|up|down)_proj", ["up_proj", "gate_up_proj"]]
 )
@@ -222,7 +223,7 @@ def test_a_part_of_a_fused_layer_is_told():
         ql.select(model, ["up_proj", "down_proj"])
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -262,6 +263,7 @@ def test_what_all_linear_leaves_out_is_told_where_nothing_is_left():
         ql.loraify(layers, rank=1, exclude=["fc"], key=KEY)
 
 
+@pytest.mark.slow
 def test_a_rank_above_both_sizes_of_a_weight_is_told(mlp):
     with pytest.warns(UserWarning, match=r"rank is above both sizes of layers\.0\.weight \(8, 5\): such"):
         ql.loraify(eqx.nn.MLP(5, 16, 8, depth=1, key=KEY), rank=9, key=KEY)
@@ -292,6 +294,7 @@ def test_options_of_other_types(mlp, options, message):
         ql.loraify(mlp, key=KEY, **{"rank": 2} | options)
 
 
+@pytest.mark.slow
 def test_adapting_twice_is_an_error(mlp):
     with pytest.raises(ValueError, match=r"layers\.0\.weight is of type LoraArray already. Merge"):
         ql.loraify(ql.loraify(mlp, rank=2, key=KEY), rank=2, key=KEY)

@@ -475,6 +475,7 @@ def test_as_static_argument_and_in_sets():
     assert len({p, Point(jnp.arange(3), "a"), Point(jnp.arange(4), "a")}) == 2
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([0.0, -0.0, 1.0, float("inf"), 1e-45]), min_size=1, max_size=3))
 def test_equal_instances_have_equal_hashes(values):
     p = Point(jnp.array(values, jnp.float32), jnp.array(values, jnp.complex64))

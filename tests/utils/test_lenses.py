@@ -349,6 +349,7 @@ def test_of_equinox_modules():
     assert len(jax.tree.leaves(m)) == 3
 
 
+@pytest.mark.slow
 def test_of_equinox_modules_with_converters_checks_and_inits():
     class Checked(HasLensFields, eqx.Module):
         w: LensField[Any] = eqx.field(converter=jnp.asarray)

@@ -49,11 +49,12 @@ def test_negatives_never_wrap():
     assert not jnp.any(isin(jnp.arange(10), jnp.array([-1, -10]), 10))
 
 
+@pytest.mark.slow
 def test_items_outside_of_the_table():
     assert not jnp.any(isin(jnp.array([10, 11, 10**6]), jnp.array([10, 11, 10**6]), 10))
 
 
-@pytest.mark.quick("empty1", "empty2")
+@pytest.mark.quick("empty2")
 @pytest.mark.parametrize("empty", [[], array([], int), np.array([], int)])
 def test_empty(empty):
     assert isin(empty, [1, 2], 5).shape == (0,)
@@ -62,7 +63,7 @@ def test_empty(empty):
     assert isin(empty, empty, 0).shape == (0,)
 
 
-@pytest.mark.quick("3-int16", "3-int32", "300-int8", "300-int16")
+@pytest.mark.quick("3-int32", "300-int8")
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32])
 @pytest.mark.parametrize("max_item", [3, 300])
 def test_any_integer_type(dtype, max_item):
@@ -92,6 +93,7 @@ def test_isin_under_transforms():
     np.testing.assert_array_equal(jax.jit(jax.vmap(f))(a, b), [[1, 1, 0], [1, 0, 0]])
 
 
+@pytest.mark.quick("bad1-float32", "bad2-bool", "bad3-bool", "bad4-<U1")
 @pytest.mark.parametrize(
     ("bad", "found"),
     [
@@ -121,7 +123,7 @@ def test_the_table_is_static():
 # kahan_summation
 
 
-@pytest.mark.quick("jit-xs1")
+@pytest.mark.slow
 @pytest.mark.parametrize("xs", [(1.5,), (1.5, 2.5), (1.0, -1.0), (1.5 + 0.5j, 2.5j)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_the_compensation_of_an_exact_sum_has_no_sign(xs, wrap):
@@ -178,6 +180,7 @@ def test_double_precision():
     assert (float(total), float(lost)) == (2.0, 0.0)
 
 
+@pytest.mark.slow
 def test_summands_larger_than_the_sum():
     xs = [jnp.float32(x) for x in (1.0, 1e10, 1.0, -1e10)]
     assert float(sum(xs)) == 0.0, "what a plain sum gives"
@@ -267,6 +270,7 @@ def test_trees():
     assert lost == {"a": Point(jnp.zeros(2), None), "n": jnp.int32(0)}
 
 
+@pytest.mark.slow
 def test_complex_numbers_by_their_parts():
     xs = [jnp.complex64(z) for z in (1 + 1e10j, 1e10 + 1j, 1 - 1e10j, -1e10 + 1j)]
     total, lost = kahan_summation(*xs)

@@ -48,7 +48,7 @@ def test_other_generators(impl):
         np.testing.assert_array_equal(next(key_chain(legacy, 2)), data(item))
 
 
-@pytest.mark.quick("shape1", "shape2")
+@pytest.mark.quick("shape2")
 @pytest.mark.parametrize("shape", [4, np.int64(4), (4,)])
 def test_integer_shape(shape):
     rng = jax.random.key(0)
@@ -67,6 +67,7 @@ def test_items_differ_from_each_other(seed):
     assert len(np.unique(rows, axis=0)) == 16
 
 
+@pytest.mark.slow
 def test_chains_do_not_disturb_each_other():
     rng = jax.random.key(0)
     first, second = key_chain(rng), key_chain(rng)
@@ -112,6 +113,7 @@ def test_under_jit():
         np.testing.assert_array_equal(data(item), expected(rng, (2,), n))
 
 
+@pytest.mark.slow
 def test_under_vmap():
     rngs = jax.random.split(jax.random.key(0), 3)
     items = jax.vmap(lambda rng: next(key_chain(rng)))(rngs)

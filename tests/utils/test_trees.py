@@ -215,6 +215,7 @@ def test_concat_agrees_with_numpy(x, n):
     np.testing.assert_array_equal(tree_concat(*[x] * n), np.concatenate([x] * n))
 
 
+@pytest.mark.slow
 def test_stack_for_scan():
     keys = jax.random.split(jax.random.key(0), 3)
     layers = [eqx.nn.Linear(2, 2, key=key) for key in keys]
@@ -226,7 +227,7 @@ def test_stack_for_scan():
     np.testing.assert_allclose(scanned, looped, rtol=1e-6)
 
 
-@pytest.mark.quick("tree_concat")
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("join", [tree_stack, tree_concat])
 def test_dtypes_promote(join):
@@ -235,6 +236,7 @@ def test_dtypes_promote(join):
     assert join([jnp.ones(2, jnp.int8)], [jnp.ones(2, bool)])[0].dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_stack_of_numbers_keys_and_traced():
     np.testing.assert_array_equal(tree_stack(1, 2), [1, 2])
     keys = jax.random.split(jax.random.key(0), 2)

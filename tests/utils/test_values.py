@@ -49,7 +49,7 @@ def assert_value(found, cls, expected):
 # As pytrees
 
 
-@pytest.mark.quick("strict_pair")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_tree_functions_take_values_apart(make):
     cls = type(make(X))
@@ -204,6 +204,7 @@ def test_guards():
     assert found == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_non_differentiable(make):
     cls = type(make(X))
@@ -232,7 +233,7 @@ def test_sequential_without_vmap(make, outer):
 W = array(np.arange(12.0).reshape(3, 2, 2))
 
 
-@pytest.mark.quick("<lambda>-quaxify of vmap-strict", "jit-vmap of quaxify-strict_pair")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     "mapped",
@@ -259,6 +260,7 @@ def test_derivatives_of_sequential(make):
         assert eqx.tree_equal(found, derive(plain)(w, X), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_value_closed_over():
     @ql.quaxify
     def f(w, x):

@@ -76,6 +76,7 @@ def test_rules_are_not_ambiguous():
     ql.check_ambiguities()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPARSE)
 def test_quantised_weights_stay_quantised(kind):
     """It is the sparse operand that is made dense, not the codes."""
@@ -110,7 +111,7 @@ def test_under_an_adapter_a_unit_and_names(kind, wrapping):
     np.testing.assert_allclose(ql.materialise(out), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.quick("blocks")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPARSE)
 def test_adapters_are_trained_over_a_frozen_sparse_base(kind):
     adapted, x = lora(SPARSE[kind]), X[:5]
@@ -155,7 +156,7 @@ def test_summary_counts_what_is_stored():
     assert rows["blocks"].stored_bytes < 64 * 64 * 4 * 0.26
 
 
-@pytest.mark.quick("blocks")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPARSE)
 def test_activations_on_several_devices_under_jit(kind):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -73,7 +73,7 @@ def test_rows_can_be_scanned():
     agrees(f, normal(3, 4), STACKED)
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick("bessel_i1e", "floor", "reduce_precision", "tanh")
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_functions_that_keep_zero_keep_the_type(name):
     functions = {
@@ -112,7 +112,7 @@ def test_what_has_no_rule_is_materialised_visibly():
     np.testing.assert_array_equal(jnp.ones(4) + SINGLE, [1, 1, 6, 1])
 
 
-@pytest.mark.quick("(3, 1)")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 1), (1, 1), (3, 4)], ids=str)
 def test_times_an_array_with_axes_of_size_one(shape):
     y = normal(*shape)

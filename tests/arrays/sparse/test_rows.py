@@ -65,6 +65,7 @@ def test_have_gradients(matrix):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("blocks")
 @pytest.mark.parametrize("matrix", ["elements", "blocks"])
 def test_embeddings_of_tokens(matrix):
     layer = eqx.nn.Embedding(8, 12, key=jax.random.key(0))

@@ -488,6 +488,7 @@ def test_shard_map():
     agrees(on_devices(lambda t, x: jnp.einsum("abc,mc->mab", t, x), whole, cut), a_tensor(), normal(4, 5))
 
 
+@pytest.mark.slow
 def test_a_shape_of_integers_of_any_kind():
     for shape in ((2, 3), (jnp.int32(2), np.int64(3)), [np.array(2), 3], jnp.array([2, 3])):
         made = ql.SparseArray.from_coo(jnp.array([4.0]), np.array([[1, 2]]), shape)
