@@ -76,7 +76,6 @@ _SHARED_NAMES = {
 }
 
 
-@pytest.mark.slow
 def test_the_name_of_a_class_has_one_meaning():
     classes = [
         node.name

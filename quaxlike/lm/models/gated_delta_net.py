@@ -23,7 +23,7 @@ from .mixer import AbstractMemory, AbstractMixer, Context
 _CHUNK = 64  # tokens whose corrections are found at once
 
 
-class State(AbstractMemory):
+class RecurrentState(AbstractMemory):
     """What one layer keeps of a text: the state of each head, and the last inputs of the convolution. That of
     scanned layers is an array of all of them."""
 
@@ -39,7 +39,7 @@ class State(AbstractMemory):
     def room(self) -> int:
         return self.places
 
-    def grown(self, more: int) -> "State":
+    def grown(self, more: int) -> "RecurrentState":
         return dataclasses.replace(self, places=self.places + more)
 
     def read(self) -> tuple[Array, Array]:
@@ -48,7 +48,7 @@ class State(AbstractMemory):
             return self.heads, self.inputs
         return self.heads[self.layer], self.inputs[self.layer]
 
-    def written(self, heads: Array, inputs: Array) -> "State":
+    def written(self, heads: Array, inputs: Array) -> "RecurrentState":
         heads, inputs = heads.astype(self.heads.dtype), inputs.astype(self.inputs.dtype)
         if self.layer is not None:
             heads = self.heads.at[self.layer].set(heads)
@@ -90,8 +90,8 @@ class AbstractGatedDeltaNet(AbstractMixer):
         head, two numbers that say how much it corrects, and how much it forgets."""
 
     def __call__(
-        self, x: Hidden, context: Context, memory: State | None, start: Any
-    ) -> tuple[Hidden, State | None]:
+        self, x: Hidden, context: Context, memory: RecurrentState | None, start: Any
+    ) -> tuple[Hidden, RecurrentState | None]:
         s, sight = _Sizes(self.config), context.sight
         seen, texts = sight.seen[sight.places], None if sight.texts is None else sight.texts[0]
         mixed, gate, corrects, forgets = self.projected(x)
@@ -122,10 +122,10 @@ class AbstractGatedDeltaNet(AbstractMixer):
         return each(self.out_proj, out.reshape(len(x), -1).astype(x.dtype)), memory
 
     @classmethod
-    def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> State:
+    def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> RecurrentState:
         s, wide = _Sizes(config), jnp.promote_types(dtype, jnp.float32)
         heads = jnp.zeros((s.heads, s.key, s.value), wide)
-        return State(heads, jnp.zeros((s.width - 1, s.convolved), dtype), room)
+        return RecurrentState(heads, jnp.zeros((s.width - 1, s.convolved), dtype), room)
 
 
 class GatedDeltaNet(AbstractGatedDeltaNet):
