@@ -1,8 +1,9 @@
 """The folder of an adapter: PEFT's files, or our own, of the types that these do not hold."""
 
 import importlib
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..adapters import METHODS
@@ -33,6 +34,17 @@ def read_adapter(folder: Path, model: Any) -> Any:
     return safetensors.load_adapters(folder / OWN_FILE, model, types=_types_in(folder))
 
 
+def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:
+    """Imports a module; raises what `error` makes of the problem if there is none of this name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
+            raise  # the module is there, and misses another
+        problem = f"there is no module {missing.name!r}. Run the command in its folder, or install it."
+        raise error(problem) from None
+
+
 def _types_in(folder: Path) -> list[type]:
     """The user's types of adapters, from the module that the run in this folder was given."""
     about = folder / "run.json"
@@ -41,15 +53,9 @@ def _types_in(folder: Path) -> list[type]:
         return []
     if Path(given).is_dir():  # it went on with another
         return _types_in(Path(given))
-    name = given.partition(":")[0]
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
-        raise CheckpointError(
-            f"{about} names {given}, the type of the adapter, and there is no module {error.name!r}. Run the "
-            "command in its folder, or install it."
-        ) from None
-    found = vars(sys.modules[name]).values()
+
+    def error(problem: str) -> CheckpointError:
+        return CheckpointError(f"{about} names {given}, the type of the adapter, and {problem}")
+
+    found = vars(module_of_user(given.partition(":")[0], error)).values()
     return [x for x in found if isinstance(x, type) and issubclass(x, AdaptedArray)]

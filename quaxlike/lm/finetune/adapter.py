@@ -1,6 +1,5 @@
 """`--adapter`: a type of the user's own in place of LoRA, or an adapter to go on with."""
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ...arrays.adapted import AdaptedArray
 from ...surgery.adapt import check_make
 from ...surgery.trainable import trainable
 from ...surgery.trees import named_arrays
-from ..adapter_folder import OWN_FILE, holds_own, read_adapter
+from ..adapter_folder import OWN_FILE, holds_own, module_of_user, read_adapter
 from ..peft.config import AdapterConfig, files_of, read_config
 from .settings import FinetuneError, TrainSettings
 
@@ -36,15 +35,7 @@ def make_of(text: str) -> Callable[..., Any]:
             "--adapter takes MODULE:NAME, such as mymodule:MyAdapter, or one of "
             f"{', '.join(sorted(METHODS))}, or the folder of an adapter; found {text!r}."
         )
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
-        raise FinetuneError(
-            f"--adapter {text}: there is no module {error.name!r}. Run the command in its folder, or install "
-            "it."
-        ) from None
+    found = module_of_user(module, lambda problem: FinetuneError(f"--adapter {text}: {problem}"))
     if not hasattr(found, name):
         hint = did_you_mean(name, vars(found))
         raise FinetuneError(f"--adapter {text}: the module {module} has no {name!r}.{hint}")

@@ -145,11 +145,7 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         s, keys = _Sizes(config), jax.random.split(key, 7)
         sizes = s.convolved, s.values, s.heads, s.heads
-        linears = [
-            eqx.nn.Linear(config.hidden_size, n, use_bias=False, key=k)
-            for n, k in zip(sizes, keys[3:], strict=True)
-        ]
-        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = linears
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = _projections(config, sizes, keys)
         self.conv1d, self.A_log, self.norm, self.out_proj = _rest(config, s, keys)
         self.dt_bias, self.config = jnp.ones(s.heads), config
 
@@ -173,10 +169,7 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         s, keys = _Sizes(config), jax.random.split(key, 5)
         sizes = s.convolved + s.values, 2 * s.heads
-        self.in_proj_qkvz, self.in_proj_ba = (
-            eqx.nn.Linear(config.hidden_size, n, use_bias=False, key=k)
-            for n, k in zip(sizes, keys[3:], strict=True)
-        )
+        self.in_proj_qkvz, self.in_proj_ba = _projections(config, sizes, keys)
         self.conv1d, self.A_log, self.norm, self.out_proj = _rest(config, s, keys)
         self.dt_bias, self.config = jnp.ones(s.heads), config
 
@@ -188,6 +181,14 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
         ba = jnp.split(each(self.in_proj_ba, x).reshape(n, s.key_heads, -1), 2, axis=-1)
         corrects, forgets = (part.reshape(n, -1) for part in ba)
         return jnp.concatenate([query, key, value], axis=-1), gate, corrects, forgets
+
+
+def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> list[eqx.nn.Linear]:
+    """The first projections; three of the keys are for `_rest`."""
+    return [
+        eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=key)
+        for size, key in zip(sizes, keys[3:], strict=True)
+    ]
 
 
 def _rest(config: DecoderConfig, s: _Sizes, keys: Any) -> tuple[Any, Array, Any, Any]:

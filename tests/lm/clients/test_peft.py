@@ -80,11 +80,21 @@ def test_adapters_of_peft_have_its_logits(name, options, compare, tmp_path):
     check(_theirs(folder(name), z, tmp_path / "ours"), ours, 5e-4)
 
 
+def _reads_ours(theirs, folder, model, base, run, check, ids, seen):
+    """PEFT computes what our model with an adapter does, on a model of its own."""
+    from peft import PeftModel
+
+    peft.save_adapter(folder, model, task_type="CAUSAL_LM")
+    assert np.abs(run(model) - run(base)).max() > 0.01
+    read = PeftModel.from_pretrained(theirs, folder).eval()
+    check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
 def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
     """Ours, and those of PEFT on all linear layers."""
     import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     made(*CASES[name], tmp_path / "base")
@@ -96,10 +106,7 @@ def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
     model = ql.loraify(base, rank=2, where=r".*linear_attn\.\w+_proj\w*\.weight", key=jax.random.key(0))
     move = lambda x: x.replace(b=x.b + 0.03) if isinstance(x, ql.LoraArray) else x
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
-    peft.save_adapter(tmp_path / "ours", model, task_type="CAUSAL_LM")
-    assert np.abs(run(model) - run(base)).max() > 0.01
-    read = PeftModel.from_pretrained(fresh(), tmp_path / "ours").eval()
-    check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
+    _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
     torch.manual_seed(0)
     options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     config = LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **options)
@@ -113,7 +120,7 @@ def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
 def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     """Ours on the whole model, and PEFT's, which adapts layers of the other parts too, on the decoder."""
     import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     theirs, ids, seen = tower_of(name)
@@ -126,10 +133,7 @@ def test_adapters_of_models_that_read_images(name, compare, tmp_path):
     model = ql.loraify(base, rank=2, where=["q_proj", "down_proj"], key=jax.random.key(0))
     move = lambda x: x.replace(b=x.b + 0.1) if isinstance(x, ql.LoraArray) else x
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
-    peft.save_adapter(tmp_path / "ours", model, task_type="CAUSAL_LM")
-    assert np.abs(run(model) - run(base)).max() > 0.01
-    read = PeftModel.from_pretrained(fresh(), tmp_path / "ours").eval()
-    check(logits_of_transformers(read, ids, seen), run(model), 5e-4)
+    _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
     torch.manual_seed(0)
     config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=".*(q_proj|qkv)")
     read = get_peft_model(fresh(), config).eval()

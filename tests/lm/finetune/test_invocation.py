@@ -8,27 +8,14 @@ import pytest
 
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.state import RunDirectory
-from tests.lm.finetune.test_finetune import LINES, checkpoint, count, write
+from tests.lm.finetune.test_finetune import LINES, count
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
 @pytest.fixture
-def run(tmp_path, capsys):
-    """Runs the command on one of the checkpoints; its status and what it told."""
-
-    def run(kind, lines, *options, output="out"):
-        if not (tmp_path / kind).exists():
-            checkpoint(tmp_path / kind, kind, eos_token_id=3)
-        data = write(tmp_path / "data.jsonl", lines)
-        status = main([
-            f"--model={tmp_path / kind}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
-            "--learning-rate=0.02", "--held-out=0.2", "--rank=4", *options,
-        ])  # fmt: skip
-        told = capsys.readouterr()
-        return status, " ".join((told.out + told.err).split())
-
-    return run
+def run(run_command):
+    return lambda kind, lines, *options, **others: run_command(kind, lines, "--rank=4", *options, **others)
 
 
 @pytest.mark.slow

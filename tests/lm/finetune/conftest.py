@@ -1,0 +1,24 @@
+"""What several tests of the command share."""
+
+import pytest
+
+from quaxlike.lm.finetune.__main__ import main
+from tests.lm.finetune.test_finetune import checkpoint, write
+
+
+@pytest.fixture
+def run_command(tmp_path, capsys):
+    """Runs the command on one of the checkpoints; its status and what it told."""
+
+    def run(kind, lines, *options, output="out"):
+        if not (tmp_path / kind).exists():
+            checkpoint(tmp_path / kind, kind, eos_token_id=3)
+        data = write(tmp_path / "data.jsonl", lines)
+        status = main([
+            f"--model={tmp_path / kind}", f"--data={data}", f"--output={tmp_path / output}", "--batch-size=8",
+            "--learning-rate=0.02", "--held-out=0.2", *options,
+        ])  # fmt: skip
+        told = capsys.readouterr()
+        return status, " ".join((told.out + told.err).split())
+
+    return run
