@@ -52,7 +52,7 @@ def with_classifier(
     **Returns:** the model, with the trained arrays and adapters that it had.
 
     **Raises:** `ValueError` for a model of another kind, or one that has such a layer, for an architecture
-    of which transformers has no such model, and for names that are not apart.
+    whose family has no such head, and for names that are not apart.
 
     !!! example
 
@@ -108,7 +108,7 @@ def _on_decoder(model: Decoder, labels: Labels, of_tokens: bool, pad: int | None
             "`quaxlike.lm.save`, and load that."
         )
     if head not in c.family.heads:
-        raise ValueError(f"transformers has no {head} of {c.architecture}.")
+        raise ValueError(f"{c.architecture} has no {head} here: its family names none.")
     make: Any = DecoderForTokenClassification if of_tokens else DecoderForSequenceClassification
     config = dataclasses.replace(c, head=head, labels=labels, headless=False)
     if pad is not None and c.pad_token_id < 0:
