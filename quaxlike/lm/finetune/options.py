@@ -1,4 +1,4 @@
-"""The options of the command line: those of the three settings, and of the tasks."""
+"""The command-line options: one for each setting, and for each setting of a task."""
 
 import dataclasses
 from pathlib import Path
@@ -16,9 +16,9 @@ _OF_TASKS = {task.own.name: task.own for task in TASKS if task.own is not None}
 class CommandOption(NamedTuple):
     name: str
     default: Any
-    """`dataclasses.MISSING` if there is none."""
+    """The default; `dataclasses.MISSING` for a required option."""
     of_argument: dict[str, Any]
-    """The options of its argument, for `argparse`."""
+    """Keyword arguments for `argparse`'s `add_argument`."""
 
     @property
     def flag(self) -> str:
@@ -26,7 +26,7 @@ class CommandOption(NamedTuple):
 
 
 def options() -> list[CommandOption]:
-    """All options, in the order of `--help`."""
+    """All options, in the order in which `--help` lists them."""
     fields = in_order([TrainSettings, DataSettings, RunSettings], _OF_TASKS.values())
     found = [CommandOption(field.name, field.default, {**field.metadata}) for field in fields]
     for option in found:
@@ -38,11 +38,13 @@ def options() -> list[CommandOption]:
 
 
 def settings_of(**values: Any) -> Settings:
-    """The settings with the values of these options. Those of other tasks have no effect. An adapter that
-    names a folder becomes its path, unless a method has that name, and so does a recipe that names a file.
+    """Builds the settings from option values.
 
-    **Raises:** `FinetuneError` for a file of another task, which would not be read, and for a scheme or
-    recipe that there is not.
+    Options for other tasks have no effect. If `adapter` names a folder, it becomes a path, unless a method
+    has that name; the same holds for `quantize` and a file with a recipe.
+
+    **Raises:** `FinetuneError` if an option names a file that the chosen task would not read, or if a scheme
+    or recipe does not exist.
     """
 
     def taken(cls: Any) -> dict[str, Any]:

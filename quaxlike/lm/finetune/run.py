@@ -1,4 +1,4 @@
-"""A run from the checkpoint to the adapter."""
+"""One fine-tuning run: from the checkpoint to the adapter on disk."""
 
 import contextlib
 import dataclasses
@@ -46,25 +46,26 @@ from .train import State, Training, steps_of, stored_for
 
 
 def merged(run: RunSettings) -> Path:
-    """The merged checkpoint in the output directory: a folder, or a file of GGUF."""
+    """Where the merged model is written: a folder in the output directory, or a GGUF file."""
     return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
-    """The file of an adapter that PEFT's files do not hold; or the folder with these."""
+    """Where the adapter is written: the folder with PEFT's files, or our own file if PEFT cannot hold it."""
     file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
 
 def finetune(settings: Settings, console: Console, saved: Saved | None = None) -> dict[str, dict[str, float]]:
-    """Fine-tunes a checkpoint, and writes the adapter to `settings.run.output`. A stopped run with the same
-    settings that is there is resumed. `saved` follows what is on disk.
+    """Fine-tunes a checkpoint and writes the adapter to `settings.run.output`.
+
+    If that folder has a stopped run with the same settings, this resumes it. `saved` is told what is on disk.
 
     **Returns:** the metrics on held-out data, `"before"` and `"after"`.
 
-    **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError`, `UnsupportedConfigError` if the run
-    cannot start; nothing is written then. `KeyboardInterrupt` after the step in which an interrupt was
-    requested, which is saved.
+    **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError` or `UnsupportedConfigError` if the run
+    cannot start; it has written nothing then. `KeyboardInterrupt` if an interrupt was requested; the run
+    finishes its current step and saves it first.
     """
     devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
@@ -86,7 +87,7 @@ def _finetune(
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
     if run.format == "gguf":
-        described(named_arrays(base), config, train.model)  # raises now, and not after the training
+        described(named_arrays(base), config, train.model)  # raises before hours of training, not after them
     take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = data.max_length or min(256, limit)
@@ -101,7 +102,8 @@ def _finetune(
     if len(training) < train.batch_size:
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
         train = dataclasses.replace(train, batch_size=len(training))
-        task = task_for(base, train, data)  # with a share of --loss-chunk for each row
+        # The rows of a smaller batch may each have more of --loss-chunk.
+        task = task_for(base, train, data)
     if run.eval_every and not held_out:
         raise FinetuneError("--eval-every has nothing to evaluate: set --held-out above 0, or --eval-data.")
     devices.check_batch(train.batch_size, max_length)
@@ -113,7 +115,7 @@ def _finetune(
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
         )
-    del base  # before its layers are copied
+    del base  # or stacking would hold a second copy of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
     model = devices.place(model)
@@ -136,10 +138,14 @@ def _finetune(
     )
     metrics = Metrics(run.output, run.tensorboard) if is_main_process() else Follower()
     steps = steps_of(train, len(training))
-    evaluates = lambda step: bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
+
+    def evaluates(step: int) -> bool:
+        return bool(run.eval_every and 0 < step < steps and step % run.eval_every == 0)
+
     del model
     if isinstance(train.adapter, Path) and task.compares_with_start:
-        # The weights are shared; what is trained is copied, since a step donates its state.
+        # The teacher shares the frozen weights. It gets a copy of the trained ones, because a step donates
+        # its state.
         teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
     job = Training(
         task, frozen, training, train,
@@ -159,7 +165,7 @@ def _finetune(
         if not devices.broadcast_from_main(before is not None):
             before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
-        # A run that was stopped while it evaluated does this when it is resumed.
+        # The last run may have stopped after it noted this step, and before it evaluated.
         missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
         if devices.broadcast_from_main(missing and evaluates(first)):
             measured = job.measure(state.params, held_out)
@@ -180,7 +186,7 @@ def _finetune(
                 devices.take_interrupt()
                 if evaluates(step.number):
                     entry["held_out"] = job.measure(state.params, held_out)
-            except KeyboardInterrupt as error:  # a resumed run evaluates
+            except KeyboardInterrupt as error:  # save first; the resumed run evaluates
                 stop = error
             directory.note(step=step.number, **entry)
             metrics.note(
@@ -194,19 +200,19 @@ def _finetune(
         after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
-    trained = trained.unstacked() if train.scan_layers else trained  # all processes must do this together
+    trained = trained.unstacked() if train.scan_layers else trained  # every process must call this
     if is_main_process():
         take_interrupt()
         _save(trained, train, run, task, console)
         if run.merge:
             take_interrupt()
             _merge(trained, train, data, run)
-    devices.broadcast_from_main(True)  # the others wait for its files, and end when it does
+    devices.broadcast_from_main(True)  # the other processes wait here until the files are written
     return {"before": before or {}, "after": after}
 
 
 def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """Reads the checkpoint. On a mesh it is quantised while it is read, so that no device holds all of it."""
+    """Reads the checkpoint. On a mesh, it is quantised while it is read: it may not fit on one device."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)
@@ -218,7 +224,7 @@ def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[P
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # from weights that the devices cannot share
+    except ValueError as error:  # the devices cannot share a weight evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
@@ -237,7 +243,7 @@ def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, 
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
-    """The tokens from which on adapters act; none if they act on all."""
+    """The invocation tokens, or [] if the adapters are always active."""
     of_file: list[int] = []
     if isinstance(settings.adapter, Path):
         config = config_of(settings.adapter, settings)
@@ -247,7 +253,7 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
     if settings.invocation is None:
-        if run.merge:  # it needs one weight for all tokens
+        if run.merge:  # a merged weight is the same for all tokens
             raise FinetuneError(
                 f"--merge cannot be used with the adapter in {settings.adapter}, which has invocation tokens."
             )
@@ -261,9 +267,13 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
 def _invoking(
     path: Path, examples: list[Example], invocation: Sequence[int], console: Console
 ) -> list[Example]:
-    """The examples from which adapters learn that these tokens invoke."""
+    """Keeps the examples that contain the invocation tokens. On the others, the adapter would never be
+    active."""
     n = len(invocation)
-    stands = lambda ids: any(ids[i : i + n] == [*invocation] for i in range(len(ids)))
+
+    def stands(ids: Sequence[int]) -> bool:
+        return any(ids[i : i + n] == [*invocation] for i in range(len(ids)))
+
     found = [example for example in examples if not n or stands(example.texts[0])]
     if examples and not found:
         raise FinetuneError(
@@ -335,10 +345,10 @@ def _adapted(
     if settings.quantize != "none" and not is_quantised(model):
         try:
             model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
-        except ValueError as error:  # from a block size
+        except ValueError as error:  # the block size does not divide a weight
             raise FinetuneError(str(error)) from error
     in_full = task.trained_in_full(model)
-    # PEFT's files hold what is trained in full as dense arrays.
+    # PEFT stores fully trained layers as dense arrays, so they cannot stay quantised.
     heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
     model = replace(model, {name: materialise(x) for name, x in heads.items()})
     tokens = {}
@@ -365,7 +375,7 @@ def _adapted(
             )  # fmt: skip
     except CheckpointError:
         raise
-    except ValueError as error:  # from names that match nothing
+    except ValueError as error:  # the names match no layer
         raise FinetuneError(str(error)) from error
     outside = named_arrays(eqx.tree_at(task.layers, adapted, None))
     if found := [name for name, x in outside.items() if isinstance(x, AdaptedArray) and x.invocation]:
@@ -377,8 +387,7 @@ def _adapted(
 
 
 def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[PyTree, bool]:
-    """The model with its layers stacked, if the settings say so or leave it open and it is possible; and
-    whether they are."""
+    """Stacks the layers if the settings ask for it, or allow it and it works. Also returns whether it did."""
     wanted = settings.scan_layers
     if wanted is False or (wanted is None and not isinstance(model, AbstractDecoder)):
         return model, False
@@ -388,7 +397,7 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
         stacked = model.stacked()
         _check_rows(stacked)
         return stacked, True
-    except ValueError as error:  # from layers with and without experts, or a type of the user's
+    except ValueError as error:  # layers differ in structure, or a custom type cannot be stacked
         if wanted:
             raise FinetuneError(f"--scan-layers: {error}") from error
         console.print(f"Layers are compiled one by one: {error}", markup=False)
@@ -396,7 +405,7 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
 
 
 def _check_rows(model: AbstractDecoder) -> None:
-    """Raises `ValueError` if a stack of adapters has no rows once they have keys for dropout."""
+    """Raises `ValueError` if stacked adapters cannot be split into rows once they hold dropout keys."""
     for name, x in named_arrays(with_dropout_key(model, jax.random.key(0)).layers).items():
         if isinstance(x, AdaptedArray) and x.leading_axis() is NotImplemented:
             raise ValueError(
@@ -408,7 +417,7 @@ def _check_rows(model: AbstractDecoder) -> None:
 def _save(
     model: PyTree, train: TrainSettings, run: RunSettings, task: AbstractTask, console: Console
 ) -> None:
-    """Writes PEFT's files, or for adapters that they do not hold our own."""
+    """Writes PEFT's files, or our own file for adapters that PEFT cannot represent."""
     if not is_own(train):
         try:
             name = str(train.model)

@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning run: what is trained, on what, and where."""
+"""The settings of a fine-tuning run: model, data and output."""
 
 # ruff: noqa: RUF009 (calls that make fields)
 
@@ -16,11 +16,11 @@ from ...files.errors import ErrorAboutFiles
 
 
 class FinetuneError(ErrorAboutFiles):
-    """A run cannot start or continue, for the reason in the message."""
+    """Raised when a run cannot start or continue; the message gives the reason."""
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **of_argument: Any) -> Any:
-    """A setting, with the options of its command-line argument: those of `argparse`."""
+    """Declares a setting and its command-line argument. `of_argument` goes to `argparse`."""
     return dataclasses.field(default=default, metadata={"help": help, **of_argument})
 
 
@@ -29,17 +29,17 @@ SIZE, SHARE = number(int, 1), number(float, 0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
-    """The settings that a task of `--task` has of its own, as fields made by `option`."""
+    """The settings that only one task has. Its fields are made by `option`."""
 
     name: ClassVar[str]
-    """What `--task` calls the task."""
+    """The task's name for `--task`."""
     about: ClassVar[str]
-    """What it does, for `--help`."""
+    """What the task does, as `--help` says it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """What is trained, and how: the model, its adapters and the optimiser."""
+    """How to train: the model, its adapters and the optimiser."""
 
     model: Path = option(
         "checkpoint directory: config.json, model.safetensors, tokenizer.json", type=Path, metavar="DIR"
@@ -116,7 +116,7 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """What it is trained on: the texts, and what is learned of them."""
+    """What to train on: the texts, and which parts of them are learned."""
 
     data: Path = option("training data; - is the standard input", type=Path, metavar="FILE.jsonl")
     eval_data: Path | None = option(
@@ -124,7 +124,7 @@ class DataSettings:
     )
     held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
-    """The settings of the task; None for the one that the model is made for."""
+    """The settings of the chosen task. None chooses the task that the model is made for."""
     max_length: int | None = option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=SIZE
     )
@@ -133,7 +133,7 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """Where it runs and what it leaves there. The trained weights do not depend on it."""
+    """Where the run happens and what it writes. These settings do not change the trained weights."""
 
     output: Path = option(
         "directory for the adapter, the log and the checkpoint of the run", type=Path, metavar="DIR"
@@ -181,7 +181,7 @@ class RunSettings:
     num_processes: int | None = option("the number of processes", None, type=SIZE, metavar="N")
 
 
-# The order of options on the command line and in `run.json`. Those of a task follow `task`; others come last.
+# The order on the command line and in `run.json`. A task's options follow `task`; all others come last.
 _ORDER = """
     model data output eval_data held_out task max_length quantize block_size target train_tokens adapter
     rank alpha dropout rslora dora freeze_a invocation lora_plus steps epochs batch_size accumulate
@@ -192,7 +192,7 @@ _ORDER = """
 
 
 def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Field[Any]]:
-    """The options of settings and of the settings of tasks, in the order of the command line."""
+    """Sorts the options of settings and tasks as the command line lists them."""
     places = {name: place for place, name in enumerate(_ORDER.split())}
     fields = [field for part in parts for field in dataclasses.fields(part)]
     fields.sort(key=lambda field: places.get(field.name, len(places)))
@@ -202,14 +202,15 @@ def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Fie
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a run."""
+    """All settings of a run."""
 
     train: TrainSettings
     data: DataSettings
     run: RunSettings
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that the result depends on, as JSON: runs with equal fingerprints are the same run."""
+        """All settings that affect the result, as JSON. A run may resume another only if both have the
+        same."""
         task, parts = self.data.task, [self.train, self.data]
         tasks = [] if task is None else [task]
         values = {name: value for part in (*parts, *tasks) for name, value in vars(part).items()}
@@ -222,7 +223,7 @@ class Settings:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file, or of the names and contents of a checkpoint's files."""
+    """The SHA-256 of a file; for a checkpoint folder, of its file names and contents."""
     if not path.is_dir():
         with open_data(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -234,12 +235,12 @@ _read: dict[Path, bytes] = {}
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a file can be read only once: the standard input, which is `-`, a pipe or a device."""
+    """Whether a file can be read only once: a pipe, a device, or `-` for the standard input."""
     return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def open_data(path: Path) -> io.BufferedIOBase:
-    """Opens a file of data. A stream is kept until `forget_streams`, since a run reads its data twice.
+    """Opens a data file. A run reads its data twice, so a stream is buffered until `forget_streams`.
 
     **Raises:** `FileNotFoundError` if there is no such file.
     """

@@ -1,4 +1,4 @@
-"""Tasks. Each task is one file, with its data, loss, metrics and options, and an entry in the table."""
+"""Fine-tuning tasks. Each file has one task: its data, loss, metrics and options."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,13 +32,12 @@ __all__ = [
     "task_for",
 ]
 
-#: In the order of `--help`.
+#: All tasks, in the order in which `--help` lists them.
 TASKS: tuple[type[AbstractTask], ...] = (NextToken, Preferences, Rewards, Distillation, Pairs, Classes)
 
 
 def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[AbstractTask]:
-    """The kind of task of the settings, or else the one that a model from [`quaxlike.lm.load`][] is made
-    for."""
+    """Picks the task: the one that the settings name, or else the one for this kind of model."""
     if data.task is None:
         tasks = [task for task in TASKS if not task.needs_name]
     else:
@@ -52,13 +51,12 @@ def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[Ab
 
 
 def task_for(model: PyTree, train: TrainSettings, data: DataSettings) -> AbstractTask:
-    """The task of that kind for a model that has all that it needs."""
+    """Builds the task for a model that `begun` has prepared."""
     return kind_for(model, train, data).of(model, train, data)
 
 
 def begun(
     model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
 ) -> tuple[PyTree, DataSettings]:
-    """A model from the checkpoint with what the task adds to it, and the settings with what it found in the
-    data for that."""
+    """Prepares a loaded model for its task, for example with a new last layer. See `AbstractTask.begun`."""
     return kind_for(model, train, data).begun(model, config, train, data)

@@ -1,4 +1,4 @@
-"""`--task classify`: classification of texts, and numbers for them."""
+"""`--task classify`: classification and regression of texts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from ..rows import check_entries, messages_of, template_options, text_of
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
 from .task import AbstractTask, cross_entropy
 
-# Numbers of labels beyond this are no numbers of labels.
+# More labels than this is a mistake in the data, such as a number to predict that was taken for a class.
 _MOST = 100_000
 
 
@@ -47,8 +47,11 @@ class ClassSettings(TaskSettings):
 
 
 class Classes(AbstractTask):
-    """Classification: `{"text": ..., "label": ...}`, with the name of the label or its number from 0; a list
-    of them, if a text has several; or a number to predict. In place of the text, there may be messages."""
+    """Classification of `{"text": ..., "label": ...}`.
+
+    The label is a name or a number from 0. For multi-label classification it is a list of these; for
+    regression, any number. `"messages"` may replace `"text"`.
+    """
 
     labels: Labels = eqx.field(static=True)
 
@@ -153,7 +156,7 @@ class Classes(AbstractTask):
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
-        """As transformers computes it: errors of several labels, or numbers, are averaged for each text."""
+        """The loss of transformers. For several labels or for numbers, it averages over a text's labels."""
         if self.labels.problem == SINGLE:
             return jnp.sum(cross_entropy(outputs, batch.labels))
         if self.labels.problem == MULTI:
@@ -163,7 +166,7 @@ class Classes(AbstractTask):
         return jnp.sum(jnp.mean(errors, axis=-1))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The share of right answers (of several labels: of right ones among all), and the loss."""
+        """Computes the accuracy and the loss. With several labels per text, accuracy counts each label."""
         loss = {"loss": float(self.total(outputs, batch)) / self.weight(batch)}
         if self.labels.problem == REGRESSION:
             return loss
@@ -181,9 +184,12 @@ def new_head(
     names: tuple[str, ...],
     problem: str | None,
 ) -> PyTree:
-    """The model with a new last layer, as transformers starts one. As in TRL, padding is made of the
-    tokeniser's token for it, or else of the one that ends texts, unless the configuration names one."""
-    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # that of adapters is another
+    """Adds a new last layer, initialised as in transformers.
+
+    As in TRL, the padding token is the configuration's, or else the tokeniser's, or else the end-of-text
+    token.
+    """
+    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # independent of the key for adapters
     pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)
     std = config.get("initializer_range") or 0.02
     try:
@@ -193,7 +199,7 @@ def new_head(
 
 
 def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
-    from ...text import TextTokenizer  # here, since the command line lists tasks without the extra `lm`
+    from ...text import TextTokenizer  # imported late: the command line lists tasks without the extra `lm`
 
     token = read_special_tokens(folder).get("pad_token")
     if token is not None and (folder / "tokenizer.json").is_file():
@@ -205,7 +211,7 @@ def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
-    """The labels of the adapter that a run goes on with."""
+    """Reads the labels from the adapter that the run continues."""
     about = train.adapter / "run.json" if isinstance(train.adapter, Path) else None
     if about is None or not about.is_file():
         return ClassSettings()
@@ -215,7 +221,7 @@ def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
 
 
 def _labels_in(data: DataSettings) -> tuple[tuple[str, ...], str]:
-    """The names of the labels in files of data, and what is learned of them."""
+    """Collects the label names from the data files, and tells which kind of problem they pose."""
     found: list[Any] = []
 
     def note(fields: Mapping[str, Any]) -> Example:

@@ -95,8 +95,8 @@ class Distillation(AbstractTextTask):
     def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
         """Computes the cross-entropy and KL(teacher ‖ model).
 
-        The latter is multiplied by the squared temperature, so the size of gradients does not depend on
-        it.
+        The KL term is multiplied by the squared temperature, so that the size of its gradients does not
+        depend on the temperature.
         """
         (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
         hidden = tuple(

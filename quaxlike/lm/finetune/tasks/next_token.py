@@ -1,4 +1,4 @@
-"""Causal language modelling, and what tasks of decoders that write texts share."""
+"""Causal language modelling, and code that is shared by tasks for text-generating decoders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task of decoders that write texts; one that sentence-transformers' modules pool embeds them."""
+    """A task for decoders that generate texts, and not for those that embed them (sentence-transformers)."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"
@@ -32,15 +32,17 @@ class AbstractTextTask(AbstractTask):
 
 
 class NextToken(AbstractTextTask):
-    """Causal language modelling of `{"text": ...}`; of `{"prompt": ..., "completion": ...}`, in which only
-    the completion is learned; or of `{"messages": [...]}`, optionally with `"tools"` and
-    `"chat_template_kwargs"`, in which the assistant's turns are learned. ShareGPT's and Alpaca's rows are
-    taken, too."""
+    """Causal language modelling.
+
+    The loss covers all of `{"text": ...}`, the completion of `{"prompt": ..., "completion": ...}`, or the
+    assistant's turns of `{"messages": [...]}`; the latter may come with `"tools"` and
+    `"chat_template_kwargs"`. Rows in the formats of ShareGPT and Alpaca work, too.
+    """
 
     chunk: int = 0
-    """The number of tokens in a row whose logits are computed at a time; 0 for all."""
+    """How many tokens per row get their logits at a time. 0 computes them all at once."""
     packed: bool = False
-    """Whether rows hold several texts."""
+    """Whether a row may hold several texts."""
 
     help: ClassVar[str] = """\
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
@@ -93,13 +95,16 @@ class NextToken(AbstractTextTask):
 
 
 def chunk_of(settings: TrainSettings) -> int:
-    """The tokens of a row whose logits are computed at a time."""
+    """Divides `loss_chunk` by the batch size: the number of tokens per row and chunk."""
     return max(1, settings.loss_chunk // settings.batch_size)
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """A text to learn, cut to length; None if that leaves nothing to learn. Its first token is never learned.
-    If nothing of the whole text is, it is not cut."""
+    """Cuts a text to `max_length`. Returns None if the cut leaves nothing to learn.
+
+    The first token is never learned, since nothing predicts it. A text without any learned token is not
+    reported as cut.
+    """
     if not any(learned[1:]):
         return Example((ids[:max_length],), [False] * len(ids[:max_length]))
     kept, learned = ids[:max_length], [False, *learned[1:max_length]]
@@ -107,7 +112,7 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """The cross-entropy of each token's successor, summed over those that are learned."""
+    """The next-token cross-entropy, summed over the learned tokens."""
 
     def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)
@@ -119,12 +124,11 @@ def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, ch
 def losses_of_text(
     losses: Callable[..., Any], models: PyTree, hidden: PyTree, ids: Any, learned: Any, chunk: int
 ) -> Float[Array, "*terms"]:
-    """`losses(models, hidden, successors)`, `(tokens, *terms)`, of each token's successor, summed over those
-    that are learned; the first never is.
+    """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over the learned tokens.
 
-    Logits exist for only `chunk` tokens at a time, and are recomputed for the gradient, so that a large
-    vocabulary does not dominate the memory of a step. A chunk has tokens from everywhere in the text, so that
-    devices that share the tokens share each chunk, too.
+    Only `chunk` tokens have their logits in memory at a time, and the gradient recomputes them; otherwise a
+    large vocabulary would dominate the memory of a step. A chunk is a strided slice of the text: if devices
+    share the tokens, each of them then has a part of every chunk.
     """
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 

@@ -27,21 +27,23 @@ class PreferenceSettings(TaskSettings):
     beta: float | int = option(
         "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
-    """The factor of log-probabilities."""
+    """Scales the log-probability ratios."""
 
 
 class Preferences(AbstractTextTask):
-    """Direct preference optimisation: of two continuations of a prompt, `{"prompt": ..., "chosen": ...,
-    "rejected": ...}`, the chosen one should gain more than the rejected over the model as it was before
-    training: without adapters, or with the one that the run goes on with.
+    """Direct preference optimisation on `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
-    All three may be lists of messages, for the chat template. Without a prompt, it is what both begin with.
+    The likelihood of the chosen text should grow more than that of the rejected one. Growth is relative to
+    the model before training: without adapters, or with the adapter that this run continues.
+
+    All three entries may be lists of messages. If there is no prompt, it is the common beginning of both
+    texts.
 
     Rafailov et al., Direct Preference Optimization (2023), as in TRL.
     """
 
     chunk: int = 0
-    """As of `NextToken`."""
+    """See `NextToken.chunk`."""
     settings: PreferenceSettings = eqx.field(static=True, default=PreferenceSettings())
 
     help: ClassVar[str] = """\
@@ -79,14 +81,14 @@ class Preferences(AbstractTextTask):
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """How much more likely each continuation is than before training, as a logarithm."""
+        """Computes log(p / p_start) for each continuation, where p_start is the model before training."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
                 cross_entropy_of_text(each, each.hidden(ids, seen), ids, learned, self.chunk)
                 for each in model
             )
-            return before - after  # cross-entropies
+            return before - after  # both are cross-entropies, so this is the gain in log-probability
 
         return jax.vmap(gain)(example.ids, example.seen, example.learned & example.seen)
 
@@ -94,8 +96,11 @@ class Preferences(AbstractTextTask):
         return -jnp.sum(jax.nn.log_sigmoid(self.settings.beta * (outputs[:, 0] - outputs[:, 1])))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The loss, the share of pairs whose chosen text gained more, and by how much, times `beta`. A pair
-        of which both gained alike, as all do before training, counts as a half."""
+        """Computes the loss, the accuracy and the mean margin, scaled by `beta`.
+
+        A pair is right if the chosen text gained more. If both gained the same, as they do before training,
+        it counts as one half.
+        """
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {
@@ -106,7 +111,7 @@ class Preferences(AbstractTextTask):
 
 
 def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
-    """The tokens of both conversations, and where their answers begin."""
+    """Tokenises both conversations. Also returns where the answers begin."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
     prompt = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in row["prompt"]]

@@ -1,4 +1,4 @@
-"""The interface of tasks: data, loss and metrics."""
+"""The interface of a task: data, loss and metrics."""
 
 import abc
 from collections.abc import Mapping
@@ -15,91 +15,97 @@ from ..settings import DataSettings, TaskSettings, TrainSettings
 
 
 class AbstractTask(eqx.Module):
-    """A loss, as a sum over the examples of a batch, and metrics for held-out data."""
+    """A task turns data into examples, and defines a loss and metrics on them.
+
+    The loss is a sum over a batch, so that batches may be split over devices.
+    """
 
     help: ClassVar[str]
-    """The lines of `--help` with its models and data, in two columns."""
+    """The lines for `--help`: models and data, in two columns."""
     models: ClassVar[str]
-    """The models that it is for, in errors."""
+    """The supported models, as errors name them."""
     peft_type: ClassVar[str]
-    """PEFT's name of the task."""
+    """The `task_type` in PEFT's configuration."""
     own: ClassVar[type[TaskSettings] | None] = None
-    """The class of its own settings, if `--task` may name it."""
+    """The class of its settings; None if `--task` cannot name this task."""
     needs_name: ClassVar[bool] = True
-    """Whether only `--task` chooses it; otherwise, also a model that is made for it."""
+    """Whether the task must be named by `--task`. If not, a suitable model also chooses it."""
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
-    """Whether a row can hold several texts."""
+    """Whether a row may hold several texts."""
     invokes: ClassVar[bool] = False
-    """Whether tokens of a row may invoke adapters."""
+    """Whether the data may contain invocation tokens for adapters."""
 
     compares_with_start: ClassVar[bool] = False
-    """Whether it compares with the model as it was before training: with the adapter that the run goes on
-    with, if there is one, as its teacher; else without adapters."""
+    """Whether the loss compares with the model before training.
+
+    If the run continues an adapter, that model includes it; `compared` then gets it as the teacher.
+    """
 
     @classmethod
     @abc.abstractmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
-        """Whether it is for this model, of the checkpoint in this folder."""
+        """Whether this task can train the model from this checkpoint folder."""
 
     @classmethod
     def begun(
         cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
     ) -> tuple[PyTree, DataSettings]:
-        """A model that it takes with what the task adds to it, such as a last layer, and the settings with
-        what was found in the data for that, so that the same settings add the same again. `config` is that of
-        the checkpoint."""
+        """Prepares a model for the task, for example by adding a last layer.
+
+        Also returns the settings, with anything that was found in the data for this purpose: a second call
+        with the returned settings makes the same model. `config` is the checkpoint's.
+        """
         return model, data
 
     @classmethod
     def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        """Parts of the model that are trained besides the adapters."""
+        """The parts of the model that are trained in full, in addition to the adapters."""
         return ()
 
     @classmethod
     @abc.abstractmethod
     def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "AbstractTask":
-        """The task for a model that it takes."""
+        """Builds the task for a model that `takes` accepts."""
 
     @abc.abstractmethod
     def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
-        """Encodes a line of data as an example; None if the limit on tokens leaves nothing to learn."""
+        """Encodes one line of data. Returns None if nothing to learn fits into the maximal length."""
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
-        """The model's sequence of layers: a list, or stacked into one."""
+        """Selects the layers of the model: a list, or one stacked layer."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
-        """Parts of the model that this task does not use, which get no adapters."""
+        """The parts of the model that this task does not use. They get no adapters."""
         return ()
 
     def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
-        """Reads the model that this task compares with; None if there is none. `config` is that of the
-        checkpoint that is trained."""
+        """Reads the teacher, if this task has one. `config` belongs to the checkpoint that is trained."""
         return None
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
-        """What `output` takes: the model, perhaps with the teacher, or with others that are made of it."""
+        """Builds the first argument of `output`: the model, or a tuple of it and its references."""
         return model
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
-        """The output for one example (a batch without its first axis)."""
+        """Computes the output for one example, that is, a batch without its first axis."""
 
     @abc.abstractmethod
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
-        """The loss, summed over a batch."""
+        """Computes the loss, summed over a batch."""
 
     def weight(self, batch: Batch) -> float:
-        """The number of terms in that sum: tokens or, by default, examples."""
+        """The number of terms in this sum: by default, the number of examples."""
         return float(len(batch.ids))
 
     @abc.abstractmethod
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The metrics of the outputs for all held-out examples; `batch` holds those examples."""
+        """Computes the metrics. Both arguments cover all held-out examples."""
 
 
 def cross_entropy(logits: Float[Array | np.ndarray, "*batch classes"], labels: Any) -> Float[Array, "*batch"]:
-    import optax  # here, since the command line lists tasks without the extra `lm`
+    import optax  # imported late: the command line lists tasks without the extra `lm`
 
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
