@@ -1,4 +1,4 @@
-"""The command line of conversion: a checkpoint of any known format to safetensors or GGUF."""
+"""The command that converts a checkpoint to safetensors or GGUF."""
 
 import sys
 from pathlib import Path
@@ -14,8 +14,10 @@ another. Weights that no format of transformers holds are written in quaxlike's 
 
 
 def _dense_where_rounded(model: Any, scheme: Any) -> Any:
-    """The model with dense arrays for quantised ones that are rounded anew, so that an adapter is merged into
-    weights that are rounded once."""
+    """Materialises the arrays that will be quantised again.
+
+    Otherwise an adapter would be merged into quantised weights, and the result would be rounded twice.
+    """
     from ..core.values import is_value, materialise
     from ..surgery.quantize import choices_of, is_recipe
     from ..surgery.trees import named_arrays, replace
@@ -26,7 +28,7 @@ def _dense_where_rounded(model: Any, scheme: Any) -> Any:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.convert") -> int:
-    """Runs the command; the exit status is 2 if it cannot read, convert or write."""
+    """Runs the command. Returns 2 if reading, converting or writing fails."""
     parser = Parser(prog=prog, description=_ABOUT)
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory or a GGUF file")
     parser.add_argument("target", type=Path, metavar="OUT", help="a directory, or a file that ends in .gguf")

@@ -1,10 +1,10 @@
-"""The table of architectures of decoders: one entry says all that differs from Llama.
+"""The table of decoder architectures. An entry lists how an architecture differs from Llama.
 
-Models are built by it, GGUF files named and described, layers split over devices, and activations folded into
-weights. It knows nothing of the rest of the package.
+We use it to build models, to translate GGUF files, to shard layers, and to fold activation scales into
+weights. This file imports nothing from the package, so that every room may read it.
 
-Source of what is said of GGUF: the tables of llama.cpp, <https://github.com/ggml-org/llama.cpp>,
-`gguf-py/gguf/constants.py` and `conversion`.
+The GGUF part follows llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
+`conversion`.
 """
 
 import dataclasses
@@ -15,136 +15,138 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """An architecture in the files of llama.cpp, as far as they differ from those of transformers."""
+    """How llama.cpp's files for an architecture differ from transformers' files."""
 
     name: str
-    """Its `general.architecture`. Of families that share one, a file is read as the one whose `marker` it
-    has, or else as the first."""
+    """`general.architecture`. If several families share it, a file belongs to the family with a `marker` in
+    the file, or else to the first."""
     model_type: str
-    """Its `model_type` in transformers."""
+    """`model_type` in transformers."""
     marker: str = ""
-    """A metadata key that only this family has, of those that share `name`."""
+    """A metadata key that tells this family from others with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """transformers' names within a block, by llama.cpp's, where the other fields do not say them."""
+    """Additional names: llama.cpp's name within a block to transformers' name."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json`, by metadata keys, besides the usual ones."""
+    """Additional metadata keys, and their entries in `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Entries of `rope_parameters`, by metadata keys, besides the usual ones."""
+    """Additional metadata keys, and their entries in `rope_parameters`."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that no metadata key determines, or whose defaults differ in llama.cpp."""
+    """Entries of `config.json` that have no metadata key, or that have another default in llama.cpp."""
     permuted: bool = False
-    """Whether the rows of q and k are in the order of llama.cpp's rotary embedding."""
+    """Whether the rows of q and k are permuted for llama.cpp's rotary embedding."""
     output: Literal["", "own", "tied"] = ""
-    """Whether files must have an output layer of their own, or must not; either by default."""
+    """Whether a file must have its own output layer ("own"), must not ("tied"), or may ("")."""
     large: int = 0
-    """The number of layers of the Gemma whose scores are scaled by another head size."""
+    """The number of layers of the one Gemma that scales its scores by another head size."""
     biases: bool = False
-    """Whether layers may have biases, as `attention_bias` and `mlp_bias` say. Otherwise llama.cpp takes what
-    `config` says, or none."""
+    """Whether llama.cpp lets `attention_bias` and `mlp_bias` vary. Otherwise they are as in `config`, or
+    off."""
     square: bool = False
-    """Whether all heads together must be as wide as the model."""
+    """Whether llama.cpp assumes that all heads together are as wide as the model."""
     yarn: bool = False
-    """Whether llama.cpp reads the bounds of YaRN's ramp from files; it takes the usual ones otherwise."""
+    """Whether llama.cpp reads the bounds of YaRN's ramp. Otherwise it uses the default bounds."""
 
 
-#: The ends of the names of models that classify texts, and tokens.
+#: Suffixes of architectures that classify texts, and tokens.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-#: The names of the layers that do, in models of all kinds.
+#: Names of classification layers, in all models.
 HEADS = ("score", "classifier")
 
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # the entries of the table are compared by identity
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: some fields cannot be hashed
 class Family:
-    """The options of a decoder that its architecture determines; the defaults are Llama's."""
+    """The options that an architecture fixes. All defaults are Llama's."""
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
-    """Whether queries, keys and values are fused into one matrix, and the two halves of a gated layer too."""
+    """Whether one matrix holds queries, keys and values, and another one both halves of a gated layer."""
     gated: bool = True
     qkv_bias: bool | None = None
-    """Whether these projections have biases; None to follow `attention_bias`."""
+    """Whether q, k and v have biases. None follows `attention_bias`."""
     output_bias: bool | None = None
     qk_norm: Literal["", "heads", "whole"] = ""
-    """Whether queries and keys are normalised, head by head or all heads together."""
+    """Whether queries and keys are normalised, per head or across all heads."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """The norms before and after attention, and before and after the feed-forward layer."""
+    """The norms before and after attention, then before and after the feed-forward layer."""
     layer_norm: bool = False
-    """Whether norms are LayerNorms with biases."""
+    """Whether the norms are LayerNorms with biases."""
     norm_offset: float | int = 0.0
-    """The number that is added to the weights of norms."""
+    """A constant that is added to norm weights."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
-    """Whether weights are stored as (in, out)."""
+    """Whether weights have the shape (in, out)."""
     sinks: bool = False
     gated_attention: bool = False
-    """Whether each head's query is followed by a gate, which its result is multiplied with."""
+    """Whether each query head comes with a gate that multiplies its output."""
     tied: bool = False
-    """Whether the output layer is tied to the embedding if `tie_word_embeddings` is absent."""
+    """The default for `tie_word_embeddings`."""
 
     windows: int | Literal["upper", "lower"] | None = None
-    """Which layers see only a window: all but every n-th (0: all of them), those from `max_window_layers` on
-    ("upper"), every other one before that ("lower"), or none. `layer_types` overrides it."""
+    """Which layers use a window: all but every n-th (0: all), those from `max_window_layers` on ("upper"),
+    every other one below it ("lower"), or none. `layer_types` overrides this."""
     window_switch: bool = False
-    """Whether windows are off unless `use_sliding_window` is set."""
+    """Whether windows need `use_sliding_window`."""
     plain_windows: bool = False
-    """Whether rotations in layers with a window are never scaled for longer texts."""
+    """Whether layers with a window ignore the scaling of rotary embeddings for long texts."""
     partial: bool = False
-    """Whether it rotates a part of each head, as `partial_rotary_factor` says, rather than whole heads."""
+    """Whether `partial_rotary_factor` applies. Otherwise whole heads are rotated."""
     unrotated: int = 0
-    """If not 0: every n-th layer does not rotate queries and keys, and only such layers may have windows.
-    `no_rope_layers` overrides it."""
+    """If not 0, every n-th layer has no rotary embedding, and only these layers may have windows.
+    `no_rope_layers` overrides this."""
 
     mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The mixers of layers that do not attend (names in `quaxlike.lm.models.MIXERS`), by their kinds in
-    `layer_types`."""
+    """Mixers other than attention: the kind in `layer_types` to a name in `quaxlike.lm.models.MIXERS`."""
     attends: int = 0
-    """If not 0 and there is no `layer_types`: every n-th layer attends, and the others have the first of the
-    mixers. `full_attention_interval` overrides it."""
+    """If not 0 and without `layer_types`, every n-th layer uses attention and the others use the first mixer.
+    `full_attention_interval` overrides this."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The entries of `config.json` that mixers read, whole numbers above 0, with their defaults."""
+    """The integer entries of `config.json` that mixers read, with defaults. All must be positive."""
 
     experts: Literal["", "out_in", "in_out"] = ""
-    """Whether there are experts, and how their matrices are stored."""
+    """Whether there are experts, and the layout of their matrices."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
-    """The names of an expert's matrices in files that store experts one by one."""
+    """The names of an expert's matrices in files with one tensor per expert."""
     expert_bias: bool = False
     interleaved: bool = False
-    """Whether gates and values of experts alternate, and are clamped."""
+    """Whether gates and values alternate in the matrices of experts. They are then clamped, too."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """Those of `OF_FEW` that its models depend on. In its files, the others have no effect."""
+    """The entries in `OF_FEW` that these models use. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The family's names for entries of `config.json`, by their usual names."""
+    """Usual names of `config.json` entries, and this family's names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The family's names for parts of the model, by their usual names."""
+    """Usual names of model parts, and this family's names."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parts whose names in files differ from those in the model."""
+    """Parts with another name in files than in the model."""
     beside: str = ""
-    """The name of parts that files may have, and decoders do not."""
+    """A part that files may contain, and that we ignore."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The values of `config.json` entries that are absent."""
+    """Defaults for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values that entries must have."""
+    """Entries that must have this value if they are present."""
     gguf: Gguf | None = None
-    """The architecture in files of llama.cpp, if it has it."""
+    """How llama.cpp stores this architecture. None if it has no support."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """The heads that classify texts, or their tokens, by how the names of transformers' models end."""
+    """The available classification heads, as suffixes of transformers' class names."""
     head_stem: str = ""
-    """How the names of these begin, where not like that of the decoder."""
+    """The first part of these class names, if it differs from the decoder's."""
     token_head: str = "score"
     """The name of the layer that classifies tokens."""
 
     def name(self, role: str) -> str:
-        """The family's name for a part of the model, such as `self_attn.q_proj`."""
+        """Translates the usual name of a part, such as `self_attn.q_proj`."""
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """For `quaxlike.balance`: the layers whose outputs go to other layers alone, as regular expressions,
-        and these other layers. Norms are among them if they multiply by their weight."""
+        """Lists which layers `quaxlike.balance` may fold into which, as regular expressions.
+
+        A layer qualifies if only linear layers read its output. A norm with an offset does not: scaling its
+        weight would not scale its output.
+        """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
         wide = ["gate_up_proj"] if self.gated and self.fused else wide
@@ -165,7 +167,7 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-#: Entries of `config.json` that the models of some families alone depend on.
+#: Entries of `config.json` that only some families use.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
@@ -360,14 +362,14 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Architectures that classify with a decoder, and the decoder and the head of each.
+#: Architectures with a classification head, and the decoder and head that each consists of.
 CLASSIFIERS: dict[str, tuple[str, str]] = {
     (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
     for name, family in FAMILIES.items()
     for head in family.heads
 }
 
-#: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
+#: Multimodal architectures, and the decoder that each contains, by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
@@ -376,15 +378,15 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }  # fmt: skip
-#: The name of the decoder among the modules of such a model in transformers, whatever its files call it.
+#: The decoder's module path in such a model. Names in its files differ.
 BODY_OF_TOWER = "model.language_model"
-#: How the names of the decoder begin in files of transformers 4 and 5, and those of the parts beside it.
+#: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 def names_of(role: str) -> list[str]:
-    """The names that architectures give to a part of a decoder, Llama's first."""
+    """All names that architectures use for a part, Llama's name first."""
     names = [family.parts.get(role, role) for family in FAMILIES.values()]
     if role in _EXPERT_FILES:
         names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]

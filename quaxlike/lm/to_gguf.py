@@ -1,4 +1,4 @@
-"""A decoder as a GGUF file, which llama.cpp runs."""
+"""Writes a decoder as a GGUF file for llama.cpp."""
 
 import dataclasses
 import warnings
@@ -21,9 +21,9 @@ from .models.rope import Rope
 from .models.vocabulary import EMBEDDINGS
 from .tokenizer import read_templates
 
-#: The name of the file in a folder.
+#: The file name in a folder.
 NAME = "model.gguf"
-# Fields of a configuration that no computation depends on, or that others are derived from.
+# Fields that do not change what the model computes, or that follow from others.
 _APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes", "new_embeddings")
 
 
@@ -34,11 +34,12 @@ def save_gguf(
     source: Path,
     mixture: Mixture | None = None,
 ) -> None:
-    """Writes the arrays of a decoder to a file, or to `model.gguf` in a folder, with the metadata and the
-    tokeniser that llama.cpp needs; `source` is the checkpoint with the latter.
+    """Writes a decoder to a GGUF file, or to `model.gguf` in a folder.
 
-    **Raises:** `CheckpointError` for a model or a tokeniser that llama.cpp would not follow; nothing is
-    written then.
+    The metadata includes the tokeniser, which is read from the checkpoint `source`.
+
+    **Raises:** `CheckpointError` if llama.cpp would compute something else, or tokenise differently. Nothing
+    is written then.
     """
     if path.suffix != ".gguf":
         if any(path.glob("*.safetensors*")):
@@ -53,10 +54,10 @@ def save_gguf(
 def described(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a GGUF file and its metadata, for the arrays of a model, or shapes for them.
+    """Returns the tensors and metadata of a GGUF file. `arrays` may hold shapes.
 
-    **Raises:** `CheckpointError` for what llama.cpp would not follow; `FileNotFoundError` without a
-    tokeniser.
+    **Raises:** `CheckpointError` if llama.cpp would compute something else; `FileNotFoundError` if there is
+    no tokeniser.
     """
     if isinstance(names := config.get("architectures"), list) and {*names} & {*CLASSIFIERS}:
         raise CheckpointError(
@@ -77,14 +78,17 @@ def described(
             f"{metadata['general.architecture']!r}."
         )
     shapes = {named[name]: tuple(x.shape) for name, x in {**arrays, **factors}.items()}
-    read = lambda name: np.asarray(factors[name])
+
+    def read(name: str) -> np.ndarray:
+        return np.asarray(factors[name])
+
     found = config_of(source, as_python(metadata), shapes, read)
     _check_held(config, found, source, metadata)
     return {**factors, **arrays}, metadata
 
 
 def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, Any]:
-    """The configuration with the bounds of YaRN's ramp rounded, as llama.cpp does for every model."""
+    """Rounds the bounds of YaRN's ramp in the configuration, because llama.cpp always does."""
     for entry in ("rope_parameters", "rope_scaling"):
         rope = config.get(entry)
         if isinstance(rope, Mapping) and rope.get("truncate") is False:
@@ -101,7 +105,7 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
 def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    from .marks import Marks  # here, since readers of other formats need no tokenizers
+    from .marks import Marks  # imported late: it needs the package tokenizers
     from .text import TextTokenizer
 
     whole = completed(config)
@@ -120,7 +124,7 @@ def _of_folder(
 def _with_output(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays and the configuration, with a copy of a tied embedding where llama.cpp wants one."""
+    """Adds a copy of a tied embedding as the output layer, where llama.cpp requires one."""
     family, head = family_of(as_python(metadata)), "lm_head.weight"
     output = family.gguf.output if family and family.gguf else ""
     if family and output == "own" and head not in arrays:
@@ -139,7 +143,11 @@ def _with_output(
 def _check_held(
     config: Mapping[str, Any], found: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> None:
-    """Raises unless the model that the metadata describes computes as the one in `config.json` does."""
+    """Raises unless the metadata describes the same computation as `config.json`.
+
+    We read the metadata back as a configuration, and compare. llama.cpp would otherwise run another model
+    without any error.
+    """
     ours, theirs = DecoderConfig.from_json(config), DecoderConfig.from_json(found)
     fields = [field.name for field in dataclasses.fields(ours) if field.name not in _APART]
     lost = [name for name in fields if getattr(ours, name) != getattr(theirs, name)]

@@ -1,6 +1,7 @@
-"""The blocks of GGUF: bytes to codes, scales and minima, and back.
+"""Reads and writes the blocks of GGUF: bytes to codes, scales and minima, and back.
 
-Source: the layouts of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`.
+The layouts are those of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`. Both directions are exact:
+blocks that are read and written again have the same bytes.
 """
 
 from collections.abc import Callable
@@ -11,18 +12,20 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels import bits as bitstream
 
-# Codes, scales, outer scale, zeros and outer zero of some blocks, each (blocks, n).
+# The codes, scales, outer scales, zeros and outer zeros of some blocks. Each has the shape (blocks, n).
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
-# Bytes, read from blocks and written to them: (blocks, bytes).
+# Functions between the bytes of blocks, (blocks, bytes), and these parts.
 _Read = Callable[[np.ndarray], Parts]
 _Write = Callable[..., list[np.ndarray]]
 
 
 class BlockType(NamedTuple):
-    """A quantised type: the elements and bytes of a block, its codec, the reader of its bytes, and the writer
-    of them, one field after the other."""
+    """A quantised type: elements and bytes per block, the codec, and functions that read and write blocks.
+
+    `write` returns the fields of a block in the order of the file.
+    """
 
     elements: int
     nbytes: int
@@ -36,7 +39,7 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """Low nibbles first, then high ones."""
+    """Unpacks nibbles: the first half of the codes is in the low ones."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
@@ -50,13 +53,13 @@ def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes of planes (..., planes, bytes), the first of which has the lowest bits."""
+    """Packs planes (..., planes, bytes) into bytes. The first plane has the lowest bits."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(codes << shifts, axis=-2)
 
 
 def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
-    """Blocks of 32: a scale, perhaps a minimum, perhaps fifth bits, and nibbles."""
+    """Blocks of 32 codes: a scale, then a minimum and fifth bits if the type has them, then nibbles."""
     start = 4 if minimum else 2
 
     def read(raw: np.ndarray) -> Parts:
@@ -81,7 +84,7 @@ def _as_q8_0(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray]
 
 
 def _planes_of_2(qs: np.ndarray) -> np.ndarray:
-    """Two halves of 32 bytes, each with four planes of 2 bits: (blocks, 256)."""
+    """Unpacks 2-bit codes: each half of 32 bytes holds four planes of 32 codes. Returns (blocks, 256)."""
     halves = qs.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (halves & 3).reshape(-1, 256)
 
@@ -116,7 +119,7 @@ def _as_q3_k(codes: Any, scale: Any, outer: Any, *_: None) -> list[np.ndarray]:
 
 
 def _scales_of_6(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight minima of 6 bits in 12 bytes."""
+    """Unpacks eight scales and eight minima of 6 bits each from 12 bytes."""
     low, high, last = s[:, :4], s[:, 4:8], s[:, 8:]
     scale = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=1)
     minimum = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=1)
@@ -185,7 +188,7 @@ def _as_mxfp4(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray
     return [scale, _as_nibbles(codes)]
 
 
-#: Names and types, by their numbers in a file.
+#: The name and the layout for each type number in a file.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
     2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], *_of_32())),
     3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], *_of_32(minimum=True))),
@@ -204,8 +207,10 @@ BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
 
 
 def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None) -> BlockArray:
-    """The array of this shape from the bytes (uint8) of its blocks; `rows` reorders its second-to-last
-    axis."""
+    """Reads an array of this shape from the bytes of its blocks (uint8).
+
+    `rows` permutes the second-to-last axis. Rows are permuted as bytes, since whole blocks are within a row.
+    """
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
     data = data.reshape(*lead, per_row * kind.nbytes)
@@ -218,7 +223,7 @@ def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows:
 
 
 def write_blocks(w: BlockArray, kind: BlockType) -> np.ndarray:
-    """The bytes of an array, row by row: (..., bytes)."""
+    """Writes an array as bytes, row by row: (..., bytes)."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
     lead, blocks = codes.shape[:-1], codes.size // kind.elements
     parts = [None if x is None else _little_endian(x).reshape(blocks, -1) for x in w.scale.parts()]

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file about its model, and transformers' `config.json`, which say the same."""
+"""Conversion between a GGUF file's metadata and transformers' `config.json`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from ..families import FAMILIES, Gguf
 from ..folders.entries import warn_of_unknown
 from .names import family_of
 
-# Entries of `config.json`, by metadata keys without the architecture's prefix.
+# Metadata keys, without the architecture's prefix, and the entries of `config.json` with the same meaning.
 _KEYS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -37,10 +37,12 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """transformers' `config.json` for a model; empty if its architecture is not in the table.
+    """Builds transformers' `config.json` from the metadata of a GGUF file.
 
-    `shapes` has those of its tensors, by llama.cpp's names; `read` reads one, for factors of rotary
-    frequencies. Raises `CheckpointError` for a value of another type than the key has.
+    `shapes` has the shape of each tensor under its name in llama.cpp. `read` reads a tensor; this is needed
+    for the scaling factors of rotary frequencies. Returns {} for an unknown architecture.
+
+    **Raises:** `CheckpointError` if a value does not have the type that its key demands.
     """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     if family is None or family.gguf is None:
@@ -81,8 +83,9 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
-_LARGEST = 1 << 16  # far beyond any number of layers or size of heads, so that damaged ones take no memory
-# Keys that are read beside the numbers.
+# Far more than any model has layers or a head has features. Damaged files must not make us allocate more.
+_LARGEST = 1 << 16
+# More keys that are read, but not as plain numbers.
 _OTHERS = (
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
     *(
@@ -94,14 +97,14 @@ _OTHERS = (
     *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     "rope.scaling.yarn_log_multiplier",
 )
-# Keys that a decoder does not depend on; the shapes of tensors say the first as well.
+# Keys that do not affect a decoder. (The first one also follows from the shapes of tensors.)
 _WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type", "rope.scaling.finetuned")
-# Keys that are not read, and the only values that they may have: what the decoders of the table do.
+# Keys that are not read. Our decoders compute with exactly these values, so other ones get a warning.
 _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
 
 
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
-    """Warns of keys about the model that are not known. Those about tokens and the file begin otherwise."""
+    """Warns about unknown keys under the architecture's prefix, which describe the model."""
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
     known = {*_KEYS, *own.keys, *own.rope_keys, own.marker, *_OTHERS, *_WITHOUT_EFFECT}
     unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
@@ -109,7 +112,8 @@ def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, 
 
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
-    """The number that a key says, for all layers; None if it is absent."""
+    """Reads a number, which may be stored once for all layers or once per layer. None if the key is
+    absent."""
     value: Any = metadata.get(key)
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
@@ -119,7 +123,7 @@ def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | 
 
 
 def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """The layers with a window, if a file says more than their number."""
+    """Reads which layers have a window, if the file says so for each layer."""
     key = f"{prefix}{_WINDOW}_pattern"
     found = metadata.get(key)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
@@ -144,18 +148,21 @@ def _rope(
     read: Callable[[str], np.ndarray],
     partial: bool,
 ) -> dict[str, Any]:
-    """The scaling of rotary frequencies, and the part of heads that is rotated."""
-    get = lambda key: metadata.get(f"{prefix}rope.{key}")
+    """Reads the scaling of rotary frequencies, and which part of a head is rotated."""
+
+    def get(key: str) -> Any:
+        return metadata.get(f"{prefix}rope.{key}")
+
     out: dict[str, Any] = {}
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
     if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
-        if not partial and size < _LARGEST:  # a damaged size is told where sizes are
+        if not partial and size < _LARGEST:  # other code reports an impossible size with a better message
             key, name = f"{prefix}rope.dimension_count", config["model_type"]
             raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
-    if "rope_freqs.weight" in shapes:  # the frequencies of Llama 3, say, are divided by these factors
+    if "rope_freqs.weight" in shapes:  # llama.cpp divides frequencies by these factors, as in Llama 3
         factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
         out["rope_scaling"] = {
             "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
@@ -189,20 +196,23 @@ _LOG = "yarn_log_multiplier"
 
 
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """What a file says about YaRN besides its factor. llama.cpp multiplies cosines and sines by `attn_factor`
-    and by what YaRN prescribes for the factor."""
+    """Reads the parameters of YaRN except its factor.
+
+    llama.cpp multiplies cosines and sines by `attn_factor`, and also by the attention factor that YaRN
+    derives from `factor`. transformers' `attention_factor` is their product.
+    """
     keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
     for key, value in found.items():
         if not is_finite(value):
             raise file_error(path, prefix + key, f"expected a number; found {quoted(value)}")
-    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1: the default
+    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # llama.cpp's default is -1
         raise file_error(path, f"{prefix}yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
     out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
     for key in ("attn_factor", "yarn_attn_factor"):
         if key in found:
             out["attention_factor"] = found[key] * _grown(factor)
-    if share := found.get(_LOG):  # mscale_all_dim
+    if share := found.get(_LOG):  # transformers calls this mscale_all_dim
         if share < 0:
             raise file_error(path, prefix + _LOG, f"expected a positive number; found {quoted(share)}")
         out["attention_factor"] = out.get("attention_factor", _grown(factor)) / _grown(factor, share)
@@ -210,7 +220,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """The keys that say the same about YaRN as the entries of a `config.json`."""
+    """Converts the YaRN entries of a `config.json` to metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
@@ -229,15 +239,15 @@ def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
 
 
 def _grown(factor: float, share: float = 1.0) -> float:
-    """The factor of cosines and sines that YaRN prescribes for texts that are longer by a factor."""
+    """YaRN's attention factor for texts that are `factor` times as long."""
     return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata that llama.cpp needs about a model, from its `config.json`; without the tokeniser.
+    """Builds the metadata that llama.cpp needs from a `config.json`, except for the tokeniser's.
 
-    **Raises:** `ValueError` for an architecture that is not in the table, a missing entry, or an entry that
-    the format has no key for.
+    **Raises:** `ValueError` for an unknown architecture, a missing entry, or an entry that GGUF cannot
+    express.
     """
     kind, known = (
         config.get("model_type"),
@@ -284,7 +294,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json has partial_rotary_factor={share} beside rope_type={kind!r}; models of type "
                 f"{own.model_type!r} rotate whole heads."
             )
-        share = 1.0  # without effect, as in transformers
+        share = 1.0  # transformers ignores the entry for these models
     values["rope.dimension_count"] = int(_head_size(config) * share)
     if kind in ("linear", "yarn"):
         values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
@@ -298,7 +308,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The factors of rotary frequencies that llama.cpp stores as tensors (Llama 3, LongRoPE), by name."""
+    """Computes the tensors in which llama.cpp stores scaled rotary frequencies (Llama 3, LongRoPE)."""
     rope = _rope_parameters(config)
     if _rope_kind(rope) == "longrope":
         return {
@@ -316,9 +326,9 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary parameters, from the entries of transformers 4 or 5."""
+    """Reads the rotary parameters from a configuration of transformers 4 or 5."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    given = given.get("full_attention") or given  # llama.cpp derives those of Gemma's other layers itself
+    given = given.get("full_attention") or given  # llama.cpp derives the rotation of Gemma's window layers
     theta = config.get("rope_theta") or 10000.0
     part = config.get("partial_rotary_factor") or 1.0
     return {"rope_theta": theta, "partial_rotary_factor": part, **given}
@@ -334,7 +344,7 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
-    """The size whose square root divides Gemma's scores."""
+    """Gemma divides its scores by the square root of this size."""
     if config.get("num_hidden_layers") == own.large:
         return config["hidden_size"] // config["num_attention_heads"]
     return _head_size(config)
@@ -345,9 +355,9 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """The metadata of a model with a `completed` configuration, without its tokeniser.
+    """Like `metadata_of`, for the result of `completed`; errors name the checkpoint.
 
-    **Raises:** `CheckpointError` for what llama.cpp has no key for.
+    **Raises:** `CheckpointError` if GGUF cannot express the configuration.
     """
     try:
         return metadata_of(config)

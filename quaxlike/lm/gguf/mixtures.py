@@ -1,4 +1,4 @@
-"""The type of each weight of a GGUF file: one for all but the output layer, or those of a recipe."""
+"""The type of each weight in a GGUF file: one type for nearly all weights, or those of a recipe."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from .writer import TYPES, Mixture, file_type_of
 
 
 class _Preset(NamedTuple):
-    """What a recipe leaves out, such as embeddings, in a file; and llama.cpp's number of such files."""
+    """The type for weights outside a recipe, such as embeddings, and llama.cpp's number for such a file."""
 
     rest: str
     file_type: int
@@ -23,16 +23,16 @@ _PRESETS = {
     "q5_k_m": _Preset("q5_k", 17),
     "mxfp4_moe": _Preset("q8_0", 38),
 }
-#: The type of the output layer, which few bits harm most, beside weights of another type.
+#: The type of the output layer if other weights have this type. Few bits harm the output layer most.
 _OUTPUTS = {"mxfp4": "q8_0"} | dict.fromkeys(
     ("q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "iq4_nl", "iq4_xs"), "q6_k"
 )
 
 
 def type_of(text: str | Path) -> str | Recipe:
-    """A type or recipe as commands take it: its name, or the path of a file with a recipe.
+    """Parses a type as commands take it: the name of a type or recipe, or a file with a recipe.
 
-    **Raises:** `ValueError` for an unknown name, with near misses, and as `quantize.from_file` does.
+    **Raises:** `ValueError` for an unknown name, with similar names, or a damaged file.
     """
     return from_file(text) if is_recipe_file(text) else _require_type(str(text))
 
@@ -46,14 +46,14 @@ def _require_type(name: str) -> str:
 
 
 def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
-    """The types of the arrays of a model.
+    """Chooses a type for each array of a model.
 
     **Arguments:**
 
-    - `model`: whose arrays may be shapes.
-    - `quantize`: one of `TYPES`, or a recipe of [`quaxlike.quantize`][] or its name.
+    - `model`: a model, or one with shapes for arrays.
+    - `quantize`: one of `TYPES`, a recipe of [`quaxlike.quantize`][], or the name of a recipe.
 
-    **Raises:** `ValueError` for another name, with near misses; for a rule without an effect, and for a
+    **Raises:** `ValueError` for an unknown name, with similar names; for a rule that matches nothing; for a
     scheme that GGUF has no type for.
     """
     if isinstance(quantize, str) and _require_type(quantize) in TYPES:
@@ -67,7 +67,7 @@ def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
                 "without options."
             )
     kinds = {name: choice.scheme for name, choice in chosen.items()}
-    # Of a tied embedding, some files have a copy, which is the output layer then.
+    # A tied embedding is also the output layer. Files that store a copy of it give that the same type.
     output = next((kinds.pop(name) for name in output_layer(records_of(model)) if name in kinds), None)
     preset = _PRESETS.get(quantize) if isinstance(quantize, str) else None
     return Mixture(kinds, preset and preset.rest, output, preset and preset.file_type)

@@ -1,8 +1,8 @@
-"""The tokeniser of a GGUF file as `tokenizer.json`, which the package `tokenizers` reads; and back.
+"""Conversion between a GGUF file's tokeniser and the `tokenizer.json` that the package `tokenizers` reads.
 
-Source: the tokenisers of llama.cpp, <https://github.com/ggml-org/llama.cpp>, `src/llama-vocab.cpp`, and its
-converter, `conversion/base.py`. The converter takes scores from SentencePiece's own file; here they follow
-the order of the merges, which was made from them.
+This follows llama.cpp, <https://github.com/ggml-org/llama.cpp>: `src/llama-vocab.cpp`, and
+`conversion/base.py`. Their converter copies scores from SentencePiece's own file. We derive them from the
+order of merges, which SentencePiece made from the scores.
 """
 
 import itertools
@@ -29,7 +29,8 @@ def _cased(ending: str, digits: str) -> tuple[str, ...]:
     return (f"{word}{_UPPER}*{_LOWER}+{ending}|{word}{_UPPER}+{_LOWER}*{ending}|{digits}|{_SLASHED}",)
 
 
-#: How text is split before pairs are merged, by `tokenizer.ggml.pre`; the usual name first.
+#: The regular expressions that split a text before merges, by `tokenizer.ggml.pre`. We write the first
+#: fitting name.
 PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
@@ -38,22 +39,30 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
     "tekken": _cased("", r"\p{N}"),
 }
-#: A split text that is a token stays one, whatever the merges make of it; and texts begin with BOS unless the
-#: file says otherwise.
+#: With these splits, a piece that is a token stays whole, whatever the merges say. Texts begin with BOS
+#: unless the file says otherwise.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-#: The most characters of a token that others are merged to, which is cut in two at each place.
+#: The longest token that may result from merges. We look at every way to cut it in two, so a longer one is
+#: slow.
 LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of `tokenizer.json`, for `tokenizers.Tokenizer.from_str(json.dumps(…))`, from the metadata
-    of a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
+    """Builds a `tokenizer.json` from the metadata of a GGUF file.
+
+    `tokenizers.Tokenizer.from_str(json.dumps(…))` loads the result. The vocabulary may be byte-level BPE
+    ("gpt2") or SentencePiece ("llama").
 
     **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
     """
-    get = lambda key, default=None: metadata.get(f"tokenizer.ggml.{key}", default)
-    damaged = lambda key, problem: file_error(path, f"tokenizer.ggml.{key}", problem)
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def damaged(key: str, problem: str) -> CheckpointError:
+        return file_error(path, f"tokenizer.ggml.{key}", problem)
+
     model, tokens = get("model"), get("tokens")
     if model not in ("gpt2", "llama"):
         raise damaged(
@@ -117,7 +126,7 @@ def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]
 
 
 def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
-    """Merges in the order of scores: the neighbours whose union scores highest are merged first."""
+    """Turns scores into merges. llama.cpp first merges the pair whose union has the highest score."""
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
         raise damaged("scores", f"expected one for each of {len(vocab)} tokens")
@@ -167,8 +176,10 @@ def _token(tokens: list[str], i: Any, name: str, damaged: Any) -> tuple[str, int
 
 
 def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
-    """The template of one or two texts, each with a token before it, after it, or both."""
-    special = lambda token, kind: {"SpecialToken": {"id": token, "type_id": kind}}
+    """Makes a template for one and for two texts, with a token before or after each text."""
+
+    def special(token: str, kind: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": token, "type_id": kind}}
 
     def text(which: str, kind: int) -> list[Any]:
         before, after = (around[:1], around[1:]) if begins else ([], around)
@@ -184,8 +195,8 @@ def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
 
 
 _NORMAL, _UNUSED = 1, 5
-_UNREACHABLE = -1000.0  # the score of a token that no merge makes, as llama.cpp's converter has it
-# Kinds of special tokens by their names in transformers, but for those that end texts.
+_UNREACHABLE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge makes
+# transformers' and llama.cpp's names for special tokens. (End-of-text tokens: see `ends_in_vocabulary`.)
 _SPECIAL = {"bos": "bos", "unk": "unknown", "pad": "padding"}
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -197,12 +208,13 @@ def vocabulary_of(
     templates: Mapping[str, str],
     special: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The name, the tokeniser and the chat templates of a checkpoint as keys and values of a GGUF file, but
-    for the tokens that end a text, which are `ends_in_vocabulary`. Each of the `rows` of the embedding is a
-    token; those without one get one that no text has.
+    """Converts a checkpoint's tokeniser, chat templates and name to GGUF metadata.
 
-    **Raises:** `FileNotFoundError` without `tokenizer.json`; `CheckpointError` for a tokeniser that is
-    damaged, or that llama.cpp would not follow.
+    Tokens that end a text are not included; see `ends_in_vocabulary`. GGUF needs one token for each of the
+    `rows` of the embedding, so unused rows get tokens that no text contains.
+
+    **Raises:** `FileNotFoundError` if there is no `tokenizer.json`; `CheckpointError` if it is damaged, or if
+    llama.cpp would tokenise differently.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -231,8 +243,11 @@ def vocabulary_of(
 
 
 def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
-    """The name of the model. By it, llama.cpp decides whether tokens of Phi-3 take the spaces after them, and
-    does not load other models of such a name."""
+    """Chooses the model's name. llama.cpp looks for "phi-3" in it.
+
+    With that name, tokens absorb the spaces after them (`rstrip`), and models of another architecture fail to
+    load.
+    """
     name = folder.resolve().name
     named = any(word in name.lower() for word in ("phi-3", "phi3"))
     if strips and config.get("model_type") != "phi3":
@@ -244,7 +259,7 @@ def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
 
 
 def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The tokens of the model by their texts, and the pairs that are merged, in order."""
+    """Reads the vocabulary and the merges, in order."""
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
@@ -266,7 +281,7 @@ def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], li
 def _tokens(
     path: Path, described: Mapping[str, Any], vocab: Mapping[str, int], rows: int
 ) -> tuple[list[str], list[int], dict[str, int]]:
-    """The texts of all tokens and their kinds, and the numbers of those beside the model."""
+    """Lists every token with its kind. Also returns the numbers of added tokens."""
     texts: dict[int, str] = {}
     kinds: dict[int, int] = {}
     added: dict[str, int] = {}
@@ -289,7 +304,7 @@ def _tokens(
         if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
             problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
             raise file_error(path, "added_tokens", problem)
-        if not 0 <= i < rows:  # the model has no embedding for it, and cannot take it
+        if not 0 <= i < rows:  # the model has no embedding for this token, so it can never be used
             continue
         if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:
             raise file_error(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
@@ -305,9 +320,9 @@ def _tokens(
 
 
 def _split_by(path: Path, described: Mapping[str, Any]) -> str:
-    """llama.cpp's name for the way in which texts are split before byte-level pairs are merged."""
+    """Finds llama.cpp's name for how this tokeniser splits a text before merges."""
     normal = described.get("normalizer")
-    # llama.cpp has no normaliser here; texts are usually in NFC.
+    # llama.cpp does not normalise texts. This makes no difference for texts in NFC, which nearly all are.
     if not isinstance(normal, dict | None) or (normal or {}).get("type", "NFC") != "NFC":
         raise file_error(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
     before = described.get("pre_tokenizer")
@@ -337,7 +352,7 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
             f"{quoted(regexes)}",
         )
     ignores = bool(described["model"].get("ignore_merges"))
-    # If llama.cpp has both, the one that ignores merges too; otherwise merges make the same tokens.
+    # Two names may share their expressions, and differ in whether merges are ignored.
     return next((name for name in names if (name in IGNORE_MERGES) == ignores), names[0])
 
 
@@ -350,7 +365,7 @@ def _sentencepiece_keys(
     kinds: list[int],
     added: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Scores, which decrease in the order in which merges make tokens. Changes `kinds`."""
+    """Computes scores that decrease in the order of merges. This updates `kinds` in place."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
@@ -358,7 +373,7 @@ def _sentencepiece_keys(
         if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
             kinds[i] = BYTE
         elif token in added and token in rank and "▁" in token:
-            kinds[i] = _NORMAL  # it stands for spaces
+            kinds[i] = _NORMAL  # an added token that stands for spaces, and that merges also make
     unknown = described["model"].get("unk_token")
     if isinstance(unknown, str) and unknown in vocab:
         kinds[vocab[unknown]] = UNKNOWN
@@ -371,7 +386,7 @@ def _sentencepiece_keys(
 def _check_merges(
     path: Path, vocab: Mapping[str, int], merges: list[tuple[str, str]], plain: set[str]
 ) -> None:
-    """Raises unless llama.cpp, which merges whatever neighbours are a token together, merges the same."""
+    """Raises unless llama.cpp would merge the same pairs. It merges any neighbours whose union is a token."""
     if long := next((text for text in vocab if len(text) > LONGEST), None):
         raise file_error(
             path, "vocab", f"number {vocab[long]} has {len(long):,} characters; at most {LONGEST:,} fit"
@@ -435,7 +450,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
 
 
 def _steps(described: Any, name: str) -> list[Any]:
-    """The steps of a sequence, or the one that there is."""
+    """The steps of a sequence. A single step counts as a sequence."""
     steps = described.get(name, described) if isinstance(described, dict) else described
     return steps if isinstance(steps, list) else [steps]
 
@@ -453,7 +468,7 @@ def _special(
     named: Mapping[str, str],
     around: Mapping[str, int],
 ) -> dict[str, int]:
-    """The special tokens: those around texts first, then those of the tokeniser, then of the model."""
+    """Finds special tokens: those of the post-processor first, then the tokeniser's, then the model's."""
     found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():
         token, number = named.get(f"{ours}_token"), config.get(f"{ours}_token_id")
@@ -473,11 +488,15 @@ def ends_in_vocabulary(
     ends: Sequence[int],
     answer: Sequence[int],
 ) -> dict[str, int]:
-    """The keys of a GGUF file for the tokens that end a text, at all of which llama.cpp stops.
+    """Chooses metadata for the tokens that end a text. llama.cpp stops at each of these.
 
-    `vocabulary` is from `vocabulary_of`; `ends` are the tokens, and `answer` is the one that the chat
-    template writes after an answer, if any. The key of `eos` is also what llama.cpp puts after texts, and
-    what it calls `eos_token` in a chat template. Raises `CheckpointError` for more ends than there are keys.
+    `vocabulary` is the result of `vocabulary_of`. `ends` are the tokens that end a text, and `answer` holds
+    the token that the chat template writes after an answer, if there is one.
+
+    The token under the key `eos` has two more roles in llama.cpp: it may be appended to texts, and chat
+    templates see it as `eos_token`. It must therefore be the tokeniser's own, if a template uses that.
+
+    **Raises:** `CheckpointError` if there are more such tokens than keys.
     """
     tokens = vocabulary["tokenizer.ggml.tokens"]
     if out := next((end for end in ends if end >= len(tokens)), None):

@@ -1,4 +1,4 @@
-"""The writer of GGUF: floats, and arrays of llama.cpp's codecs."""
+"""Writes GGUF files: floats, and arrays with llama.cpp's codecs."""
 
 import re
 import struct
@@ -25,8 +25,11 @@ _ALIGNMENT = 32
 
 
 class _Kind(NamedTuple):
-    """A type of tensors: its number, that of files that are mostly of it, the elements and bytes of a block,
-    and its codecs or its dtype."""
+    """A tensor type.
+
+    It has a number, the number for files that mostly use it, elements and bytes per block, and its codecs or
+    dtype.
+    """
 
     number: int
     file_type: int
@@ -41,7 +44,7 @@ _FLOATING = {
     "f16": _Kind(1, 1, 1, 2, np.dtype(np.float16)),
     "bf16": _Kind(30, 32, 1, 2, np.dtype(ml_dtypes.bfloat16)),
 }
-#: The number of files that are mostly of a type. Of the mixtures, the one that llama.cpp guesses, too.
+#: The file type, by the type of most weights. For mixtures, this is also what llama.cpp guesses.
 _FILE_TYPES = {
     "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17,
     "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38,
@@ -52,7 +55,7 @@ _NUMBERS = {name.lower(): number for number, (name, _) in BLOCK_TYPES.items()}
 def _quantised(name: str) -> _Kind:
     number = _NUMBERS[name]
     block = BLOCK_TYPES[number][1]
-    codecs = tuple(dict.fromkeys((CODECS[name], block.codec)))  # MXFP4 has two, with the same bytes
+    codecs = tuple(dict.fromkeys((CODECS[name], block.codec)))  # two codecs of MXFP4 have the same bytes
     return _Kind(number, _FILE_TYPES[name], block.elements, block.nbytes, codecs=codecs)
 
 
@@ -62,30 +65,31 @@ TYPES = tuple(_KINDS)
 
 
 def file_type_of(kind: str) -> int:
-    """llama.cpp's number of a file whose weights are mostly of a type."""
+    """llama.cpp's file type for files in which most weights have this type."""
     return _KINDS[kind].file_type
 
 
-#: The type for rows that no whole blocks make up, as in llama.cpp; float16 for those of blocks of 32.
+#: The replacement, as in llama.cpp, if a row does not divide into blocks. Types with blocks of 32 become
+#: float16.
 _INSTEAD = {
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
-# Tensors that llama.cpp computes with in float32.
+# llama.cpp computes with these tensors in float32.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.(ffn_gate_inp(_shexp)?\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
 
 class Mixture(NamedTuple):
-    """The types of weights.
+    """The types that weights get.
 
     **Attributes:**
 
-    - `kinds`: by the names of arrays.
-    - `rest`: that of others; None if they stay as they are.
-    - `output`: that of the output layer, unless `kinds` has it; None for that of others.
-    - `file_type`: llama.cpp's number of such files; None for that of most weights.
+    - `kinds`: the type of each array that is named here.
+    - `rest`: the type of all others. None keeps them as they are.
+    - `output`: the type of the output layer, unless `kinds` has it. None treats it like all others.
+    - `file_type`: llama.cpp's number for the file. None derives it from most weights.
     """
 
     kinds: Mapping[str, str]
@@ -95,7 +99,7 @@ class Mixture(NamedTuple):
 
 
 class _WrittenTensor(NamedTuple):
-    """A tensor to write: its type and shape, and a function that returns its bytes."""
+    """A tensor that will be written. Its bytes are computed one tensor at a time, to bound memory."""
 
     kind: str
     shape: tuple[int, ...]
@@ -110,11 +114,12 @@ class _WrittenTensor(NamedTuple):
 def write(
     path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any], mixture: Mixture | None = None
 ) -> None:
-    """Writes a file: metadata, and tensors by llama.cpp's names, one after the other.
+    """Writes a file: metadata, and tensors under llama.cpp's names.
 
-    `mixture` says the types of weights. As in llama.cpp, vectors and routers are of float32, and rows that no
-    whole blocks make up of another type. By default, arrays are written as they are. Raises `CheckpointError`
-    for what the file cannot hold.
+    `mixture` gives the types of weights; without it, arrays keep theirs. As in llama.cpp, vectors and routers
+    are float32, and rows that do not divide into blocks get a replacement type.
+
+    **Raises:** `CheckpointError` if the file cannot hold an array or a key.
     """
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
@@ -136,7 +141,7 @@ def write(
             of_most if mixture is None or mixture.file_type is None else mixture.file_type
         )
     if any(_KINDS[kind].codecs for kind in sizes):
-        keys["general.quantization_version"] = 2  # of the layouts of blocks
+        keys["general.quantization_version"] = 2  # this is the version of block layouts
     head = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(keys))]
     for key, value in keys.items():
         try:
@@ -163,7 +168,8 @@ def _padded(raw: bytes) -> bytes:
 def parts_of(
     name: str, value: Any, family: Family | None
 ) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
-    """The tensors that an array is stored in, and functions that cut them out of it."""
+    """Yields the names of the tensors for an array, each with a function that extracts it (None: all of
+    it)."""
     cuts = expert_slices(name, len(value.shape), family.interleaved) if family else ()
     names = gate_and_up(name) if len(cuts) == 2 else None
     yield from zip(names or [llama_cpp_name(name, family)], cuts or [None], strict=True)
@@ -184,7 +190,7 @@ def _tensor(
     if not 1 <= len(shape) <= 4:
         raise file_error(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
-    rows = slice(None) if order is None else np.argsort(order)  # for each row of the file, transformers'
+    rows = slice(None) if order is None else np.argsort(order)  # `order` is for reading, so invert it
     family = family_of(metadata)
     offset = family.norm_offset if family and out.endswith("norm.weight") else 0
     kind = _kind(path, name, out, stored, mixture, outputs)
@@ -224,7 +230,7 @@ def _kind(
 
 
 def _is_stored(value: Any, kind: str) -> bool:
-    """Whether the codes and scales of an array are those of a quantised type."""
+    """Whether the codes and scales of an array can be written unchanged as this type."""
     if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
         return False
     whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0
