@@ -54,7 +54,7 @@ from .models.vocabulary import EMBEDDINGS
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
-# The configuration and the model of encoders, by the architecture in `config.json`.
+# The configuration and model class of each encoder, by its name in `config.json`.
 _ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
@@ -75,36 +75,38 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads a model from a checkpoint directory (`config.json` and `model.safetensors`, or its shards) or a
-    GGUF file, whose metadata is the configuration.
+    """Reads a model from a checkpoint directory or a GGUF file.
 
-    Weights are read one at a time, and keep their dtypes. Those stored in a format that
-    [`quaxlike.lm.read`][] reads become quantised arrays, in the `dtype` of the configuration. If
-    embeddings are quantised too (GGUF, MLX), models compute in float32. Another dtype may be asked for.
+    A directory has `config.json` and `model.safetensors`, possibly in shards. A GGUF file contains its
+    configuration.
+
+    Weights are read one at a time and keep their dtypes. Quantised weights become quantised arrays, for every
+    format of [`quaxlike.lm.read`][]; they stand for arrays in the configuration's `dtype`. If a format also
+    quantises embeddings (GGUF, MLX), the model computes in float32. You may ask for another dtype.
 
     **Arguments:**
 
-    - `directory`: a folder written by transformers' `save_pretrained`; or a GGUF file, a folder with one, or
-        the first of several parts.
+    - `directory`: a folder from transformers' `save_pretrained`, a GGUF file, a folder with one, or the first
+        part of a split one.
     - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
-        [`quaxlike.quantize`][], a recipe, or a dict of its options with the entry `"scheme"`. Each is
-        quantised when it is read, so that at most one of them is dense at a time. Default: as in the file.
-    - `head`: whether `quantize` includes the output layer, or the embedding that it is tied to, as for
-        [`quaxlike.quantize`][]. Files that hold a quantised one keep it. Default False.
-    - `dtype`: that the model computes in, such as `"bfloat16"`: that of its weights, which quantised ones
-        stand for. Default: as above.
+        [`quaxlike.quantize`][], a recipe, or a dict with `"scheme"` and its options. Weights are quantised
+        while they are read, so at most one is dense at a time. Default: keep weights as they are.
+    - `head`: whether to quantise the output layer too, or the embedding that it is tied to. See
+        [`quaxlike.quantize`][]. A head that is already quantised stays so. Default: False.
+    - `dtype`: the dtype to compute in, such as `"bfloat16"`. Quantised weights then stand for arrays of this
+        dtype. Default: as above.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]; weights are quantised while they are read. The
-        default of `sharding` also uses the classes of layers, like [`quaxlike.lm.tensor_parallel`][].
+        default for `sharding` also looks at layer classes, like [`quaxlike.lm.tensor_parallel`][].
 
-    **Returns:** the model, and its `config.json`, or the equivalent of it for a GGUF file. Of models that
-    read images as well (Gemma 3, Mistral 3), these are of the decoder alone. Warnings tell of entries in
-    `config.json` that nothing reads, and of an `lm_head.weight` beside an embedding that the configuration
-    ties it to: if the numbers differ, it is the output layer, as in transformers.
+    **Returns:** the model and its `config.json`, or the equivalent for a GGUF file. For a multimodal model
+    (Gemma 3, Mistral 3), both describe the decoder only. Warnings list entries of `config.json` that nothing
+    reads. Another warning says that the configuration ties the embedding, while `lm_head.weight` has other
+    numbers: this then is the output layer, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
-    architecture or option; `CheckpointError` for a missing, superfluous or misshapen tensor, or one of a
-    dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
-    weight, or without a mesh, and for `head` without `quantize`.
+    architecture or option; `CheckpointError` if a tensor is missing, superfluous, has the wrong shape, or has
+    a dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
+    weight or has no mesh, and for `head` without `quantize`.
 
     !!! example
 
@@ -131,7 +133,7 @@ def load(
     chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
-        """A weight, or rows of it, in the form that the model stores."""
+        """Converts a weight, or some of its rows, to the array in the model."""
         leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
@@ -158,39 +160,39 @@ def save(
     format: str = "safetensors",
     quantize: str | Mapping[Any, Any] | None = None,
 ) -> None:
-    """Writes a model to a directory that transformers loads, or to a GGUF file that llama.cpp runs.
+    """Writes a model to a directory for transformers, or to a GGUF file for llama.cpp.
 
-    Arrays have the same names as in the checkpoint that the model was read from, and experts are stored one
-    by one if they are there. Its tokeniser, templates and generation settings are copied, by their names in
-    transformers, and replace those of another model in the directory. The new `config.json` has the sizes of
-    the vocabulary, of learned positions and of a classifier as the model has them, and the architecture of
-    a model from [`quaxlike.lm.models.with_classifier`][]. A GGUF file holds the configuration, the tokeniser
-    and the chat templates itself; models that classify are not written to one.
+    Arrays get the names of the checkpoint that the model came from; experts are split into one tensor each if
+    they were before. The tokeniser, templates and generation settings are copied to transformers' usual
+    names, and replace those of another model in the directory. The new `config.json` takes the sizes of the
+    vocabulary, of learned positions and of a classification layer from the model. After
+    [`quaxlike.lm.models.with_classifier`][], it also has the new architecture. A GGUF file contains all of
+    this itself, but GGUF has no format for classifiers.
 
     **Arguments:**
 
-    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, the file; or a
-        folder, for `model.gguf` in it.
-    - `model`: the result of [`quaxlike.lm.load`][], possibly with other weights: plain arrays; `NF4Array`
-        or `FP4Array`, written in bitsandbytes' format; `BlockArray` of the codec `mxfp4`, in GPT-OSS's
-        format; `Int8Array` and other `BlockArray`, in that of compressed-tensors. Merge adapters first.
-        For GGUF: plain arrays, and `BlockArray` of llama.cpp's codecs.
-    - `source`: the directory that it was read from; for GGUF, that or a GGUF file.
-    - `format`: `"safetensors"` or `"gguf"`; or `"quaxlike"`, a directory that [`quaxlike.lm.load`][] reads,
-        with weights of any types: those of a recipe, say.
-    - `quantize`: how a GGUF file stores weights: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`, `"q4_1"`,
-        `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`; or a recipe of
-        [`quaxlike.quantize`][] or its name: `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"` give each weight, and
-        embeddings, the type that llama.cpp's program gives it. Weights of another type are rounded again.
-        Like llama.cpp's programs, it leaves vectors and routers in float32, the output layer (or a tied
-        embedding) in `q6_k` or `q8_0` beside weights of fewer bits, and takes other types for rows that no
-        whole blocks make up. Default: as the model has them.
+    - `directory`: the folder to write to; it is created if necessary. For GGUF, a file, or a folder for
+        `model.gguf`.
+    - `model`: the result of [`quaxlike.lm.load`][], possibly with other weights. These may be plain arrays;
+        `NF4Array` or `FP4Array`, written in bitsandbytes' format; `BlockArray` with the codec `mxfp4`, in
+        GPT-OSS's format; or `Int8Array` and other `BlockArray`, in that of compressed-tensors. GGUF takes
+        plain arrays, and `BlockArray` with llama.cpp's codecs. Merge adapters first.
+    - `source`: the directory that the model was read from. For GGUF, it may be a GGUF file.
+    - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`: a directory for [`quaxlike.lm.load`][] with any
+        types of weights, such as a recipe's.
+    - `quantize`: how a GGUF file stores weights. This is a type: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`,
+        `"q4_0"`, `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`. Or
+        it is a recipe of [`quaxlike.quantize`][] or its name: with `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`,
+        each weight and embedding gets the type that llama.cpp's program would choose. Weights of another type
+        are rounded again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for
+        the output layer (or a tied embedding) beside weights with fewer bits, and use another type if a row
+        does not divide into blocks. Default: as the model has them.
 
-    **Raises:** `ValueError` for another `format` or `quantize`; `CheckpointError` for weights of other types,
-    or of several formats, or of shapes that contradict each other or the configuration, and for a file to
-    copy that is not a regular one, or is a link out of `source` (but for the blobs of a Hugging Face cache);
-    for GGUF, for an architecture, an option, a tokeniser or numbers that the file cannot hold. Nothing is
-    written then.
+    **Raises:** `ValueError` for an unknown `format` or `quantize`; `CheckpointError` for weights of other
+    types, weights in several formats, shapes that contradict each other or the configuration, and for a file
+    to copy that is not a regular file or that links out of `source` (except into a Hugging Face cache). For
+    GGUF, also for an architecture, an option, a tokeniser or numbers that the file cannot hold. If it raises,
+    nothing has been written.
 
     !!! example
 
@@ -240,11 +242,11 @@ def save(
 
 
 def is_published(model: PyTree) -> bool:
-    """Whether a format of transformers' checkpoints holds the weights of a model."""
+    """Whether transformers can read the model's weights, in one of the formats that it knows."""
     return saving.is_published(named_arrays(model))
 
 
-#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
+#: Entries of `config.json` that state the number of rows of an array, and how the array's name ends.
 _ROWS = {
     "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
@@ -254,10 +256,10 @@ _ROWS = {
 
 
 def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """The configuration of a checkpoint, changed as far as the arrays of its model decide.
+    """Updates a checkpoint's configuration to the shapes of a model's arrays.
 
-    **Raises:** `CheckpointError` for an array that the result gives another shape, and for a special token
-    that a smaller vocabulary leaves out: nothing could load such a checkpoint.
+    **Raises:** `CheckpointError` if an array does not fit the result, or if a special token is outside a
+    smaller vocabulary. Nothing could load such a checkpoint.
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
     read, make = _architecture(path, config)
@@ -267,7 +269,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
-        if entry == "num_labels":  # named as in transformers, where nobody names them
+        if entry == "num_labels":  # with transformers' default names, since we know no other ones
             config |= Labels(numbered(size), parsed.labels.problem_type).entries()
             continue
         config[renamed.get(entry, entry)] = size
@@ -294,9 +296,9 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
-    """The model of a checkpoint with shapes for arrays, its `config.json`, and its weights, still unread.
+    """Returns a checkpoint's model with shapes for arrays, its `config.json`, and its unread weights.
 
-    **Raises:** as for `load`, except for errors found while reading weights.
+    **Raises:** as `load` does, except for errors in weights.
     """
     path = Pair(Path(directory)).config_path()
     if not path.is_file() and not holds_gguf(Path(directory)):
@@ -337,7 +339,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
-    """Whether a checkpoint has another output layer than the embedding that its decoder is tied to."""
+    """Whether the output layer in a file differs from the embedding that the configuration ties it to."""
     if (head := text_tensors(weights).get("lm_head.weight")) is None:
         return False
     name = f"{model.config.family.name('model.embed_tokens')}.weight"
@@ -381,10 +383,12 @@ def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> U
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
-    """Raises `CheckpointError` for sizes that the tensors of the checkpoint rule out, before anything of
-    these sizes is made."""
+    """Raises `CheckpointError` for sizes that are impossible with the tensors of this checkpoint.
+
+    We check this first: a damaged file must not make us build a huge model.
+    """
     limits = dict.fromkeys(_SIZES, (32 * weights.longest_axis, "the axes of its tensors"))
-    # Each layer has four weights at least, and their norms.
+    # A layer has at least four weights.
     limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
     for name, (most, why) in limits.items():
         if type(size := config.get(name)) is int and size > most:
@@ -401,7 +405,7 @@ _SIZES = (
 
 
 def text_tensors(names: Collection[str]) -> dict[str, str]:
-    """The tensors of a decoder by their names in a file of it alone, in one that may hold more parts."""
+    """Finds the decoder's tensors: their names in a file of the decoder alone, and in this file."""
     if not any("language_model." in name for name in names):
         return {name: name for name in names}
     found = {IN_TOWER.sub("", name): name for name in names if not BESIDE_TEXT.match(name)}
@@ -409,23 +413,23 @@ def text_tensors(names: Collection[str]) -> dict[str, str]:
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """The tensors of a checkpoint that make up each array of a model.
+    """Finds the tensors that make up each array of a model.
 
-    **Raises:** `CheckpointError` for a missing or superfluous one.
+    **Raises:** `CheckpointError` if a tensor is missing or superfluous.
     """
-    published = getattr(model, "tensors_of", lambda name: [name])
+    published = getattr(model, "tensors_of", _own_name)
     config = getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
-        published = lambda name: [name]  # not one by one: so many names would not fit the file
+        published = _own_name  # the file is too small for one tensor per expert
     text = text_tensors(names)
     wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
     used, files = {file for own in wanted.values() for file in own}, text
-    if not used & files.keys():  # saved inside of a model with a task's head, or outside
+    if not used & files.keys():  # saved as a part of a larger model, or the other way round
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
-    known = {*used, "lm_head.weight"}  # which some files repeat although it is tied to the embedding
+    known = {*used, "lm_head.weight"}  # some files contain this even if it is tied to the embedding
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""
     is_apart = re.compile(rf"(model\.)?{beside}\..*" if beside else "(?!)").fullmatch
     unknown = [x for x in files if not (x in known or _BUFFERS.fullmatch(x) or is_apart(x))]
@@ -438,27 +442,33 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
 
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
-    """The tensors that a model with a new head is written as: those of a checkpoint without it, with which
-    they may share only the beginning of their names."""
-    published = getattr(model, "tensors_of", lambda name: [name])
+    """Chooses the tensor names for a model with a new head.
+
+    An array gets the names that the checkpoint has for it. The new head keeps its own name, even if tensors of
+    the checkpoint begin alike.
+    """
+    published = getattr(model, "tensors_of", _own_name)
     parts = {name: published(name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
 
 
-#: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
+def _own_name(name: str) -> list[str]:
+    return [name]
+
+
+#: Formats that quantise embeddings. Then no weight determines in which dtype the model computes.
 _ALL_QUANTISED = ("gguf", "mlx")
 
 
-# Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn ----
+# Reading arrays. An array is one tensor of the file, or a stack of experts -------------------------
 
 
 def _rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
 ) -> RowReader:
-    """Reads an array of this shape by rows, from the tensors `files`.
+    """Prepares to read an array row by row from the tensors `files`.
 
-    **Raises:** when rows are read, `CheckpointError` for another shape, or a dtype that no model computes
-    with.
+    Reading rows raises `CheckpointError` for another shape, or for a dtype that no model computes with.
     """
 
     def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
@@ -498,7 +508,7 @@ def _rows_of(
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Splits arrays of a model into the tensors that a file stores; `sources` names them."""
+    """Splits the model's arrays into the tensors of a file, as `sources` names them."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         leaf = arrays[name]
@@ -513,7 +523,7 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """Stacks `count` matrices. The rows of each are those of the next parts, concatenated."""
+    """Stacks `count` matrices. Each of them concatenates the rows of the next few parts."""
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
@@ -521,13 +531,13 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Whether models compute with weights of this dtype in JAX's present configuration."""
+    """Whether models can compute with this dtype, given JAX's current configuration."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants that some versions of transformers save too: positions, frequencies, and GPT-2's mask. The factors
-# of frequencies in GGUF files are in the configuration.
+# Constants in files of some transformers versions: positions, frequencies, and GPT-2's mask. GGUF stores the
+# factors of frequencies as tensors; ours are in the configuration.
 _BUFFERS = re.compile(
     r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
     r"|rope_(freqs|factors_long|factors_short)\.weight"

@@ -1,4 +1,4 @@
-"""Models in plain Equinox, for checkpoints of transformers."""
+"""Models in plain Equinox that load checkpoints of transformers."""
 
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification

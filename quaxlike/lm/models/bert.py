@@ -1,4 +1,4 @@
-"""BERT. The names of arrays are the same as in transformers' checkpoints."""
+"""BERT. Fields have the names of transformers' checkpoints, since weights are loaded by name."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -35,7 +35,7 @@ class BertConfig(Config):
     def num_labels(self) -> int:
         return len(self.labels.names)
 
-    def known_entries(self) -> set[str]:  # transformers does not read the size of heads
+    def known_entries(self) -> set[str]:  # transformers ignores head_dim here
         required = ("hidden_act", "position_embedding_type", "is_decoder", "add_cross_attention")
         return super().known_entries() | {*required, *LABEL_ENTRIES, "head_dim"}
 
@@ -85,7 +85,8 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """Self-attention and its output. There is a field called `self`, so methods use `this` instead."""
+    """Self-attention with its output layer. One field is called `self`, so methods call the instance
+    `this`."""
 
     self: BertSelfAttention
     output: BertOutput
@@ -114,7 +115,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """Computes a vector for each token of a sequence. Callers pool them."""
+    """Computes a vector for each token. The caller pools them."""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -156,7 +157,7 @@ class Bert(eqx.Module):
 
 
 class AbstractBertClassifier(AbstractClassifier):
-    """BERT with a layer that classifies, and what the models with one share."""
+    """BERT with a classification layer: code for both classifiers."""
 
     bert: eqx.AbstractVar[Bert]
     classifier: eqx.AbstractVar[eqx.nn.Linear]
@@ -171,7 +172,7 @@ class AbstractBertClassifier(AbstractClassifier):
 
 
 class BertForSequenceClassification(AbstractBertClassifier):
-    """The logits of one sequence's classes."""
+    """Computes the class logits of a text."""
 
     bert: Bert
     classifier: eqx.nn.Linear
@@ -193,7 +194,7 @@ class BertForSequenceClassification(AbstractBertClassifier):
 
 
 class BertForTokenClassification(AbstractBertClassifier):
-    """The logits of the classes of one sequence's tokens."""
+    """Computes the class logits of each token in a text."""
 
     bert: Bert
     classifier: eqx.nn.Linear

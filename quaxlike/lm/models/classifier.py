@@ -1,4 +1,4 @@
-"""Models whose last layer tells classes of texts, or of tokens, apart."""
+"""The interface of models with a classification layer."""
 
 import abc
 from typing import Any, ClassVar
@@ -9,27 +9,27 @@ from ..folders.labels import Labels
 
 
 class AbstractClassifier(eqx.Module):
-    """A model that gives a logit for each label."""
+    """A model that computes a logit for each label."""
 
     labels: eqx.AbstractVar[Labels]
     of_tokens: ClassVar[bool] = False
-    """Whether its logits are those of each token; otherwise, of a whole text."""
+    """Whether there are logits for each token, and not for the whole text."""
 
     @property
     @abc.abstractmethod
     def architecture(self) -> str:
-        """Its name in transformers."""
+        """The class name in transformers."""
 
     @property
     @abc.abstractmethod
     def head_parts(self) -> tuple[str, ...]:
-        """The parts that an encoder or a decoder does not have, and that are trained in full."""
+        """The parts that the underlying encoder or decoder does not have. Fine-tuning trains them in full."""
 
     @property
     @abc.abstractmethod
     def layer_list(self) -> Any:
-        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
+        """The layers: a list, or one layer whose arrays have a leading axis for all layers."""
 
     def entries(self) -> dict[str, Any]:
-        """The entries of `config.json` about the head."""
+        """The entries of `config.json` for the classification head."""
         return {"architectures": [self.architecture], **self.labels.entries()}

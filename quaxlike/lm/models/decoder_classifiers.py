@@ -1,4 +1,4 @@
-"""Decoders that classify texts, or give them rewards; and tokens."""
+"""Decoders with a classification layer, for texts (or their rewards) and for tokens."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from .layers import Ids, Seen, each
 
 
 class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
-    """A decoder with a layer that classifies, and what the models with one share."""
+    """A decoder with a classification layer: code for both classifiers."""
 
     @property
     def architecture(self) -> str:
@@ -33,10 +33,9 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
 
 
 class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
-    """The logits of one sequence's labels, from its last token: a classifier, or with one label a reward
-    model.
+    """Computes the label logits of a text from its last token. With one label, this is a reward model.
 
-    Arrays have the names of transformers.
+    Fields have transformers' names.
 
     !!! example
 
@@ -64,7 +63,7 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         self.labels = config.labels
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " labels"]:
-        """The logits of one sequence; `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        """Computes the logits of one text. `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
         last = self.hidden(ids, seen)[self._last(ids, seen)]
         return each(self.part("score"), last[None])[0]
 
@@ -73,14 +72,17 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         return ("score",)
 
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
-        """The place of the last token. As in transformers, which looks at the tokens alone, it is none that
-        padding is made of, even where a text ends with that."""
+        """Finds the position of the last token.
+
+        Like transformers, we search for the last token that is not the padding token. A real last token that
+        equals it is skipped, too.
+        """
         counts = seen & (ids != self.config.pad_token_id)
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))
 
 
 class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model score classifier"):
-    """The logits of the labels of one sequence's tokens. Arrays have the names of transformers."""
+    """Computes the label logits of each token in a text. Fields have transformers' names."""
 
     labels: Labels = eqx.field(static=True)
 
@@ -94,7 +96,7 @@ class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model scor
         self.labels = config.labels
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens labels"]:
-        """The logits of one sequence; `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        """Computes the logits of one text. `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
         return each(self.part(self.config.family.token_head), self.hidden(ids, seen))
 
     @property

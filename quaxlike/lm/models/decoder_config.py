@@ -1,4 +1,4 @@
-"""`config.json` of decoders: the entries under their usual names, and values derived from them."""
+"""Reads `config.json` of decoders: entries under their usual names, and values derived from them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .rope import Rope, rope_for
 
 
 def is_text_tower(config: Mapping[str, Any]) -> bool:
-    """Whether the decoder is a part of a model that reads images as well."""
+    """Whether the decoder is part of a multimodal model."""
     return _whole_of(config) is not None
 
 
@@ -27,9 +27,9 @@ def _whole_of(config: Mapping[str, Any]) -> str | None:
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the decoder in a model that reads images as well; unchanged for other models.
+    """Extracts the decoder's `config.json` from that of a multimodal model; returns others unchanged.
 
-    **Raises:** `UnsupportedConfigError` for a decoder of another architecture.
+    **Raises:** `UnsupportedConfigError` if the decoder has an unknown architecture.
     """
     whole, text = _whole_of(config), config.get("text_config")
     if whole is None:
@@ -49,8 +49,10 @@ _OF_WHOLE = (
 
 
 def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
-    """Warns of entries of a `config.json` that nothing reads: of the `whole` file, and of the `config` of the
-    decoder in it, which is `parsed`."""
+    """Warns about entries that nothing reads: those of the `whole` file, and of the decoder's `config` in it.
+
+    An entry that we ignore silently may be one that changes the model.
+    """
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
     warn_of_unknown(str(path), config, parsed.known_entries())
@@ -73,7 +75,7 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
         )
 
 
-# Entries about images, and where the decoder takes them in.
+# Entries for the other parts of a multimodal model.
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
     *("projector_hidden_act", "multimodal_projector_bias"),
@@ -82,7 +84,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """The configuration of a decoder: `config.json` under the usual names, and values derived from it."""
+    """The configuration of a decoder, with the usual names of entries and with derived values."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -103,11 +105,11 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
-    """The factor of what each layer adds to the residual stream."""
+    """The factor for the output of each block, before it is added to the residual stream."""
     attention_multiplier: float | int = 0
-    """The factor of scores; 0 for one over the square root of a head's size."""
+    """The factor for attention scores; 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
-    """The divisor of logits."""
+    """Logits are divided by this number."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -116,37 +118,37 @@ class DecoderConfig(Config):
     swiglu_limit: float | int = 7.0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether there is no output layer at all, as in decoders that sentence-transformers made embed texts."""
+    """Whether the decoder has no output layer, as in embedding models of sentence-transformers."""
     body_name: str = ""
-    """The name of its body in transformers' model of the checkpoint if that has other parts too."""
+    """The module path of the decoder in transformers' model, if that model has other parts."""
     head: str = ""
-    """How the name of a model that classifies ends in transformers; empty for one that writes texts."""
+    """The suffix of transformers' class name for a classifier; empty for a model that generates text."""
     labels: Labels = UNNAMED
-    """What it tells apart."""
+    """The labels of a classifier."""
     token_classification_bias: bool = True
     pad_token_id: int = -1
     new_embeddings: bool = False
-    """Whether embeddings are not those of the checkpoint, so that an adapter's file has to hold them."""
+    """Whether embeddings differ from the checkpoint's. An adapter file must then contain them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """For each layer, whether it is one of those that see only the last `sliding_window` tokens (0: all), and
-    have a rotation of their own."""
+    """Whether each layer is one with a window. These layers also have their own rotary embedding, and see
+    only the last `sliding_window` tokens (0: all)."""
     mixers: tuple[str, ...] = ()
-    """For each layer, its mixer's name in `MIXERS`."""
+    """The mixer of each layer, as a name in `MIXERS`."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """The entries that mixers read, and their numbers."""
+    """The integer entries that mixers read."""
     sparse: tuple[bool, ...] = ()
-    """For each layer, whether it has experts."""
+    """Whether each layer has experts."""
     ropes: tuple[Rope, ...] = ()
-    """The rotations of layers without and with a window; none if positions are learned."""
+    """The rotary embeddings for layers without and with a window. Empty for learned positions."""
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
     def size(self, entry: str) -> int:
-        """The number of an entry that mixers read."""
+        """Looks up an integer entry for a mixer."""
         return dict(self.sizes)[entry]
 
     def known_entries(self) -> set[str]:
@@ -159,8 +161,7 @@ class DecoderConfig(Config):
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Reads a `config.json` of transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` for an architecture that is not in the table, or a value that
-        the decoder does not support.
+        **Raises:** `UnsupportedConfigError` for an unknown architecture or an unsupported value.
         """
         names = config.get("architectures")
         known = {name: (name, "") for name in FAMILIES} | CLASSIFIERS
@@ -175,7 +176,7 @@ class DecoderConfig(Config):
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
-        # Not in files, or not like that.
+        # Fields that we derive. A file must not set them, so entries with these names are dropped.
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
@@ -206,7 +207,7 @@ class DecoderConfig(Config):
         )
 
 
-# Entries that no field holds as they are.
+# Entries that are read, but that no field stores directly.
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
@@ -234,7 +235,7 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
 
 
 def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    """The layers without rotation, which alone may have windows (SmolLM3)."""
+    """Finds the layers without rotary embedding. Only these may have windows (SmolLM3)."""
     layers, rotated = range(config.num_hidden_layers), fields.get("no_rope_layers")
     if rotated is None:
         every = whole(fields, "no_rope_layer_interval", config.family.unrotated, label)
@@ -277,7 +278,10 @@ def _sparse(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tup
     if not isinstance(dense, list | tuple):
         raise refused("mlp_only_layers", dense, label, "a list of the numbers of layers")
     some = bool(config.family.experts) and fields.get("num_experts") != 0
-    sparse = lambda i: some and i not in dense and (i + 1) % step == 0
+
+    def sparse(layer: int) -> bool:
+        return some and layer not in dense and (layer + 1) % step == 0
+
     return tuple(map(sparse, range(config.num_hidden_layers)))
 
 
@@ -305,7 +309,7 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with all that its architecture says by default."""
+    """Adds the architecture's defaults to a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:

@@ -1,4 +1,6 @@
-"""Gated DeltaNet: a layer in which each token corrects a state of fixed size, from which it reads.
+"""Gated DeltaNet: linear attention with the delta rule and a decay.
+
+Each token reads from a state of fixed size, after it has corrected what the state predicts for its key.
 
 Yang et al., Gated Delta Networks (2024), as in Qwen3-Next and Qwen3.5.
 """
@@ -20,19 +22,21 @@ from .decoder_config import DecoderConfig
 from .layers import Hidden, each
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-_CHUNK = 64  # tokens whose corrections are found at once
+_CHUNK = 64  # tokens per triangular solve; the work within a chunk grows with its square
 
 
 class RecurrentState(AbstractMemory):
-    """What one layer keeps of a text: the state of each head, and the last inputs of the convolution. That of
-    scanned layers is an array of all of them."""
+    """The recurrent state of one layer: a matrix per head, and the last inputs of the convolution.
+
+    Under `scan_layers`, the arrays hold all layers.
+    """
 
     by_place: ClassVar = False
 
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
     places: int = eqx.field(static=True)
-    """As many as the layers beside it keep tokens."""
+    """The capacity of the caches in other layers. The state itself does not grow."""
     layer: Int[Array, ""] | None = None
 
     @property
@@ -43,7 +47,7 @@ class RecurrentState(AbstractMemory):
         return dataclasses.replace(self, places=self.places + more)
 
     def read(self) -> tuple[Array, Array]:
-        """The state and the inputs of the layer."""
+        """Returns this layer's state and inputs."""
         if self.layer is None:
             return self.heads, self.inputs
         return self.heads[self.layer], self.inputs[self.layer]
@@ -57,7 +61,7 @@ class RecurrentState(AbstractMemory):
 
 
 class _Sizes:
-    """The numbers of heads and their sizes."""
+    """Head counts and head sizes, read from the configuration."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.width = config.size("linear_conv_kernel_dim")
@@ -75,7 +79,7 @@ class _Sizes:
 
 
 class AbstractGatedDeltaNet(AbstractMixer):
-    """The layer without its first projections. Heads of values may share a head of queries and keys."""
+    """Everything except the input projections. Several value heads may share one query and key head."""
 
     conv1d: eqx.AbstractVar[eqx.nn.Conv1d]
     dt_bias: eqx.AbstractVar[Float[Array, " heads"]]
@@ -86,8 +90,11 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
     @abc.abstractmethod
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
-        """Of each token: queries, keys and values, all in a row; the gates of results, in a row; and for each
-        head, two numbers that say how much it corrects, and how much it forgets."""
+        """Computes four projections for each token.
+
+        These are: queries, keys and values, concatenated; output gates, concatenated; and for each head, one
+        number for the correction and one for the decay, before their activations.
+        """
 
     def __call__(
         self, x: Hidden, context: Context, memory: RecurrentState | None, start: Any
@@ -129,7 +136,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
 
 class GatedDeltaNet(AbstractGatedDeltaNet):
-    """The layer of Qwen3.5, with a projection for each part."""
+    """The layer of Qwen3.5, which has separate projections."""
 
     in_proj_qkv: eqx.nn.Linear
     in_proj_z: eqx.nn.Linear
@@ -155,7 +162,7 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
 
 
 class FusedGatedDeltaNet(AbstractGatedDeltaNet):
-    """The layer of Qwen3-Next, whose two projections have the parts of each head of keys in a row."""
+    """The layer of Qwen3-Next. It has two projections, which are interleaved by key head."""
 
     in_proj_qkvz: eqx.nn.Linear
     in_proj_ba: eqx.nn.Linear
@@ -184,7 +191,7 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
 
 
 def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> list[eqx.nn.Linear]:
-    """The first projections; three of the keys are for `_rest`."""
+    """Initialises the input projections. The first three keys belong to `_rest`."""
     return [
         eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=key)
         for size, key in zip(sizes, keys[3:], strict=True)
@@ -192,7 +199,7 @@ def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> li
 
 
 def _rest(config: DecoderConfig, s: _Sizes, keys: Any) -> tuple[Any, Array, Any, Any]:
-    """The parts that both layers have."""
+    """Initialises the parameters that both layers have."""
     conv = eqx.nn.Conv1d(s.convolved, s.convolved, s.width, groups=s.convolved, use_bias=False, key=keys[0])
     rates = jnp.log(jax.random.uniform(keys[1], (s.heads,), minval=0.01, maxval=16.0))
     norm = eqx.nn.RMSNorm(s.value, eps=config.rms_norm_eps, use_bias=False)
@@ -204,7 +211,8 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 
 
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
-    """How many tokens of its text are before each token; many in the text that began before all of them."""
+    """Counts the preceding tokens of the same text. A text that began in an earlier call gets a large
+    number."""
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])
     return order - lax.cummax(jnp.where(begins, order, -(2**30)))
@@ -215,7 +223,7 @@ def _convolved(
     weight: Float[Array, "features width"],
     age: Int[Array, " tokens"] | None,
 ) -> Float[Array, "tokens features"]:
-    """A convolution of each feature with its own weights, over each token and those of its text before it."""
+    """A causal depthwise convolution that does not cross the boundaries of packed texts."""
     width = weight.shape[1]
     tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
     for i in range(width - 1):
@@ -235,16 +243,17 @@ def gated_delta_rule(
     state: Float[Array, "heads key_size value_size"],
     first: Bool[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "tokens heads value_size"], Float[Array, "heads key_size value_size"]]:
-    """What each token reads from the state of each head, after it has corrected it, and the last state.
+    """Applies the gated delta rule. Returns each token's output and the final state.
 
-    With a token's key k and value v, a state S becomes exp(decay) S + share · k (v − exp(decay) Sᵀ k)ᵀ, of
-    which it reads Sᵀ q. The corrections of 64 tokens at a time solve a triangular system.
+    For a token with key k and value v, the state S becomes exp(decay) S + share · k (v − exp(decay) Sᵀ k)ᵀ,
+    and the output is Sᵀ q. We process chunks of 64 tokens: within a chunk, the corrections solve a triangular
+    system.
 
     **Arguments:**
 
-    - `decay`: logarithms, none above 0.
-    - `share`: how far the state is corrected: from 0 to 1.
-    - `first`: which tokens begin a text, with a state of zeros. Default: none.
+    - `decay`: the logarithm of the decay, at most 0.
+    - `share`: the learning rate of each correction, from 0 to 1.
+    - `first`: whether a token begins a new text, with a zero state. Default: no token does.
     """
     if len(key) == 1 and first is None:
         out, state = _of_one(query[0], key[0], value[0], decay[0], share[0], state)
@@ -260,8 +269,8 @@ def gated_delta_rule(
     query, key, value, decay, share = (jnp.moveaxis(cut(x), 2, 1) for x in (query, key, value, decay, share))
     total = jnp.cumsum(decay, axis=-1)  # (chunks, heads, size)
     text = jnp.cumsum(cut(jnp.zeros(tokens, bool) if first is None else first), axis=-1)
-    # Where a token is not later, or in another text, the exponent may be so large that its exponential, even
-    # if it is not used, makes derivatives NaN.
+    # We mask the exponent and not the exponential. For later tokens the exponent is positive and may
+    # overflow; an infinity makes the gradient NaN, even where it is masked afterwards.
     sees = jnp.tril(text[:, :, None] == text[:, None, :])[:, None]
     fade = jnp.exp(jnp.where(sees, total[..., :, None] - total[..., None, :], -jnp.inf))
     since_start = jnp.where((text == 0)[:, None], jnp.exp(total), 0)

@@ -1,4 +1,5 @@
-"""The parts of a mixer: the part of a layer in which tokens read those before them."""
+"""The interface of a mixer: the part of a layer in which tokens read from earlier tokens, such as
+attention."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -12,8 +13,7 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """The inputs that layers of one kind share: rotations of heads, the tokens that are seen, and factors of
-    queries."""
+    """The inputs that all layers of one kind share: rotary embedding, visible tokens, and query factors."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
@@ -24,41 +24,43 @@ _M = TypeVar("_M", bound="AbstractMemory")
 
 
 class AbstractMemory(eqx.Module):
-    """What a mixer keeps of the tokens that it has read.
+    """The state that a mixer keeps between calls, such as the key-value cache.
 
-    Those of scanned layers are arrays of all of them, which the scan carries: the field `layer` says then
-    which one is meant, and is None otherwise.
+    Under `scan_layers`, its arrays hold the state for all layers, because the scan must carry them. `layer`
+    then selects one. Otherwise `layer` is None.
     """
 
     by_place: ClassVar[bool]
-    """Whether each token is kept at its place, so that others may replace it, and all that follow it."""
+    """Whether tokens are stored by position. Only then can a caller go back and overwrite the last ones."""
 
     @property
     @abc.abstractmethod
     def room(self) -> int:
-        """For how many tokens it has room."""
+        """The maximal number of tokens."""
 
     @abc.abstractmethod
     def grown(self: _M, more: int) -> _M:
-        """The memory with room for so many tokens more."""
+        """Returns a copy with room for `more` additional tokens."""
 
 
 class AbstractMixer(eqx.Module):
-    """A module whose parts have their names in the checkpoint. It is made with a configuration and a key."""
+    """A mixer module. Its fields have the names of the checkpoint, since weights are loaded by name."""
 
     role: ClassVar[str] = "linear_attn"
-    """The name of the mixer in its layer, which `Family.parts` may change."""
+    """The field of the layer that holds this mixer. `Family.parts` may rename it."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...
 
     @abc.abstractmethod
     def __call__(self, x: Hidden, context: Context, memory: Any, start: Any) -> tuple[Hidden, Any]:
-        """What the tokens from place `start` on take from each other, and the memory with them; without a
-        memory, they are all tokens. `context.sight` says which of them are padding, and which belong to one
-        text."""
+        """Mixes the tokens from position `start` on.
+
+        Returns the output and the updated memory. Without a memory, `x` is a whole text. `context.sight`
+        tells padding and the boundaries of packed texts.
+        """
 
     @classmethod
     @abc.abstractmethod
     def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> AbstractMemory:
-        """An empty memory; `cache` is as for `generate`."""
+        """Makes an empty memory. `cache` is as for `generate`."""

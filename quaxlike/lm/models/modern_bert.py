@@ -19,7 +19,7 @@ from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
-# Entries that are not fields. Positions are always rotary, whatever `position_embedding_type` says.
+# Entries without a field. `position_embedding_type` is ignored: positions are always rotary.
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
     *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
@@ -41,17 +41,17 @@ class ModernBertConfig(Config):
     mlp_bias: bool = False
     local_attention: int = 128
     classifier_bias: bool = False
-    """Whether the layer before the one that classifies has biases."""
+    """Whether the layer before the classification layer has biases."""
     classifier_pooling: str = "cls"
-    """What is classified: the first token ("cls"), or the mean of all."""
+    """The input of the classification head: the first token ("cls") or the mean over tokens."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
-    """As for `DecoderConfig`."""
+    """See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer has a window, of half of `local_attention` to both sides."""
+    """Whether each layer has a window. It then sees `local_attention / 2` tokens to each side."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings of layers without and with a window."""
+    """The rotary embeddings for layers without and with a window."""
 
     @property
     def num_labels(self) -> int:
@@ -66,7 +66,10 @@ class ModernBertConfig(Config):
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
-        """Reads a `config.json` of transformers 4 or 5. **Raises:** `UnsupportedConfigError`."""
+        """Reads a `config.json` of transformers 4 or 5.
+
+        **Raises:** `UnsupportedConfigError` for an unsupported value.
+        """
         fields = {**config, **dict.fromkeys(("new_embeddings", "windows", "ropes"))}
         fields["labels"] = Labels.from_json(config)
         out = cls.read(
@@ -203,7 +206,7 @@ class PredictionHead(eqx.Module):
 
 
 class AbstractModernBertClassifier(AbstractClassifier):
-    """ModernBERT with two layers that classify, and what the models with them share."""
+    """ModernBERT with a classification head: code for both classifiers."""
 
     model: eqx.AbstractVar[ModernBert]
     head: eqx.AbstractVar[PredictionHead]
@@ -219,7 +222,7 @@ class AbstractModernBertClassifier(AbstractClassifier):
 
 
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
-    """The logits of one sequence's classes."""
+    """Computes the class logits of a text."""
 
     model: ModernBert
     head: PredictionHead
@@ -234,7 +237,7 @@ class ModernBertForSequenceClassification(AbstractModernBertClassifier):
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
         hidden = self.model(ids, seen)
-        # transformers takes the first place, be it padding or not.
+        # Like transformers, we take the first position even if it is padding.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 
@@ -244,7 +247,7 @@ class ModernBertForSequenceClassification(AbstractModernBertClassifier):
 
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
-    """The logits of the classes of one sequence's tokens."""
+    """Computes the class logits of each token in a text."""
 
     model: ModernBert
     head: PredictionHead

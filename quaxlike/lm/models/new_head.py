@@ -1,4 +1,4 @@
-"""`with_classifier`: a model that classifies, made of one that does not."""
+"""`with_classifier`: replaces the output layer of a model by a classification layer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,28 +31,29 @@ def with_classifier(
     std: float | int = 0.02,
     pad_token_id: int | None = None,
 ) -> PyTree:
-    """Gives a model a new last layer, which tells labels apart.
+    """Gives a model a new classification layer.
 
-    [`quaxlike.lm.save`][] writes the result as transformers' model for that, such as
+    [`quaxlike.lm.save`][] writes the result as the corresponding class of transformers, such as
     `LlamaForSequenceClassification`.
 
     **Arguments:**
 
-    - `model`: the result of [`quaxlike.lm.load`][]: a decoder, whose output layer is left out, or an encoder.
-    - `labels`: their names. One name is for a reward, or another number.
-    - `key`: of the new weights, which are normal with the standard deviation `std`. Biases are zero.
-    - `of_tokens`: whether each token is classified. Default: the text.
-    - `problem_type`: as in `config.json`: `"single_label_classification"`,
-        `"multi_label_classification"` or `"regression"`. Default: none, by which transformers takes the
-        first, or the last for one label.
-    - `std`: default 0.02, as the `initializer_range` of most models.
-    - `pad_token_id`: of a decoder whose configuration has none, the token that padding is made of, and
-        that is never the last of a text. Default: none; transformers then classifies one text at a time.
+    - `model`: a decoder or encoder from [`quaxlike.lm.load`][]. The output layer of a decoder is dropped.
+    - `labels`: the names of the labels. Use a single name for a reward or another number.
+    - `key`: the random key for the new weights, which are normal with the standard deviation `std`. Biases
+        start at zero.
+    - `of_tokens`: whether to classify each token instead of the whole text. Default: False.
+    - `problem_type`: as in `config.json`: `"single_label_classification"`, `"multi_label_classification"` or
+        `"regression"`. Default: none. transformers then assumes regression for one label, and a single label
+        otherwise.
+    - `std`: default 0.02, which is the `initializer_range` of most models.
+    - `pad_token_id`: the padding token for a decoder whose configuration has none. It is never taken for the
+        last token of a text. Default: none. transformers can then classify only one text at a time.
 
-    **Returns:** the model, with the trained arrays and adapters that it had.
+    **Returns:** the model, with its trained arrays and adapters.
 
-    **Raises:** `ValueError` for a model of another kind, or one that has such a layer, for an architecture
-    whose family has no such head, and for names that are not apart.
+    **Raises:** `ValueError` for an unsupported model, a model that already has such a layer, an architecture
+    without such a head, or labels that are not distinct.
 
     !!! example
 

@@ -40,7 +40,7 @@ def _count(x: _Tokens, seen: _Seen) -> Float[Array, ""]:
     return jnp.maximum(seen.sum(), 1).astype(x.dtype)
 
 
-#: The modes by their names in sentence-transformers.
+#: The modes, by sentence-transformers' names.
 MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "cls": lambda x, seen: x[jnp.argmax(seen)],
     "max": lambda x, seen: jnp.max(jnp.where(seen[:, None], x, -jnp.inf), axis=0),
@@ -49,7 +49,7 @@ MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# Older settings have a boolean for each mode, and concatenate the vectors in this order.
+# Older files have one boolean per mode. sentence-transformers concatenates in this order.
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -58,12 +58,12 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The first is read too. The others are known from the model or its texts.
+# We read the first entry. The others follow from the model or from its input.
 _OTHERS = ("pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 class Pooling(eqx.Module):
-    """Pools the vectors of tokens into one vector, as in sentence-transformers.
+    """Pools token vectors into one vector, as in sentence-transformers.
 
     **Arguments:**
 
@@ -72,7 +72,7 @@ class Pooling(eqx.Module):
         concatenated.
     - `normalize`: whether to divide the result by its norm. Default: True.
 
-    It is called with vectors `(tokens, hidden)` and `seen` `(tokens,)`, False for padding, and returns
+    Call it with vectors `(tokens, hidden)` and `seen` `(tokens,)`, which is False for padding. It returns
     `(len(modes) * hidden,)`.
     """
 
@@ -91,10 +91,10 @@ class Pooling(eqx.Module):
     @classmethod
     @checked
     def of(cls, directory: str | os.PathLike[str]) -> "Pooling":
-        """Reads the pooling of a checkpoint from `modules.json`. Without this file, it is the mean.
+        """Reads the pooling from a checkpoint's `modules.json`. Without this file, it is the mean.
 
-        **Raises:** `CheckpointError` if the settings are damaged, or if there are other modules than
-        `Pooling` and `Normalize`, as they would change the vectors.
+        **Raises:** `CheckpointError` if the file is damaged, or if it lists modules other than `Pooling` and
+        `Normalize`: we would silently compute other vectors.
         """
         folder = Path(directory)
         found = cls(normalize=False)
@@ -122,5 +122,5 @@ def _modes(path: Path) -> tuple[str, ...]:
 
 
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
-    """Computes the normalised mean over all tokens except padding: a sentence embedding."""
+    """The normalised mean over all tokens except padding. This is a common sentence embedding."""
     return Pooling()(x, seen)

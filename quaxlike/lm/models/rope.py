@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, 2021), and ways to scale them for longer texts.
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and how to scale them for longer texts.
 
-The formulas are those of transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et
-al., 2024), and Llama 3's.
+We follow transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024) and
+Llama 3.
 """
 
 import math
@@ -15,15 +15,15 @@ from jaxtyping import Array, Float, Int
 
 from ..folders.model_config import check_numbers, computing, refused
 
-_LARGEST_HEAD = 1 << 16  # far beyond any model, so that a damaged number takes no memory
+_LARGEST_HEAD = 1 << 16  # damaged files must not make us allocate more; no model comes close
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Rope(NamedTuple):
-    """The angle per position of each pair of features, and the factor of their cosines and sines.
+    """A rotary embedding: the frequency of each feature pair, and a factor for cosines and sines.
 
-    `long` holds the frequencies for texts of more than `switch` tokens, if these differ. Unless `growth` is
-    0, queries grow with the logarithm of their position, in steps of `step` tokens (Ministral 3).
+    LongRoPE uses the frequencies `long` for texts with more than `switch` tokens. If `growth` is not 0,
+    queries are scaled by the logarithm of their position, in steps of `step` tokens (Ministral 3).
     """
 
     frequencies: tuple[float | int, ...]
@@ -34,18 +34,18 @@ class Rope(NamedTuple):
     step: int = 1
 
     def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
-        """Cosines and sines of each token, `(tokens, features)`, for a text of this length."""
+        """Computes cosines and sines, each `(tokens, features)`, for a text of this length."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         if self.long is not None:
             frequencies = jnp.where(length > self.switch, jnp.asarray(self.long, jnp.float32), frequencies)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         angles = jnp.concatenate([angles, angles], axis=-1)
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
-        # Once, and not again for each head of each layer, as XLA would fuse them.
+        # Without the barrier, XLA fuses this into every head of every layer and computes it again there.
         return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
-        """The factor of each token's queries, `(tokens,)`; None if there is none."""
+        """The factor for each token's query, `(tokens,)`, or None."""
         if not self.growth:
             return None
         steps = jnp.floor(positions.astype(jnp.float32) / self.step)
@@ -57,19 +57,20 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
-#: The entries that are read, and those without effect.
+#: All known entries. Some of them have no effect.
 ENTRIES = (
     *_NUMBERS,
     *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
-    "max_position_embeddings",  # as in the configuration itself
-    *("mrope_section", "mrope_interleaved"),  # in texts, all three positions of a token are the same
+    "max_position_embeddings",  # a copy of the model's entry
+    *("mrope_section", "mrope_interleaved"),  # for images; a text token has three equal positions
 )
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Reads one entry of `rope_parameters`, or `rope_scaling` with its `rope_theta`. The `config` of the
-    model has the size of heads and the lengths of texts. Unless the model rotates a `partial` head,
-    `partial_rotary_factor` has no effect, as in transformers.
+    """Reads an entry of `rope_parameters`, or `rope_scaling` together with `rope_theta`.
+
+    `config` provides the head size and text lengths. As in transformers, `partial_rotary_factor` is ignored
+    unless `partial` is set.
 
     **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
     """
@@ -83,7 +84,7 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
         if not 0 < share <= 1:
             raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
         if not partial:
-            if share != 1 and kind != "default":  # which transformers fails to compute
+            if share != 1 and kind != "default":  # transformers fails here, so there is nothing to match
                 raise refused("partial_rotary_factor", share, label, f"whole heads beside rope_type={kind!r}")
             share = 1.0
         if config.head_dim > _LARGEST_HEAD:
@@ -107,10 +108,10 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
                     raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
             short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
             return Rope(short, scale or grown, long, original)
-        kept: Any = 1.0  # the share of each frequency that is not scaled
+        kept: Any = 1.0  # for each frequency, 1 to keep it and 0 to scale it
         if kind == "linear":
             kept = 0.0
-        elif kind == "llama3":  # low frequencies are scaled, high ones kept, those between blended
+        elif kind == "llama3":  # scales low frequencies, keeps high ones, and blends in between
             turns = original * inverse / (2 * math.pi)
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -123,15 +124,20 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
-    grown = lambda m: 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
+    def grown(m: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
+
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
     return grown(1.0)
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """How far each frequency is scaled: from 0 for high ones to 1 for low ones."""
-    at = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    """How much to scale each frequency: from 0 for high ones to 1 for low ones."""
+
+    def at(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
     low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -141,7 +147,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Rotates the first features of each head, as many as the rotation has."""
+    """Rotates the first features of each head. The rotation's size says how many."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)
