@@ -444,8 +444,8 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     """Chooses the tensor names for a model with a new head.
 
-    An array gets the names that the checkpoint has for it. The new head keeps its own name, even if tensors of
-    the checkpoint begin alike.
+    An array gets the checkpoint's names for it. The new head keeps its own name, even if tensors in the
+    checkpoint begin alike.
     """
     published = getattr(model, "tensors_of", _own_name)
     parts = {name: published(name) for name in named_arrays(model)}

@@ -67,27 +67,25 @@ def quantize(
     **Arguments:**
 
     - `model`: any pytree.
-    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec of [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. Or a recipe: a mapping from what
-        `where` takes to a scheme, a pair of a scheme and its options, or None for weights that stay as they
-        are. A weight follows the first rule that selects it. Or the name of a recipe: `"q4_k_m"`, `"q5_k_m"`
-        and `"mxfp4_moe"` follow llama.cpp's presets, but for embeddings, which are left out;
-        `"nf4_qlora"` is NF4 with nested scales. `quantize.plan` says what a recipe takes, without computing;
-        `quantize.from_file` reads one.
-    - `where`: which weights, as for [`quaxlike.select`][]; biases and norms are skipped. Recipes say it
-        themselves. Default: the weights of all linear layers.
-    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or
-        their last components.
-    - `layout`: which axes of weights are outputs and which inputs, as for [`quaxlike.layouts`][], where
-        neither their layers nor their names say so. Default: none.
-    - `calibrate`: for each weight, the sum of `x xᵀ` over the inputs of its layer, from
-        [`quaxlike.input_moments`][]. GPTQ then chooses codes that change the outputs of the layer least. Or
-        the diagonal of that sum, for schemes of llama.cpp: the weights of squared errors in the search for
-        scales, its importance matrix. Default: the nearest codes.
-    - `activations`: `"int8"` with the scheme `"int8"`, or `"fp8"` with `"fp8"`: the inputs of a layer are
-        rounded to 8 bits, too, with a scale for each token, and products are those of codes, which GPUs have
-        units for. Gradients are those of the layer with its inputs as they are, and adapters get them as they
-        are. Default: inputs are not rounded.
+    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec for [`quaxlike.BlockArray`][]: `"mxfp4"`,
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. It may also be a recipe: a mapping
+        from anything that `where` accepts to a scheme, to a pair of a scheme and its options, or to None for
+        weights that stay unchanged. A weight follows the first rule that selects it. Recipes with a name are
+        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but leave out embeddings,
+        and `"nf4_qlora"`, which is NF4 with nested scales. `quantize.plan` shows the effect of a recipe
+        without computing anything; `quantize.from_file` reads one.
+    - `where`: which weights, as for [`quaxlike.select`][]. Biases and norms are skipped. Recipes do not need
+        this. Default: the weights of all linear layers.
+    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or their
+        last components.
+    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][]. Default: none.
+    - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
+        [`quaxlike.input_moments`][]. GPTQ then chooses the codes that change the layer's outputs least. For
+        llama.cpp's schemes, you may pass the diagonal of this sum instead, as weights for errors in the
+        search for scales (llama.cpp's importance matrix). Default: the nearest codes.
+    - `activations`: `"int8"` for the scheme `"int8"`, or `"fp8"` for `"fp8"`. A layer then rounds its inputs
+        to 8 bits too, with a scale per token, and multiplies codes with codes, for which GPUs have special
+        units. Gradients and adapters use the unrounded inputs. Default: inputs are not rounded.
     - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
         [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
         Default: one dynamic scale per token.
@@ -137,7 +135,7 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """For each weight that `quantize` would choose, a function that quantises it. `model` may hold shapes."""
+    """Returns a function per weight that quantises it as `quantize` would. `model` may contain shapes."""
     return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
 
@@ -156,7 +154,7 @@ def choices_of(
     head: bool = False,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
-    """For each weight that `quantize` would choose, its scheme."""
+    """Returns the scheme of each weight that `quantize` would choose."""
     records = records_of(model, layout)
     if isinstance(scheme, str) and not is_recipe(scheme):
         chosen = select_matrices(model, records, where, exclude, head)
@@ -179,7 +177,7 @@ class PlannedRow:
 
     path: str
     rule: str
-    """The rule of the recipe for this weight."""
+    """The recipe's rule for this weight."""
     scheme: str
     options: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -189,7 +187,7 @@ class PlannedRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What `quantize` would do. Prints as text."""
+    """A preview of `quantize`. Prints as text."""
 
     rows: Sequence[PlannedRow]
 
@@ -355,27 +353,27 @@ def is_quantised(model: PyTree) -> bool:
 
 
 def scheme_of(text: str | Path) -> str | Recipe:
-    """A scheme or recipe as commands take it: its name, or the path of a file with a recipe.
+    """Parses a scheme or recipe as commands take it: a name, or the path of a file with a recipe.
 
-    **Raises:** `ValueError` for an unknown name, with near misses, and as `from_file` does.
+    **Raises:** `ValueError` for an unknown name, with similar names, or a damaged file.
     """
     return from_file(text) if is_recipe_file(text) else require_scheme(str(text))
 
 
 def is_recipe(scheme: Any) -> bool:
-    """Whether it says itself which weights take which scheme."""
+    """Whether this is a recipe, which chooses weights itself."""
     return not isinstance(scheme, str) or scheme in RECIPES
 
 
 def is_recipe_file(text: str | Path) -> bool:
-    """Whether a scheme or recipe in the options of a command is the path of a file."""
+    """Whether a command's option is the path of a recipe file, and not a name."""
     return Path(text).suffix in RECIPE_FILES
 
 
 def require_scheme(name: str, *, recipes: bool = True) -> str:
-    """The same name, if it is of a scheme or a recipe.
+    """Returns the name if there is such a scheme or recipe.
 
-    **Raises:** `ValueError` if it is not, with near misses.
+    **Raises:** `ValueError` otherwise, with similar names.
     """
     if name in _SCHEMES or (recipes and name in RECIPES):
         return name
@@ -388,7 +386,8 @@ def require_scheme(name: str, *, recipes: bool = True) -> str:
 
 
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
-    """Quantises a weight, the base of its adapter or its blocks, along its inputs."""
+    """Quantises a weight along its inputs. For an adapter this quantises its base, and for a sparse array its
+    blocks."""
     require_scheme(scheme, recipes=False)
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))

@@ -1,4 +1,4 @@
-"""Recipes for `quantize`: they map weights to schemes."""
+"""Recipes for `quantize`, which map weights to schemes."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ Recipe = Mapping[Any, Scheme]
 
 @dataclasses.dataclass(frozen=True)
 class SchemeOfWeight:
-    """What a recipe says about one weight."""
+    """The scheme that a recipe chooses for one weight."""
 
     rule: str
     """The rule for this weight, as written in the recipe."""
@@ -49,10 +49,11 @@ def choices(
     *,
     is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """What a recipe says about each weight that it quantises, by name. Of one that `is_general`, made for any
-    model, rules may have no effect.
+    """Applies a recipe. Returns the scheme of each weight that it quantises, by name.
 
-    **Raises:** `ValueError` for a rule without an effect, and for one that is not a scheme.
+    Rules that match nothing are allowed only in a recipe that `is_general`, that is, made for any model.
+
+    **Raises:** `ValueError` if a rule matches nothing, or has an invalid scheme.
     """
     if not recipe:
         raise ValueError("A recipe has at least one rule; found none.")
@@ -90,7 +91,7 @@ def _scheme_of(where: Where, scheme: Any) -> tuple[str | None, Mapping[str, Any]
 
 
 def told_scheme(scheme: Scheme) -> str:
-    """A scheme and its options, for people."""
+    """Formats a scheme and its options for users."""
     name, options = _scheme_of("", scheme)
     return ", ".join([str(name), *(f"{option}={value}" for option, value in options.items())])
 
@@ -101,7 +102,7 @@ def _text(where: Any) -> str:
     return getattr(where, "__name__", None) or f"{where[0]} and {len(where) - 1} more"
 
 
-#: The entry of the header of a file of safetensors that has the recipe of the model in it, as JSON.
+#: The key in a safetensors header for the model's recipe, as JSON.
 RECIPE_ENTRY = "recipe"
 
 
@@ -114,7 +115,7 @@ def _of_safetensors(file: BinaryIO) -> Any:
     return json.loads(entries[RECIPE_ENTRY])
 
 
-#: What reads files of recipes, by their suffix.
+#: Parsers for recipe files, by suffix.
 RECIPE_FILES: dict[str, Callable[[BinaryIO], Any]] = {
     ".json": json.load,
     ".toml": tomllib.load,
@@ -124,8 +125,11 @@ _TYPES: dict[type, str] = {NF4Array: "nf4", FP4Array: "fp4", Int8Array: "int8", 
 
 
 def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
-    """The recipe by which arrays are quantised, or the bases of their adapters: one that gives dense arrays
-    of these names the same types. Layers that are treated alike have one rule. Empty if none is quantised."""
+    """Reconstructs a recipe from quantised arrays, or from the quantised bases of adapters.
+
+    Applied to dense arrays with the same names, it gives the same types again. Layers with the same scheme
+    share a rule. The recipe is empty if nothing is quantised.
+    """
     groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
     for name, x in arrays.items():
         parts = _LAYER.split(name, maxsplit=1)
@@ -160,8 +164,11 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
-    """llama.cpp's `_M` presets (`llama-quant.cpp`): the head, and values and down projections of the first
-    and last layers and of each third one between, in 6 bits; beside eight experts, keys and values in 8."""
+    """llama.cpp's `_M` presets (`llama-quant.cpp`).
+
+    The head gets 6 bits. So do values and down projections in the first and last layers, and in every third
+    layer between them. In a mixture of eight experts, keys and values get 8 bits.
+    """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
         layers = {name: int(m[1]) for name in records if (m := _LAYER.search(name))}
@@ -173,7 +180,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
         keys = output = list[str]()
-        if _num_experts(records) == 8:  # as in Mixtral
+        if _num_experts(records) == 8:  # llama.cpp's rule for Mixtral
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
             output = [name for name in layers if ".o_proj." in name] if most == "q4_k" else []
         rules = {
@@ -188,7 +195,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
 
 
 def _num_experts(records: Mapping[str, Record]) -> int:
-    """How many experts a layer has: stacked, or one by one."""
+    """Counts the experts of a layer, whether they are stacked or separate."""
     stacks = [x.array.shape[0] for name, x in records.items() if _STACK.search(name) and x.layout is not None]
     single = [1 + int(m[1]) for name in records if (m := _EXPERT.search(name))]
     return max([*stacks, *single], default=0)
@@ -209,7 +216,7 @@ _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
 _MORE_BITS = re.compile(r".*\.(v_proj|qkv_proj|down_proj)(\..*)?")
 
-#: Functions that make a recipe for a model's arrays, by name.
+#: Named recipes: functions from a model's records to a recipe.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
     "q4_k_m": _k_quants("q4_k"),
     "q5_k_m": _k_quants("q5_k"),
@@ -220,15 +227,15 @@ RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
 
 @checked
 def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a recipe of [`quaxlike.quantize`][] from a file of JSON or TOML.
+    """Reads a recipe for [`quaxlike.quantize`][] from a JSON or TOML file.
 
-    The file holds one table: patterns, and for each a scheme, a list of a scheme and a table of its options,
-    or in JSON null. Rules keep their order. A file that [`quaxlike.files.safetensors.save`][] wrote says how
-    the model in it is quantised.
+    The file has a single table. It maps each pattern to a scheme, or to a list of a scheme and a table of
+    options, or (only in JSON) to null. Rules keep their order. Files from
+    [`quaxlike.files.safetensors.save`][] contain the recipe by which their model was quantised.
 
     **Arguments:**
 
-    - `path`: the file; its suffix is `.json`, `.toml` or `.safetensors`.
+    - `path`: a file with the suffix `.json`, `.toml` or `.safetensors`.
 
     **Returns:**
 
@@ -236,8 +243,8 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Raises:**
 
-    `FileNotFoundError` if there is none; `ValueError` for another suffix, or a file that is not such a table
-    or has none.
+    `FileNotFoundError` if there is no such file; `ValueError` for another suffix, or if the file has no valid
+    recipe.
 
     !!! example
 

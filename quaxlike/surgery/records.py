@@ -1,8 +1,8 @@
-"""A record for each array of a model, with its layout and its bias.
+"""A record for each array in a model: its layout and its bias.
 
-All functions of surgery read layouts from here, so they agree about which axes are outputs and inputs.
-Linen and Haiku keep their parameters in dicts without any modules; `traced_layouts` finds the layouts by
-tracing a call.
+All of surgery reads layouts from here. Two functions that disagreed about which axes are inputs would
+silently train or quantise along the wrong ones. Linen and Haiku keep their parameters in dicts without any
+modules; `traced_layouts` finds their layouts by tracing a call.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 
 @checked
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
-    """Finds out which axes of each array of a model are outputs and which are inputs.
+    """Finds out for each array in a model which axes are outputs and which are inputs.
 
     The argument `layout` takes precedence. Next comes the layer's class, if it is from Equinox or Flax's
     NNX, or has an attribute `weight_layouts`, which maps fields to layouts. Last comes the array's name,
@@ -35,27 +35,27 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
     | name | layout |
     | --- | --- |
-    | `….weight` of two axes (PyTorch) | `"oi"`, a mere convention: see `fan_in_fan_out` |
-    | `….kernel` of two axes (Flax) | `"io"` |
-    | `query.kernel`, `key.kernel`, `value.kernel` of three | `"ioo"`: (in, heads, dim) |
-    | `out.kernel` of three | `"iio"`: (heads, dim, out) |
-    | `kernel`, `weight` of a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
-    | `w` of a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and the like |
-    | `embedding`, `embeddings`, and all arrays of a layer named `embed…`, `wte`, `wpe` | `"vo"` |
+    | `….weight` with two axes (PyTorch) | `"oi"`, a mere convention: see `fan_in_fan_out` |
+    | `….kernel` with two axes (Flax) | `"io"` |
+    | `query.kernel`, `key.kernel`, `value.kernel` with three | `"ioo"`: (in, heads, dim) |
+    | `out.kernel` with three | `"iio"`: (heads, dim, out) |
+    | `kernel`, `weight` in a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
+    | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and the like |
+    | `embedding`, `embeddings`, and all arrays in a layer named `embed…`, `wte`, `wpe` | `"vo"` |
     | an array that is the whole name, such as `w` | `"oi"`, by the same convention |
-    | `bias`, `scale` and the like, and all arrays of a layer whose name says that it is a norm | no weight |
+    | `bias`, `scale` and the like, and all arrays in a layer with the name of a norm | no weight |
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: a mapping from names to layouts, or to None for an array that is not a weight of a layer. The
+    - `layout`: a mapping from names to layouts, or to None for an array that is not a layer's weight. The
         last components of a name suffice, as in [`quaxlike.select`][]. A single layout applies to all
         matrices about which nothing else is known. [`quaxlike.Layout`][] explains the notation.
 
     **Returns:**
 
-    A dict from names to layouts, or to None for an array that is not a weight of a layer. A layout that
-    cannot be determined has `kind="unknown"`.
+    A dict from names to layouts, or to None for an array that is not a layer's weight. A layout that cannot
+    be determined has `kind="unknown"`.
 
     **Raises:**
 
@@ -77,17 +77,17 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What surgery knows about one array of a model. A Value counts as one array."""
+    """What surgery knows about one array. A Value counts as one array."""
 
     array: Any
     layout: Layout | None
-    """Which axes are outputs and which are inputs; None for an array that is not a weight of a layer."""
+    """Which axes are outputs and which are inputs; None if this is not a layer's weight."""
     bias: str | None
     """The name of the layer's bias, if there is one."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
-    """Returns the records of all arrays of a model, by name.
+    """Returns the record of each array by name.
 
     With `fan_in_fan_out`, the convention for matrices is `(in, out)` instead of `(out, in)`.
     """
@@ -134,7 +134,7 @@ def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[s
 def _checked(
     name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
 ) -> Layout | None:
-    """Checks the user's layout against the shapes of the array and its bias."""
+    """Checks the user's layout against the shapes of array and bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout

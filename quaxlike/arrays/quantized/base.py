@@ -120,8 +120,8 @@ class AbstractQuantizedArray(GradientsArray):
     ) -> _Q:
         """Quantises an array, block by block, to the nearest codes.
 
-        The scales of codecs of llama.cpp and of MXFP4 are searched for, so that the sum of squared errors is
-        small. Those of others cover the range of their blocks.
+        llama.cpp's codecs and MXFP4 search for scales with a small squared error. For other codecs, the
+        scales cover each block's range.
 
         **Arguments:**
 
@@ -136,15 +136,15 @@ class AbstractQuantizedArray(GradientsArray):
         - `stacked`: how many leading axes stack arrays quantised separately, for use with `vmap` or
             `lax.scan`. Default 0.
         - `train_scales`: whether gradients flow into floating scales. Default False.
-        - `importance`: for codecs whose scales are searched for, the weights of squared errors along `axis`,
-            such as the mean squares of a layer's inputs (llama.cpp's importance matrix); a vector, or one for
-            each array of a stack. Default: equal ones.
+        - `importance`: weights for squared errors along `axis`, for codecs that search for scales. For a
+            layer's weight, use the mean squares of its inputs (llama.cpp's importance matrix). Pass a vector,
+            or one per array in a stack. Default: all equal.
 
         **Returns:** `x`, rounded, with the same shape and dtype.
 
-        **Raises:** `ValueError` for a codec or a block size that is not allowed, and for types other than
-        NF4, FP4 and int4 for a scalar or `double_quant`; for an `importance` of another shape, or beside a
-        codec whose scales are not searched for; `TypeError` for an array that is not floating.
+        **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
+        other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
+        search for scales. `TypeError` if `x` is not floating-point.
 
         !!! example
 
@@ -179,7 +179,7 @@ class AbstractQuantizedArray(GradientsArray):
     def encoded(
         self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
     ) -> tuple[Array, Any]:
-        """Quantises rows of the stored array like this one, into packed codes and scales."""
+        """Quantises rows of the stored array, in the same format as this array."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
@@ -250,7 +250,7 @@ class AbstractQuantizedArray(GradientsArray):
     def _encode(
         cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
     ) -> tuple[Array, Any]:
-        """Quantises rows into packed codes and scales, which are `nested`, or of the dtypes of `like`."""
+        """Quantises rows into packed codes and scales. These are `nested`, or have the dtypes in `like`."""
 
     # The logical array
 
@@ -259,7 +259,7 @@ class AbstractQuantizedArray(GradientsArray):
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except (AttributeError, IndexError, TypeError):  # no arrays, as in a tree of dtypes
+        except (AttributeError, IndexError, TypeError):  # leaves are not arrays, as in a tree of dtypes
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
@@ -286,7 +286,7 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def num_lead(self) -> int:
-        """How many of the stored array's axes are axes of the leaves."""
+        """How many axes the codes and scales have besides their last one."""
         return len(self.codes.shape) - 1
 
     @property

@@ -1,4 +1,4 @@
-"""The numbers that a quantised matrix can represent with its current scales."""
+"""The values that a quantised matrix can represent if its scales stay fixed."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +12,12 @@ _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 class Grid(NamedTuple):
-    """Values `scale * table + shift`, for each element of a matrix's rows of codes.
+    """The representable values, `scale * table + shift` for each element.
 
     **Attributes:**
 
-    - `table`: sorted values; `codes`: the code of each.
-    - `scale`, `shift`: `(rows, columns)`.
+    - `table`: sorted values; `codes` are their codes.
+    - `scale`, `shift`: `(rows, columns)`, for the matrix that has a row per row of codes.
     """
 
     table: np.ndarray
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """For each element of these columns, the index of the nearest value in the table."""
+        """Rounds elements in these columns to the table. Returns indices into the table."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(w: AbstractQuantizedArray) -> Grid:
-    """The grid of a stored array that is a matrix."""
+    """Computes the grid of a quantised array whose stored form is a matrix."""
     shape, codec, (_, count) = w.stored_shape, w.codec, w.matrix
     scale, zero = codec.scales_and_zeros(*w.rows_of_codes()[1].parts())
 
@@ -48,7 +48,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # The finite values, sorted and without repetition.
+    # Tables may hold infinities, and the same value for two codes.
     values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)

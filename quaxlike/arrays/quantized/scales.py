@@ -80,9 +80,9 @@ def encode(
     - `codec`: how codes, scales and zeros are stored.
     - `block`: how many elements share a scale; the last block of a row may be partial.
     - `like`: scales and zeros whose dtypes are used; those of the codec if None.
-    - `key`: a PRNG key, to round up or down at random, so that the mean is exact. Default: to the nearest.
-    - `searches`: whether to search for the scales with the least error. Default: those that cover the range.
-    - `importance`: `(n,)` or `(*lead, n)`, the weights of squared errors in this search. Default: equal ones.
+    - `key`: a PRNG key for stochastic rounding, which has the exact mean. Default: round to nearest.
+    - `searches`: whether to search for scales with the least error. Default: scales cover each block's range.
+    - `importance`: `(n,)` or `(*lead, n)`, weights for squared errors in this search. Default: all equal.
 
     **Returns:** the codes, one per byte, and the scales.
     """
@@ -115,7 +115,8 @@ def encode(
 
 
 def _weights(importance: Array | None, n: int, block: int) -> Array:
-    """The weights of elements, by block. Columns that no input reaches still count for something."""
+    """Arranges the weights in blocks. A column with weight zero gets a small weight: its codes must be
+    defined."""
     if importance is None:
         if not n % block:
             return jnp.ones((), jnp.float32)
@@ -128,7 +129,7 @@ def _weights(importance: Array | None, n: int, block: int) -> Array:
 
 
 def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | None) -> BlockScales:
-    """The scales with the least error."""
+    """Searches for scales with the least error."""
     fit = search.fitted(blocks, codec, weights)
     sign = -1 if codec.zeros == "minus" else 1
     zero = None if fit.minimum is None else sign * fit.minimum
@@ -141,7 +142,7 @@ def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | N
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
-    """The float32 scales and zeros with which the codes cover the range of each block."""
+    """Computes float32 scales and zeros that cover each block's range."""
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
@@ -168,8 +169,11 @@ def _stored(
     fit: search.FittedScales | None = None,
     minimum: Callable[[Array], Array] | None = None,
 ) -> BlockScales:
-    """Converts scales and zeros to the form in which the codec stores them; if they were searched for, outer
-    scales are searched for as well, and `minimum` gives those that suit the stored scales."""
+    """Rounds scales and zeros to the codec's form.
+
+    After a search, the outer scales are searched for too. `minimum` then computes the minima anew, because
+    the best minimum depends on the rounded scale.
+    """
     floating = np.dtype(codec.dtype)
     dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like.parts()]
     outer = outer_zero = None
@@ -207,8 +211,8 @@ def _stored(
 
 
 def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tuple[Array, Array]:
-    """Splits `x` into integers and an outer scale for each group, which is searched for if the errors have
-    weights."""
+    """Splits `x` into integers and one outer scale per group. With weights, the outer scale is searched
+    for."""
     group, limits = codec.group or max(x.shape[-1], 1), codec.limits
     missing = -x.shape[-1] % group
 
@@ -255,7 +259,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """The weights of errors, with the axes of the stored array."""
+    """Moves the user's weights for errors to the axes of the stored array."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:

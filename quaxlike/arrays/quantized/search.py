@@ -1,8 +1,11 @@
-"""Scales of blocks that are searched for: those whose codes stand for the numbers with the least error.
+"""Searches for block scales with the least quantisation error.
 
-Scales around the one that covers the range of a block are tried. To the codes of each, the scale, and the
-minimum if the codec has one, are fitted by least squares, and the best is kept. Scales that are multiples of
-an outer one are rounded by the same search. llama.cpp searches, too, among other candidates.
+We start from the scale that covers the block's range, and try several around it. Each gives codes; to these
+we fit the scale (and the minimum, if the codec has one) by least squares, and keep the best result. Codecs
+with outer scales round their scales by the same search. llama.cpp does the same with a few other candidates.
+
+Every scale in here must come from the codes that it will be stored with: a scale that was fitted to other
+codes has a larger error than the one we compared.
 """
 
 from collections.abc import Callable
@@ -15,7 +18,7 @@ from jaxtyping import Array, Float32
 
 from ...kernels.block_matmul import CODECS, Codec
 
-#: The codecs with searched scales: those of llama.cpp, but for `q8_0`, whose scales cover the range there.
+#: Codecs with searched scales. These are llama.cpp's except `q8_0`, where llama.cpp covers the range, too.
 SEARCHED: frozenset[Codec] = frozenset(
     CODECS[name]
     for name in (
@@ -23,20 +26,23 @@ SEARCHED: frozenset[Codec] = frozenset(
         *("mxfp4", "mxfp4_gguf"),
     )
 )
-# What candidates of scales are divided by: less than 1 for numbers that leave codes unused, more than 1 for
-# numbers that are clipped, which pays where they matter little.
+# Candidate scales are the range divided by these. Above 1, the scale is smaller and the largest numbers are
+# clipped, which pays off if they have little weight. Below 1, some codes stay unused.
 _SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
-# For blocks with a minimum: how many codes more than there are the range would take.
+# For blocks with a minimum, candidates stretch the range over this many additional codes.
 _STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
-# Stands for the best scale so far: its codes get a scale of their own, and so on. (One loop for all
-# candidates compiles fastest.)
+# Marks a candidate that is the best scale so far, so that its codes are fitted once more. We treat it as one
+# more candidate because a single loop compiles fastest.
 _AGAIN = np.zeros(2, np.float32)
 
 
 class FittedScales(NamedTuple):
-    """The scale of each block, its minimum, and the weights of their errors: by how much the error of the
-    block grows if they are rounded. All of shape `(*lead, blocks)`."""
+    """Scales, minima, and how much the error grows if these are rounded (as weights of squared rounding
+    errors).
+
+    All have the shape `(*lead, blocks)`.
+    """
 
     scale: Array
     minimum: Array | None
@@ -47,8 +53,8 @@ class FittedScales(NamedTuple):
 def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
-    """The best scales of blocks, before they are rounded; `weights` of elements have their shape, or less."""
-    # In units of their largest magnitude, so that no square underflows.
+    """Finds the best scales before rounding. `weights` must broadcast against the elements."""
+    # Normalise by the largest magnitude. Otherwise squares of small numbers would underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
     total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)
@@ -65,7 +71,7 @@ def fitted(
 def best_minimum(
     blocks: Float32[Array, "*lead blocks block"], scale: Array, minimum: Array, codec: Codec, weights: Any
 ) -> Array:
-    """The minimum of each block that suits its scale best, once that is rounded."""
+    """Finds the best minimum of each block once its scale has been rounded."""
     scale, minimum = scale[..., None], minimum[..., None]
     rest = blocks - scale * _rounding(codec)(_ratio(blocks - minimum, scale))
     weights = jnp.broadcast_to(weights, blocks.shape)
@@ -73,8 +79,10 @@ def best_minimum(
 
 
 def multiples(x: Array, weight: Array, limits: tuple[int, int]) -> Array:
-    """The outer scale of each group `(..., group)` of which `x` are multiples, by integers between limits,
-    with the least error: `(..., 1)`."""
+    """Finds outer scales `(..., 1)`, such that the numbers `x` in each group are close to integer multiples.
+
+    The integers must stay within `limits`.
+    """
     unit = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     weight = _ratio(weight, jnp.max(weight, axis=-1, keepdims=True))
 
@@ -89,7 +97,8 @@ def _ratio(a: Array, b: Array) -> Array:
 
 
 def _rounding(codec: Codec) -> Callable[[Array], Array]:
-    """Rounds numbers to the values of codes. Tables are summed up step by step: look-ups take longer."""
+    """Returns a function that rounds numbers to code values. Summing up a table's steps is faster than
+    look-ups."""
     if codec.codes == "integer":
         return lambda y: jnp.clip(jnp.round(y), *codec.range())
     table = np.unique(codec.all_values)
@@ -102,7 +111,7 @@ def _sum(x: Array) -> Array:
 
 
 def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of each block, the fit with the smaller loss, which comes first."""
+    """Selects the better fit for each block. The first array in a fit is its loss."""
     is_better = new[0] < old[0]
     return tuple(jnp.where(is_better, b, a) for a, b in zip(old, new, strict=True))
 
@@ -110,9 +119,9 @@ def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]
 def _symmetric(
     x: Array, weights: Any, rounded: Callable[[Array], Array], limits: tuple[float | int, float | int]
 ) -> tuple[Array, Array]:
-    """The best scales of blocks without minima, and the weights of their errors."""
+    """Finds scales for blocks without minima, with their weights."""
     place = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)
-    largest = jnp.take_along_axis(x, place, axis=-1)  # which becomes the last code on either side
+    largest = jnp.take_along_axis(x, place, axis=-1)  # the first candidates map this to an extreme code
 
     def fit(scale: Array) -> tuple[Array, ...]:
         values = rounded(_ratio(x, scale))
@@ -133,7 +142,7 @@ def _symmetric(
 
 
 def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[Array, Array, Array]:
-    """The best scales and minima of blocks, and the weights of the errors of scales."""
+    """Finds scales and minima, with weights for the scales."""
     rounded, (_, high) = _rounding(codec), codec.range()
     least = _allowed(jnp.min(x, axis=-1, keepdims=True), codec)
     above = x - least
@@ -161,12 +170,12 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
 
 
 def _allowed(minimum: Array, codec: Codec) -> Array:
-    """Minima that are stored with the sign reversed are unsigned."""
+    """Clips minima to what the codec can store: some codecs store them negated and unsigned."""
     return jnp.minimum(minimum, 0) if codec.zeros == "minus" else minimum
 
 
 def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Array:
-    """The better one of the least power of two that covers the range, and of half of it."""
+    """Takes the least power of two that covers the range, or half of it if this has the smaller error."""
     rounded, covering = _rounding(codec), power_of_two_above(unit / codec.range()[1])
 
     def fit(scale: Array) -> tuple[Array, Array]:
@@ -177,7 +186,7 @@ def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Arr
 
 
 def power_of_two_above(x: Array) -> Array:
-    """The least power of two that is not below `x`, from its bits: exponentiation is not exact everywhere."""
+    """Rounds up to a power of two. We use the bits, since `exp2` is not exact on all platforms."""
     raw = lax.bitcast_convert_type(jnp.maximum(x, _TINY), jnp.uint32)
     up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
     return lax.bitcast_convert_type((raw >> 23) + up << 23, jnp.float32)

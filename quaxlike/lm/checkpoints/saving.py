@@ -1,4 +1,4 @@
-"""`write` and `save_like`: weights by name, in checkpoints that other programs read."""
+"""`write` and `save_like`: write weights to checkpoints for other programs."""
 
 import contextlib
 import json
@@ -34,19 +34,19 @@ def write(
 
     **Arguments:**
 
-    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 it may be a folder, in which
-        `model.safetensors` and `config.json` are written.
-    - `mapping`: arrays and quantised arrays by their names in transformers.
-    - `format`: `"gguf"` takes arrays of the codecs `q8_0` and `q4_0` (llama.cpp); `"bitsandbytes"` takes
-        `NF4Array` and `FP4Array`; `"compressed-tensors"` takes those of integers with floating scales and of
-        `fp8`, and `Int8Array` (vLLM); `"mxfp4"` takes those of `mxfp4` (GPT-OSS); `"safetensors"` takes all
-        types that ship with quaxlike. Plain arrays are written unchanged.
-    - `config`: the `config.json` of the model, written to a folder, or converted to the metadata of GGUF.
-    - `metadata`: for GGUF, keys and values, such as those of a file that was read, including its tokeniser.
-        Known keys have the types of the format; numbers and arrays of NumPy keep theirs under other keys.
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4, it may be a folder, for
+        `model.safetensors` and `config.json`.
+    - `mapping`: arrays and quantised arrays, by their names in transformers.
+    - `format`: `"gguf"` takes arrays with llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` takes
+        `NF4Array` and `FP4Array`; `"compressed-tensors"` (vLLM) takes `Int8Array`, and arrays with `fp8` or
+        with integers and floating-point scales; `"mxfp4"` (GPT-OSS) takes arrays with this codec;
+        `"safetensors"` takes all types in quaxlike. Plain arrays are written unchanged.
+    - `config`: the model's `config.json`. It is written to a folder, or converted to GGUF's metadata.
+    - `metadata`: for GGUF, additional keys and values, including the tokeniser's, such as those from another
+        file. Known keys have a fixed type. Under other keys, NumPy scalars and arrays keep their dtypes.
 
-    **Raises:** `ValueError` for an unknown format; `CheckpointError` for a value that the format cannot hold;
-    nothing is written then.
+    **Raises:** `ValueError` for an unknown format; `CheckpointError` if the format cannot hold a value.
+    Nothing is written then.
 
     !!! example
 
@@ -85,14 +85,14 @@ def _write_folder(
     header: Mapping[str, str] = {"format": "pt"},
     last: Callable[[], None] = lambda: None,
 ) -> None:
-    if path.suffix == ".safetensors":  # a single file must say itself how to read it
+    if path.suffix == ".safetensors":  # no config.json can say how to read a single file
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
         write_tensors(path, tensors, {**header, **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
     before = config.pop("quantization_config", None) or {}
-    config.pop("quantization", None)  # MLX's
+    config.pop("quantization", None)  # MLX reads this entry
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
@@ -102,12 +102,14 @@ def _write_folder(
 def save_like(
     source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any], own: bool = False
 ) -> None:
-    """Writes weights to a folder in the format for their types, or in our `own`, which has all, with copies
-    of the tokeniser, templates, generation settings and modules of sentence-transformers in `source`, another
-    checkpoint. What the folder had of these is replaced, or removed.
+    """Writes weights to a folder, with the files that accompany them in the checkpoint `source`.
 
-    **Raises:** `CheckpointError` for types that no format takes, and for a file to copy that is no regular
-    one in the folder; nothing is written then.
+    The types of the weights decide the format; `own` forces our own format, which can hold all types. Copied
+    are the tokeniser, templates, generation settings, and modules of sentence-transformers. They replace
+    existing ones, and left-over files are removed: weights must not be next to another model's tokeniser.
+
+    **Raises:** `CheckpointError` if no format can hold a type, or if a file to copy is not a regular file in
+    the folder. Nothing is written then.
     """
     formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
@@ -123,7 +125,7 @@ def save_like(
         written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
-    for module in modules:  # also those without files
+    for module in modules:  # a module without files needs its folder, too
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stage_copies(copies, directory, stack)
@@ -131,7 +133,7 @@ def save_like(
 
 
 def is_published(mapping: Mapping[str, Any]) -> bool:
-    """Whether a format of transformers' checkpoints holds all of these weights."""
+    """Whether transformers can read these weights, in one of the formats that it knows."""
     values = [x for x in mapping.values() if is_value(x)]
     found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
     return len(found) < 2 and None not in found

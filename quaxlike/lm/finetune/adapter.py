@@ -1,4 +1,4 @@
-"""`--adapter`: a type of the user's own in place of LoRA, or an adapter to go on with."""
+"""`--adapter`: an adapter type of your own in place of LoRA, or an adapter to continue."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +22,11 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 
 
 def make_of(text: str) -> Callable[..., Any]:
-    """The function that makes adapters, for `quaxlike.adapt`: what `MODULE:NAME` names, or the class method
-    `make` of such a class; or the name of a method.
+    """Finds the function that makes adapters for `quaxlike.adapt`.
 
-    **Raises:** `FinetuneError` if there is no such module or name, or it cannot be called like that.
+    `text` is the name of a method, or `MODULE:NAME` for a function or a class with a class method `make`.
+
+    **Raises:** `FinetuneError` if it does not exist or cannot be called.
     """
     module, colon, name = text.partition(":")
     if text in METHODS:
@@ -57,16 +58,16 @@ def make_of(text: str) -> Callable[..., Any]:
 
 
 def is_own(settings: TrainSettings) -> bool:
-    """Whether the adapter is of a type that PEFT's files do not hold."""
+    """Whether PEFT's format cannot hold the adapter."""
     if isinstance(settings.adapter, Path):
         return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
 def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
-    """The configuration of the adapter that a run goes on with; None for one in our own file.
+    """Reads the configuration of the adapter that the run continues; None if it is in our own format.
 
-    **Raises:** `FinetuneError` if there is none, or the settings do not fit it.
+    **Raises:** `FinetuneError` if there is none, or if it contradicts the settings.
     """
     file = files_of(folder).config_path()
     if not file.is_file() and not (folder / OWN_FILE).is_file():
@@ -84,14 +85,14 @@ def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
 
 
 def continued(model: Any, folder: Path) -> Any:
-    """The model with the adapter in a folder, whose trained arrays are in float32."""
+    """Loads the adapter in a folder, with trained arrays in float32."""
     model = read_adapter(folder, model)
     trained, frozen = eqx.partition(model, trainable(model))
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
 
 
 def types_of(model: Any) -> list[type]:
-    """The user's types of adapters in a model."""
+    """Collects the adapter types in a model that are not part of quaxlike."""
     types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 

@@ -1,4 +1,4 @@
-"""The forms of rows that decoders learn from, as data sets have them."""
+"""Formats of training data for decoders, as published data sets use them."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ FORMS = (
 
 _NAMED = "it names the row"
 _ABOUT = "it says where the row is from, or what it is about"
-#: Entries of rows that may stand there although nothing is learned from them, and why.
+#: Entries that we ignore, and why this is safe.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("id", "idx", "index", "uid", "uuid", "prompt_id", "conversation_id"), _NAMED),
     **dict.fromkeys(("source", "dataset", "url", "title", "timestamp", "category", "language"), _ABOUT),
@@ -23,8 +23,7 @@ WITHOUT_EFFECT = {
 }
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
 _OF_INSTRUCTION = ("instruction", "input", "system", "history")
-# Entries of single forms that repeat others: UltraChat has the first message twice, Alpaca the whole row as
-# a text.
+# Entries that repeat others: UltraChat contains the first message twice, Alpaca the whole row as a text.
 _TWICE = {"messages": ("prompt",), "instruction": ("text",)}
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -39,7 +38,10 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises `ValueError` for an entry that is not used, unless `WITHOUT_EFFECT` names it or it is null."""
+    """Raises `ValueError` for an unused entry, unless it is null or in `WITHOUT_EFFECT`.
+
+    An ignored entry might be one that should have been learned.
+    """
     for name, value in fields.items():
         if value is not None and name not in used and name not in WITHOUT_EFFECT:
             there = ", ".join(x for x in used if x in fields)
@@ -49,7 +51,7 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
-    """An entry that must be a non-empty text. `forms` is what an error says if there is no such entry."""
+    """Reads an entry that must be a non-empty text. If it is missing, the error message mentions `forms`."""
     text = fields.get(name)
     if name not in fields:
         end = f". {forms}" if forms else ""
@@ -60,7 +62,7 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """An entry that must be a conversation, or the text of one in JSON, in the form of OpenAI or ShareGPT."""
+    """Reads a conversation in OpenAI's or ShareGPT's format, possibly as a JSON text."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
     if not messages or not all(map(_is_message, messages)):
@@ -88,7 +90,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries `"tools"` and `"chat_template_kwargs"`, which is variables for the chat template."""
+    """Reads `"tools"` and `"chat_template_kwargs"`, the variables for the chat template."""
     found = _from_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise ValueError(
@@ -102,10 +104,10 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
-    """A row in one of three forms: with messages, with a prompt and its completion, or with a text.
+    """Converts a row to one of three formats: messages, prompt and completion, or text.
 
-    ShareGPT's conversations and Alpaca's instructions become messages; without a chat template, instructions
-    become prompts as Stanford's Alpaca has them.
+    ShareGPT's conversations and Alpaca's instructions become messages. If there is no chat template,
+    instructions become prompts in the format of Stanford's Alpaca.
     """
     fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
@@ -162,7 +164,7 @@ def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_prompt(fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises `ValueError` unless the entry `"prompt"`, if there is one, is in these messages."""
+    """Raises `ValueError` if there is a `"prompt"` that does not occur in these messages."""
     if "prompt" not in fields:
         return
     prompt = fields["prompt"]
@@ -183,7 +185,7 @@ def _same(text: str, content: Any) -> bool:
 
 
 def _check_repeats(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` unless the entry `"text"` of an instruction repeats the row, as Alpaca's does."""
+    """Raises `ValueError` unless `"text"` repeats the row, as in Alpaca."""
     if not fields.get("text"):
         return
     text = text_of(fields, "text")
@@ -199,7 +201,7 @@ def _check_repeats(fields: Mapping[str, Any]) -> None:
 
 
 def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[dict[str, Any]]:
-    """What is asked for: messages or, without a chat template, a prompt as Stanford's Alpaca has it."""
+    """Makes the messages of an instruction or, without a chat template, Stanford Alpaca's prompt."""
     instruction, history = text_of(fields, "instruction"), _history(fields)
     given = text_of(fields, "input") if fields.get("input") else ""
     if has_template:
@@ -214,7 +216,7 @@ def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[di
 
 
 def _history(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns before an instruction, pairs of a question and its answer, as LLaMA-Factory has them."""
+    """Reads earlier turns as pairs of a question and an answer (LLaMA-Factory's format)."""
     found = _from_json(fields.get("history") or [])
     if not isinstance(found, list) or not all(map(_is_pair, found)):
         raise ValueError(
@@ -232,11 +234,12 @@ def _is_pair(x: Any) -> bool:
 
 
 def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
-    """A row of preferences with all of `"prompt"`, `"chosen"` and `"rejected"`, texts or lists of messages.
+    """Reads a row of preferences. Returns `"prompt"`, `"chosen"` and `"rejected"`: all texts, or all
+    messages.
 
-    As in TRL, a row without a prompt, or with a text as the prompt of messages, has the prompt at the
-    beginning of both others. If these do not begin alike, that text is a question. As in LLaMA-Factory, the
-    prompt may be a conversation or an instruction of Alpaca's, and an answer a single message or a text.
+    As in TRL, the prompt may be missing, or may be a text beside messages. It is then the common beginning of
+    both answers; if there is none, that text is the question. As in LLaMA-Factory, the prompt may be a
+    conversation or an Alpaca instruction, and an answer may be a single message or a text.
     """
     fields = _without_nulls(fields)
     chosen, rejected = (_answers(fields, name) for name in ("chosen", "rejected"))
@@ -269,13 +272,13 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
 
 
 def _is_talk(value: Any) -> bool:
-    """Whether a value is no text, nor one that happens to be JSON, but messages or their text in JSON."""
+    """Whether a value is a list of messages, possibly as JSON text. Other JSON texts do not count."""
     found = _from_json(value)
     return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
 
 
 def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """A text, or a list of messages, of which a single one may stand alone."""
+    """Reads a text or a list of messages. A single message need not be in a list."""
     found = fields.get(name)
     if _is_message(alone := _from_json(found)):
         return [_message(name, alone)]
@@ -287,7 +290,7 @@ def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]
 
 
 def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The prompt, and both continuations without it."""
+    """Separates the prompt from both continuations."""
     if isinstance(prompt, list):
         n = len(prompt)
         both_repeat = all(x[:n] == prompt for x in (chosen, rejected))
@@ -296,7 +299,7 @@ def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) 
         return prompt, chosen, rejected
     pairs = enumerate(zip(chosen, rejected, strict=False))
     alike = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str):  # between words, of which tokens begin with the space
+    if isinstance(chosen, str):  # split between words, because tokens include the space before a word
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
         if prompt is not None and isinstance(chosen, list):

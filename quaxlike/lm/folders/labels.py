@@ -1,4 +1,4 @@
-"""What a model that classifies tells apart, by the entries of its `config.json`."""
+"""The labels of a classifier, read from and written to `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,29 +7,32 @@ from typing import Any
 from .model_config import refused, whole
 
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
-#: The values of `problem_type`.
+#: Values for `problem_type`.
 PROBLEMS = (SINGLE, MULTI, REGRESSION)
-#: The entries that are read.
+#: Entries that we read.
 ENTRIES = ("id2label", "label2id", "num_labels", "problem_type")
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The names of a classifier's outputs, and what its training makes of them."""
+    """The names of a classifier's outputs, and the kind of problem."""
 
     names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
     problem_type: str | None = None
-    """One of `PROBLEMS`; None if the file does not say."""
+    """A value from `PROBLEMS`. None if the file does not say."""
 
     @property
     def problem(self) -> str:
-        """One of `PROBLEMS`, as transformers takes it for data with one label each."""
+        """A value from `PROBLEMS`. If the file does not say, we assume one label per text, like
+        transformers."""
         return self.problem_type or (REGRESSION if len(self.names) == 1 else SINGLE)
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Labels":
-        """Reads them; `UNNAMED` if the file is of a model that does not classify. **Raises:**
-        `UnsupportedConfigError`."""
+        """Reads the labels from a configuration. Returns `UNNAMED` if the model is not a classifier.
+
+        **Raises:** `UnsupportedConfigError` if the entries are invalid.
+        """
         kinds = config.get("architectures")
         if isinstance(kinds, list) and not any(str(x).endswith("Classification") for x in kinds):
             return UNNAMED
@@ -50,7 +53,7 @@ class Labels:
         return cls(names, problem)
 
     def entries(self) -> dict[str, Any]:
-        """The entries of `config.json`."""
+        """Makes the entries for `config.json`."""
         return {
             "id2label": {str(i): name for i, name in enumerate(self.names)},
             "label2id": {name: i for i, name in enumerate(self.names)},
@@ -62,5 +65,5 @@ UNNAMED = Labels()
 
 
 def numbered(n: int) -> tuple[str, ...]:
-    """The names of labels that nobody has named, as in transformers."""
+    """transformers' default names for labels."""
     return tuple(f"LABEL_{i}" for i in range(n))
