@@ -50,8 +50,11 @@ def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
             if (places := _in_the_way(rule, types)) == ():
+                # A rule may be registered for several signatures. If it declined this call as it is,
+                # materialising first would only ask it again.
                 declined.add(rule.written)
             elif places is not None and len(places) < values:
+                # Ours cover many types, so they must not shadow a more particular rule of the user.
                 is_ours = (rule.written.__module__ or "").startswith(_PACKAGE)
                 ranked.append(((is_ours, n, len(places), places), Beyond(rule, types, places)))
     ranked.sort(key=lambda entry: entry[0])

@@ -32,6 +32,7 @@ def derivative_alone(cls: type) -> ValueError:
 
 def lacks_tangents(value: Any) -> bool:
     """Whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
+    # `jax.jacfwd` runs under `vmap`, so eagerly this cannot happen, and we need not look at the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
@@ -42,6 +43,7 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 
     This holds if no frame of another function lies between them.
     """
+    # JAX fills in zeros after this function has returned, and offers no hook for it. So we look at who called.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True

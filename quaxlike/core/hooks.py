@@ -60,6 +60,8 @@ def _naming(hook: str, method: Any) -> Any:
                 raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
             note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
+            # An error passes through every hook that it leaves, and would collect the same note several
+            # times.
             for line in (note, remedy(of, error)):
                 if line and line not in getattr(error, "__notes__", ()):
                     error.add_note(line)
@@ -74,6 +76,8 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(materialise)
     def guarded(self: Any) -> Any:
         running = running_hooks.materialising
+        # We look for the same object and not for an equal one, because a hook may well use another Value of
+        # its type.
         for call, value in running:
             if value is self and call is materialise:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
@@ -81,8 +85,10 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
         try:
             if lacks_tangents(self):
                 raise derivative_alone(type(self))
+            # JAX's own error for a non-array would appear far from the hook that returned it.
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
         except RecursionError as error:
+            # A hook that makes new Values never meets the same object, but it fills the stack with itself.
             if sum(call is materialise for call, _ in running) < OFTEN:
                 raise
             raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__)) from error

@@ -35,6 +35,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     _require_placed(value, "sharding")
     arrays = _arrays(value)
     found = [leaf.sharding for leaf in arrays]
+    # On one device, every sharding means the same, even if the leaves have different ones.
     if len(devices(value)) == 1 and len({x.memory_kind for x in found}) == 1:
         (at,) = devices(value)
         return jax.sharding.SingleDeviceSharding(at, memory_kind=found[0].memory_kind)
@@ -42,6 +43,8 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     if len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
         leaves, treedef = jtu.tree_flatten(value)
         slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
+        # The array has at least as many sharded axes as its leaves. So if any spec is right, some leaf has
+        # it.
         for candidate in named:
             if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, named):
                 return candidate
@@ -62,6 +65,8 @@ def dlpack_device(value: Value) -> Any:
 
 
 def _arrays(value: Value) -> list[Any]:
+    # Without leaves, the answer is where JAX would put a new array. Under a trace, that array would be a
+    # tracer.
     with jax.ensure_compile_time_eval():
         return [x for x in jtu.tree_leaves(value) if isinstance(x, jax.Array)] or [jnp.zeros(())]
 

@@ -40,6 +40,8 @@ def recording(recorder: "Recorder") -> Iterator["Recorder"]:
     """Records what is dispatched inside the block, in this thread and context."""
     token = _active.set(recorder)
     try:
+        # A new number each time. With the same one, JAX would find the program that the last recording
+        # traced.
         with _jit_recording(next(_recordings)):
             yield recorder
     finally:

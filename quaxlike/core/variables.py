@@ -45,6 +45,7 @@ class Copies:
         - `unwrap`: turns the content of a Variable inside the function into its content outside.
         """
         for variable, copy, before in self._of.values():
+            # Writing an unchanged content would count as a mutation, which Flax forbids in some places.
             if (after := copy.get_raw_value()) is not before:
                 variable.set_raw_value(unwrap(after))
         for tree, copy in self._trees:

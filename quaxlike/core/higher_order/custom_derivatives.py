@@ -77,6 +77,7 @@ def _custom_jvp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
+        # Plain results always have plain tangents, so there is nothing to decide, and the trace is saved.
         if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
             zero = SymbolicZero if symbolic_zeros else zeros
             results.decide_by(flat_jvp, leaves, zero, fun.debug_info.func_src_info)
@@ -89,6 +90,8 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *own])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
+            # An identity function returns its tangent unchanged. We then return the original leaves: going
+            # through the Value might change a zero or a dtype.
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, own, per_slot(slots, tangents), strict=True)
         }
@@ -164,6 +167,7 @@ def _custom_vjp(
         res = [next(stored) if f is None else primals[f] for f in forwards]
         primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
+        # Cotangents arrive without the pattern of the results, so we store it for the backward function.
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -328,6 +332,7 @@ class _Results:
         decided, since the derivative may never be needed. Most derivatives call the function itself, which we
         recognise by its `source`.
         """
+        # Without the second test, a recursive rule would trace its own derivative forever.
         if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
@@ -343,6 +348,8 @@ class _Results:
         unseen = recording(recorder.unseen()) if recorder else contextlib.nullcontext()
         token = _deciding.set(_deciding.get() | {source})
         try:
+            # This trace is only a question. It must neither raise nor appear in a report for what the program
+            # may never do.
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(WHAT, "its derivative", None, None)
                 compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
@@ -410,6 +417,7 @@ class _Residuals:
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
         leaves += constant
+        # Storing a leaf twice would double the memory that a frozen weight takes in the backward pass.
         known = {id(x): i for i, x in enumerate(kept)}
         self.places = tuple(known.get(id(x)) for x in leaves)
         return [x for x, place in zip(leaves, self.places, strict=True) if place is None]
@@ -437,6 +445,7 @@ def _may_be_differentiated(trace: Any) -> bool:
     """Whether a function called under `trace` may be differentiated: always, unless under `vmap` or `quaxify`
     alone.
     """
+    # These two never differentiate, but a trace further down may.
     while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)

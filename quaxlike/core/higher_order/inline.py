@@ -42,6 +42,7 @@ def _call_hi_primitive(
 ) -> list[Any]:
     hi = params["_prim"]
     if any(map(is_value, operands)):
+        # The user's own rule comes first, even before custom derivatives.
         key = high_level.primitive_of(type(hi)), *value_types(operands)
         out = trace.try_rules(key, list(operands), {"prim": hi})
         if out is not NotImplemented:
@@ -61,6 +62,7 @@ def _call_hi_primitive(
         return compat.transpose_rule(primitive)(list(cts), *operands, **params)
 
     (*_, base, _) = type(hi).__mro__
+    # JAX's default only raises. Passed on, it would hide that JAX can transpose the implementation itself.
     has_transpose = type(hi).transpose is not base.transpose
     rule = transpose if has_transpose else None
     return call_inline(trace, type(hi).__name__, implementation, jvp, rule, operands)
@@ -93,6 +95,8 @@ def call_inline(
 
     def run(operands: Sequence[Any]) -> list[Any]:
         with jexc.take_current_trace() as parent:
+            # It has the tag of the running level, so Values of that level are dispatched on and do not count
+            # as leaked.
             inner = QuaxTrace(parent, trace.tag, trace.resolver)
             with jexc.set_current_trace(inner):
                 out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
@@ -118,6 +122,8 @@ def _with_transpose(
         nonlocal out, can_transpose
         results = run(unflatten(slots, leaves))
         moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
+        # Otherwise the leaves' cotangents would not determine the cotangent that the primitive's rule
+        # expects.
         can_transpose = all(map(is_a_space, moving))
         flat, out = flatten(results)
         return flat
@@ -142,6 +148,8 @@ def _with_transpose(
         ]
         found = call_on_values(trace, lambda *flat: rule(*split(flat, len(out))), [*cts, *operands])
         found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
+        # Pulling a cotangent back needs the primals' leaves. An undefined one is linear, so its value does
+        # not matter.
         defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
         is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
         return [*constants, *cotangents_out(slots, itertools.compress(defined, is_value_leaf), found)]

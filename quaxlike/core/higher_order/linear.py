@@ -51,6 +51,7 @@ def _abstract(*_: Any, fun: compat.ClosedJaxpr, **__: Any) -> Sequence[Any]:
 
 def jvp_along(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """`jax.jvp`, but tangents may be symbolic zeros."""
+    # `jax.jvp` takes no symbolic zeros. Instantiated ones would be propagated through the whole solve.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*xs: Any) -> Any:
@@ -81,6 +82,8 @@ def _batch(
     mapped = jax.make_jaxpr(of_example)(*operands)
 
     def mapped_transpose(operands: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+        # `vmap` can map neither undefined primals nor symbolic zeros, so we take both out, and put them back
+        # inside.
         known = [i for i, x in enumerate(operands) if not ad.is_undefined_primal(x)]
         moving = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
 
@@ -99,6 +102,7 @@ def _batch(
             [operands[i] for i in known], *(cts[i] for i in moving)
         )
         return [
+            # An operand that all examples share gets the sum of their cotangents.
             ct if ct is None else jnp.sum(ct, 0) if d is None else jnp.moveaxis(ct, 0, d)
             for ct, d in zip(found, dims, strict=True)
         ]
@@ -135,6 +139,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
     solve = solve_for(b_slots)
     # The primitive maps a space to itself, so the solution must have the same leaves as `b`.
     hint = "The solution has other leaves."
+    # We first try with dense parts only: a right-hand side with a unit, say, then keeps its unit.
     if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
         b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
         b_leaves, b_slots = flatten(b)

@@ -45,6 +45,7 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
+    # JAX's instance is typed by the array. Each leaf has another type, so it needs an instance of its own.
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
@@ -56,6 +57,8 @@ def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
+        # The array varies over an axis if any leaf does. Casting a leaf that already varies would be an
+        # error.
         axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
         out.append(primitive.bind(leaf, **params | {"axes": axes}) if axes else leaf)
     return unflatten(slots, out)[0]
@@ -89,12 +92,15 @@ def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Opera
 def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Selects between whole Values if the predicate is a scalar. Otherwise it selects elements."""
     which, *cases = operands
+    # With one predicate per element, parts of both Values would be mixed. Leaves have other axes than the
+    # array, so they cannot be selected element by element.
     if is_value(which) or np.shape(which) != ():
         return by_default(trace, primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
+        # The cases have no common type. Selecting dense arrays is right for any types.
         slot = slots[0].dense()
     if slot.treedef is None:
         return by_default(trace, primitive, operands, params)
@@ -106,6 +112,7 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Writes a Value into a library's buffer. First, the buffer is lifted to the Value's type."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
+    # Only the buffer may change its type: a program relies on the type of the Value that it passes.
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
     buffer = widened(operands[0], updates)
@@ -121,9 +128,12 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
 
         def add(p: Any, q: Any) -> Any:
+            # `same_pattern` has established that leaves without tangents are equal. Adding them would change
+            # the pattern.
             return primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
 
         return jtu.tree_map(add, x, y)
+    # To JAX this primitive adds tangents, but a type's rules are registered for `add`.
     out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
     return by_default(trace, primitive, operands, params) if out is NotImplemented else out
 
@@ -133,6 +143,7 @@ def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Oper
     """Converts a Value to the dtype it already has, as loops do if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
+    # A change of dtype is up to the type's rules: the leaves' dtypes need not follow the array's.
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
         return by_default(trace, primitive, operands, params)
     return jtu.tree_map(
@@ -162,6 +173,7 @@ def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, param
         return by_default(trace, primitive, operands, params)
     buffer = widened(without_placeholder(buffer), x)
     x = widened(x, buffer)
+    # Leaves of different structures would be written into each other's places.
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):
         return by_default(trace, primitive, operands, params)
     into, (slot,) = flatten([buffer])
@@ -185,6 +197,7 @@ def _debug_callback(
 @builtin("debug_print")
 def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
     leaves, slots = flatten(operands)
+    # Numbers stand for leaves: the tree that they form says which leaf belongs where in the printed message.
     inputs = unflatten(slots, range(len(leaves)))
     in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
     return primitive.bind(*leaves, **params | {"in_tree": in_tree})

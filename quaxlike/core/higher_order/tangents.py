@@ -66,16 +66,20 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return tangents[0]
     if all(map(is_zero, tangents)):
         tangent = slot.aval.to_tangent_aval()
+        # The user asked for symbolic zeros. A Value of zeros would hide from their rule that nothing changes.
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
         if slot.avals or tangent.dtype == jax.dtypes.float0:
             return zeros(tangent)
+        # A constant, such as a `Zero`, has no leaves that could hold its tangent.
         return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
     if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
+        # The tangent keeps the pattern of the primal: the same indices and codes, with other numbers.
         return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
+    # The user's rule sees the conversion, so the tangent must be that of the conversion, too.
     y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
@@ -114,6 +118,7 @@ def is_forwarded(
 
     A branch may have widened the operand to the form of the result.
     """
+    # By identity: a tangent with equal numbers may still come from another operand.
     if slot.treedef is None or id(tangent) not in forwarded:
         return False
     operand = forwarded[id(tangent)][0]
@@ -197,6 +202,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
     fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
+    # Only then are the leaves of `ct` the cotangents of the leaves of `y`.
     if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
         leaves = (
             x if has_tangent(jax.typeof(x)) else zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
@@ -229,6 +235,7 @@ def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> S
     These are the leaves of a cotangent with its class, whatever the static fields are (a product has another
     unit), or a dense cotangent. None if they do not correspond.
     """
+    # A type that can be materialised is pulled back through that instead. This is always right.
     if not refuses(slot.like):
         return None
     x = slot.unflatten(primals)

@@ -32,6 +32,7 @@ _HINT = (
 
 @builtin("quaxlike_value")
 def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
+    # A level may dispatch on some types only. It passes on the equation for any other Value.
     value = jtu.tree_unflatten(params["treedef"], operands)
     return value if trace.dispatches_on(value) else stage(value)
 
@@ -85,11 +86,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     undefined = [ad.is_undefined_primal(x) for x in leaves]
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
+    # A cotangent that is symbolically zero must stay so: instantiated zeros would be computed with.
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
 
     value: Value = jtu.tree_unflatten(treedef, leaves)
     for part in (value, *held(value)):
+        # The leaves' cotangents are plain numbers, so a type such as a unit says how to convert to them.
         if (factor := part.cotangent_factor(ct.dtype)) is not None:
             ct = jnp.multiply(ct, stage(factor))
 
@@ -109,6 +112,7 @@ def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> 
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
+    # Stacked leaves may stand for another array than the stack, for example if a static field lists the axes.
     one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0

@@ -31,6 +31,7 @@ def is_linear(value: Any) -> bool:
     It is if its type and every Value inside it declare so. A type that refuses to materialise may be treated
     as if it did.
     """
+    # Types with units or names are linear themselves, but may hold a type that is not.
     return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
 
 
@@ -41,6 +42,7 @@ def _is_its_leaves(value: Value) -> bool:
     written for quax do not.
     """
     cls = type(value)
+    # `cls.linear` alone does not tell a type that says False from one that says nothing.
     says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
     if says or not refuses(value):
         return False
@@ -67,6 +69,7 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return cached(*args, **kwargs)
+        # Either the key is unhashable, or `fn` itself raised. Calling it again gives the right error.
         except TypeError:
             return fn(*args, **kwargs)
 
@@ -91,6 +94,7 @@ def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
     """Makes dense only what is not linear: some parts, or the whole value if its type is not."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
+    # A part may have stayed nonlinear: its dense form, for example, may be another Value.
     return value if is_linear(value) else to_dense(value)
 
 
@@ -126,6 +130,7 @@ def _belong_together(p: Any, q: Any) -> bool:
 def _known_equal(p: Any, q: Any) -> bool:
     if p is q:
         return True
+    # We must not guess: adding leaves with different indices gives numbers at wrong places, and no error.
     unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
     if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
         return False

@@ -17,6 +17,8 @@ def _with_few_residuals(
     jaxpr: compat.ClosedJaxpr, carried: range
 ) -> tuple[compat.ClosedJaxpr, frozenset[int]]:
     opened = compat.open_jaxpr(jaxpr)
+    # An input qualifies if every equation that reads it is a `stop_gradient`. One other use may need its
+    # gradient.
     stops = [eqn.primitive.name == "stop_gradient" for eqn in opened.eqns]
     read = {x for eqn, stop in zip(opened.eqns, stops, strict=True) if not stop for x in _vars(eqn.invars)}
     read.update(_vars(opened.outvars))
@@ -29,14 +31,18 @@ def _with_few_residuals(
         eqn = eqn.replace(invars=_renamed(eqn.invars, equal))
         (x, *_), (out, *_) = [*eqn.invars, None], [*eqn.outvars, None]
         of_one = isinstance(x, jexc.Var) and not isinstance(out, jexc.DropVar)
+        # The input becomes a constant, so dropping the `stop_gradient` does not let a gradient through.
         if stop and of_one and x in places:
             constants.add(places[x])
             equal[out] = x
         elif of_one and eqn.primitive.name == "convert_element_type":
+            # The context counts as well: under another one, such as a different mesh, the results are not the
+            # same.
             equal[out] = conversions.setdefault((x, out.aval, str(eqn.ctx)), out)
             eqns += [eqn] if equal[out] is out else []
         else:
             eqns.append(eqn)
+    # Callers compare by identity: JAX would compile an equal, but new jaxpr again.
     if len(eqns) == len(opened.eqns):
         return jaxpr, frozenset()
     lean = opened.replace(eqns=eqns, outvars=_renamed(opened.outvars, equal))
