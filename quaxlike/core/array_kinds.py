@@ -97,6 +97,8 @@ class ArrayKind:
                 same.setdefault(y.same_as, set()).add(x)
             elif y is not None and not x.implies(y):
                 return False
+        # `other` wants equal sizes on these axes. That is certain only if ours are the same fixed size, or
+        # the same name.
         known = [all(axis != Axis() and not axis.or_one for axis in axes) for axes in same.values()]
         return all(known) and all(len(axes) == 1 for axes in same.values())
 
@@ -107,6 +109,7 @@ class ArrayKind:
         for x, y in ((self, other), (other, self)):
             if x.last is None:
                 own, others = x.first, y._axes(len(x.first))
+                # Different fixed sizes exclude each other. Sizes that depend on names never do for certain.
                 return others is None or any(
                     b is not None
                     and None not in (a.size, b.size)

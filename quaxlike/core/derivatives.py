@@ -43,7 +43,7 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 
     This holds if no frame of another function lies between them.
     """
-    # JAX fills in zeros after this function has returned, and offers no hook for it. So we look at who called.
+    # JAX fills in zeros after this function has returned, and offers no hook. So we look at who called.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True

@@ -30,6 +30,7 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `fn(value, ...)` under the level for `value`, or under a new one."""
     check_complete(value)
     level = level_of(value)
+    # Here we must not open a level, or the operands' own level would see plain arrays.
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
     if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):

@@ -43,8 +43,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     if len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
         leaves, treedef = jtu.tree_flatten(value)
         slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
-        # The array has at least as many sharded axes as its leaves. So if any spec is right, some leaf has
-        # it.
+        # The candidates are the leaves' own specs: in nearly every type, some leaf has all the array's axes.
         for candidate in named:
             if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, named):
                 return candidate

@@ -163,6 +163,7 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
     We try an overridden `default`, then a rule for only some dense operands, and finally make all
     operands dense.
     """
+    # Types that inherit one `default` from a common base do not compete, so the function is the key.
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -183,6 +184,7 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.places)
         recording.note(f"only {' and '.join(names)} is made dense")
         return trace.dispatch(primitive, some, params)
+    # JAX's functions make operands vary over the same mesh axes, but `bind` expects that they already do.
     arrays = compat.vary_alike(dense_operands(primitive, operands))
     return primitive.bind(*arrays, **primitive.get_bind_params(params))
 
@@ -254,6 +256,7 @@ _WHEN = "Raised when it had to be materialised, by"
 def _strictest(values: Sequence[Value]) -> Mode:
     """The strictest policy among the types, including nested Values."""
     found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
+    # One operand's type may forbid what another allows. The stricter one wins, so nothing is lost unnoticed.
     return max(found | {"allow"}, key=_MODES.index)
 
 
@@ -271,6 +274,7 @@ def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
     except Exception as error:
         aval = aval_of(value)
         recorder.note(f"{type(value).__name__}.materialise raises {type(error).__name__}: {error}")
+        # Zeros can stand in for any array, but not for keys.
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
             raise
         return jnp.zeros(aval.shape, aval.dtype)
@@ -378,6 +382,7 @@ class _Materialisation:
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()
+        # Each context warns anew. Outside of all contexts, a warning appears once per process.
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

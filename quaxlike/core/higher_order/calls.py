@@ -39,6 +39,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
     n = len(flat.consts)
+    # The constants come first, and are ours: we must not donate them, since other calls use them too.
     unspecified = (compat.UNSPECIFIED,) * n
     params = params | {
         "jaxpr": flat.jaxpr,
@@ -98,6 +99,7 @@ def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
         return evaluate(trace, hi.jaxpr, operands)
     flat = subjaxpr(trace, hi.jaxpr, slots, what="checkpoint", closed=False)
     cse = hi.prevent_cse
+    # There may be one flag per operand. The constants in front were not among them.
     if not isinstance(cse, bool):
         cse = (False,) * len(flat.consts) + tuple(spread(cse, slots))
     return unflatten(flat.out, type(hi)(flat.jaxpr, hi.policy, cse)(*flat.consts, *leaves))
@@ -176,6 +178,7 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         # The remaining results keep the form they have in the full computation.
         targets = [slot for slot, is_used in zip(flat.out, used, strict=True) if is_used]
         narrowed = subjaxpr(level, jaxpr, taken, targets=targets, what=what)
+        # The caller has no way to pass them. Removing dead code from the full computation is right, too.
         if narrowed.consts:
             return compat.dce(flat.jaxpr, used_leaves)
         wanted = [u for group, is_used in zip(per_slot, used, strict=True) if is_used for u in group]
@@ -245,6 +248,8 @@ def _is_joinable(x: Any, spec: Any) -> bool:
         return True
     for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
         named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        # The leaf differs along an axis that the spec does not name, so joining would keep one device's part
+        # only.
         if compat.varying_axes(leaf) - named:
             return False
     return True

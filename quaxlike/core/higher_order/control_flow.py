@@ -137,10 +137,12 @@ def carry_fixed_point(
     changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
+        # It is dense already, so it cannot change any more, and the search ends.
         if changes[i] > _MOST_CHANGES:
             return a
         message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
         out = allowed(unify(a, b, message))
+        # Lifting a plain array is no change of this kind: it happens once.
         changes[i] += a.treedef is not None and not out.has_form_of(a)
         return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 
@@ -260,6 +262,7 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
         )
+        # A wrong `leading_axis` would scan over other rows than the array has, and give no error.
         if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "
@@ -299,6 +302,7 @@ def stacks(slot: LeafLayout, length: int) -> bool:
     """Whether stacking the leaves of such Values gives a Value for the stacked arrays."""
     if slot.treedef is None:
         return True
+    # We ask the type about the stack itself, because its static fields may fit a single row only.
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
         axes = axes_of_rows(stacked)

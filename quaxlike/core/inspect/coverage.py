@@ -180,6 +180,7 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
     if more_specific(a, b) or more_specific(b, a):
         return False
     for operands in itertools.product(*slots):
+        # Plain arrays never come to dispatch.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)

@@ -98,6 +98,7 @@ class Report:
     def _gathered(self) -> list[str]:
         if self._devices == 1:
             return []
+        # Printing must not compile: that may take minutes.
         if "exchanged" not in self.__dict__:
             return [f"What its {self._devices} devices exchange is in `exchanged`, which compiles it."]
         packed = [e for e in self.exchanged if e.packed]

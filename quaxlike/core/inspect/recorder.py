@@ -97,6 +97,7 @@ class Recorder:
         This belongs to the current primitive's event, if it needs them.
         """
         event = self._open
+        # Phrases such as "shard_map (out_specs)" begin with their primitive.
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)

@@ -42,7 +42,7 @@ def _with_few_residuals(
             eqns += [eqn] if equal[out] is out else []
         else:
             eqns.append(eqn)
-    # Callers compare by identity: JAX would compile an equal, but new jaxpr again.
+    # JAX caches by identity, and would compile a new jaxpr again, even if it is equal.
     if len(eqns) == len(opened.eqns):
         return jaxpr, frozenset()
     lean = opened.replace(eqns=eqns, outvars=_renamed(opened.outvars, equal))

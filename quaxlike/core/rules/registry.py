@@ -184,6 +184,7 @@ class RuleSet:
 
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
+            # Taken out first, since `add` comes here again.
             for function, precedence in self._waiting.pop(primitive, ()):
                 for rule in rules_of(primitive, function, precedence):
                     self.add(rule)
@@ -303,6 +304,7 @@ def register(
                 for rule in rules_of(p, function, precedence):
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
+            # Only now, since a cache with the new epoch must contain the rule.
             _epoch += 1
             if _in_use:
                 _jit_epoch.set_global(_epoch)
@@ -541,6 +543,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
     A rule written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
+    # The same function was registered again, so no rule is lost.
     if was is now:
         return
     module = new.function.__module__
