@@ -42,6 +42,8 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
+    # A part may lack batch axes that it does not depend on. `stacked` adds them first, so `order` fits every
+    # part.
     return x.stacked().each(lambda part, own: jnp.transpose(part, (*order, *range(n, n + own))))
 
 
@@ -55,6 +57,7 @@ def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
+    # Otherwise elements would move from one array of the stack to another.
     if num_new < 0 or tuple(new_sizes[num_new:]) != x.shape[n:] or math.prod(batch) != math.prod(x.shape[:n]):
         return NotImplemented
     return x.stacked().each(lambda part, own: jnp.reshape(part, (*batch, *part.shape[part.ndim - own :])))

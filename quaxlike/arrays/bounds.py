@@ -48,6 +48,7 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     - `slice_size`: the size of the slice along this axis.
     """
     start = jnp.asarray(start)
+    # In int8, say, a long axis has a last start that does not fit. It would wrap, and clamp everything to it.
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
     zero = jnp.zeros((), start.dtype)
     return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)

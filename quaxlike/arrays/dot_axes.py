@@ -90,6 +90,7 @@ def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
     """Multiplies `x` and `y`, summing over all labels not in `keep`. Also returns the result's labels."""
+    # A label that only one operand has is summed before the product, which is then smaller.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -138,6 +139,7 @@ def common_dtype(*arrays: Any) -> Any:
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
+    # Rules run inside the user's settings. Under strict promotion, computing with our own dtypes would raise.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 

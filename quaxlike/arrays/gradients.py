@@ -65,6 +65,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
             return dict(fields)
         train, passes = cls.older_switches
         mark = fields.get("gradients", "none")
+        # An old file may have one of the two switches only; the other then keeps what `gradients` says.
         trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
         kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
         return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}

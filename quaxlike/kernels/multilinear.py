@@ -66,6 +66,8 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
     (summed, y_summed), (batch, y_batch) = dimension_numbers
     x_names, y_names = [f"x{i}" for i in range(x.ndim)], [f"y{i}" for i in range(y.ndim)]
     for i, j in zip((*summed, *batch), (*y_summed, *y_batch), strict=True):
+        # A shared name says that both axes are sharded alike. JAX would otherwise ask the user for
+        # `out_sharding`.
         y_names[j] = x_names[i]
     sums = tuple(x_names[i] for i in summed)
     kept = [x_names[i] for i in batch]
@@ -90,6 +92,7 @@ def sum_tangents(
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
+            # The operation is linear in each operand alone, so we must not put in two tangents at once.
             term = p(*primals[:i], tangent, *primals[i + 1 :], **params)
             out = term if out is None else out + term
     return out
@@ -114,6 +117,7 @@ def map_rows(
     leaf_dims = jax.tree.leaves(dims, is_leaf=lambda d: d is None)
     mapped = [d is not None for d in leaf_dims]
     leaves = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, leaf_dims, strict=True)]
+    # Only rows are mapped, so a batch is simply more rows: one call, and the weight is read once.
     if all(row or not m for row, m in zip(is_row, mapped, strict=True)):
         leaves = [
             jnp.broadcast_to(x, (size, *x.shape)) if row and not m else x

@@ -26,6 +26,7 @@ def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
         rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
         return jnp.full((*inside.shape, *rest), fill, y.dtype)
     out = y.at[places].get(mode="promise_in_bounds")
+    # We replace the result, and do not multiply it by a mask: what was read for padding may be NaN.
     return jnp.where(_before(inside, out), out, jnp.asarray(fill, out.dtype))
 
 
@@ -36,6 +37,7 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
     if not y.size:
         return y
     places, inside = _clamped(y, at, num_batch)
+    # Padding is clamped to index 0, where a real element is. Adding zero leaves it as it is.
     values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
     into = y.at[places]
     return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")

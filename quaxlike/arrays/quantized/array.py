@@ -70,6 +70,8 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         largest = np.float32(cls.largest)
 
         def encode(row: Array) -> tuple[Array, Any]:
+            # The kernel quantises to values of at most 1. So a table with larger ones is normalised, like its
+            # scales.
             codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
             return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
 
@@ -170,6 +172,7 @@ class BlockArray(AbstractQuantizedArray):
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into floating scales.
         """
+        # Rows that share an order belong together, so they become an inner axis and cannot be sliced apart.
         inner = (*codes.shape[-1 if order is None else -2 : -1], codes.shape[-1] if count is None else count)
         packed = codes if count is not None else codec.pack(codes)
         if order is not None:
@@ -244,6 +247,7 @@ class CacheArray(AbstractQuantizedArray):
         def make(x: Any) -> Any:
             return cls.quantize(x, codec=codec, block_size=block)
 
+        # Only shapes are computed: the dense array of a long cache may not fit into memory.
         of = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
 

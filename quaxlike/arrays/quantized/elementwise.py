@@ -57,6 +57,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     The product is rounded once per block, not per element. Even if the scales are frozen, gradients reach a
     traced factor through the result's scales.
     """
+    # Each term would be infinite, and their sum may be NaN, where the dense array has infinity.
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
@@ -68,6 +69,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
         free = with_free_axes(w.joined(), axes)
         if free is None or any(factor.shape[axis] != w.shape[axis] for axis in axes):
             return NotImplemented
+        # Factors come in logical order, and scales are in stored order.
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
     return (w.with_gradients("pass") if isinstance(factor, jax.core.Tracer) else w).times(factor)
@@ -96,6 +98,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
 
     The codes stay the same, but stand for other values. Both functions are rounded separately.
     """
+    # With a zero point, an element is a sum, and its square is not a function of codes times one of scales.
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values).tolist()

@@ -170,6 +170,7 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
     """Converts `w` so that these logical axes are leading axes; None if that would cut blocks."""
+    # First as it is: a second form repeats scales, or makes nested ones dense, and so takes more memory.
     for form in (lambda: w, lambda: with_most_leading_axes(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
@@ -227,6 +228,8 @@ def _dynamic_slice(
         return lax.dynamic_slice(leaf, [*begin, *starts_of_rest], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
+    # A single row is an activation (a token's embedding). The next operation needs its numbers, not its
+    # codes.
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
 
 

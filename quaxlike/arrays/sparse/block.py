@@ -151,6 +151,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             )
         *batch, rows, slots = col_idx.shape
         matrices = [col_idx[i] for i in np.ndindex(*batch)]
+        # Both indices are made from one pattern here, and are never changed separately.
         each = [transposed_index(index, columns) for index in matrices]
         width = max((index.shape[1] for index in each), default=0)
         padded = [
@@ -268,6 +269,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
+        # A derivative by JAX may have zeros for the indices: all its blocks would be added at the same place.
         if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape

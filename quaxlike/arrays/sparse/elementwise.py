@@ -44,6 +44,7 @@ def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
+    # Zero to the power of zero or less is one or infinite, so every element would be stored.
     return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
@@ -56,6 +57,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("div")
 def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
+    # A larger array would repeat the elements, in a shape that this pattern is not for.
     if not is_covered(x, y):
         return NotImplemented
     y = jnp.asarray(y)
@@ -92,6 +94,7 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
+    # The number of merged elements is a shape. It must be known during tracing, and so must the patterns.
     if at_x is None or at_y is None:
         return NotImplemented
     if primitive.name == "mul":
@@ -121,6 +124,7 @@ def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented
+    # Unstored elements are False, so `and` holds only where all elements are stored and True.
     count = _reduce_sum(x.replace(data=x.data.astype(jnp.int32)), axes=axes)
     if count is NotImplemented:
         return NotImplemented

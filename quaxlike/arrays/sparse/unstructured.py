@@ -79,6 +79,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         if min(self.sizes) < 0:
             raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
+        # Traced indices cannot be checked; methods that make them keep positions distinct.
         if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 
@@ -153,7 +154,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         inside = ((indices >= 0) & (indices < np.asarray(sizes, np.int64))).all(-1)
         clipped = np.where(inside[..., None], indices, 0).astype(np.int64)
         flat = np.ravel_multi_index(tuple(np.moveaxis(clipped, -1, 0)), sizes) if indices.size else inside
+        # One place past the end for all padding, so that sorting moves it behind the elements.
         flat = np.where(inside, flat, math.prod(sizes))
+        # The usual case: sorted, and without duplicates. Then `data` may be traced, and is not moved.
         if (np.diff(flat) > 0).all():
             return cls._at_places(data, flat, sizes)
         each = [np.unique(row, return_inverse=True) for row in flat.reshape(math.prod(batch), flat.shape[-1])]
@@ -169,6 +172,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         """Makes an array from elements at flat indices `places` (sorted, and padded at the end)."""
         inside = places < math.prod(sizes)
         if not inside.all():
+            # Other formats allow any numbers in padding. We clear them, since leaves are summed and compared
+            # as well.
             data = jnp.where(inside, data, jnp.zeros_like(data))
         coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
         indices = [np.where(inside, c, size) for c, size in zip(coordinates, sizes, strict=True)]
@@ -300,6 +305,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         n = self.num_batch
         y = jnp.broadcast_to(y, (*self.shape[:n], *y.shape[n:]))
         at = [
+            # A broadcast axis has only the index 0. Padding gets 1, which is out of bounds there, too.
             jnp.where(index < size, 0, 1) if along == 1 else index
             for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
         ]

@@ -59,6 +59,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=self.diagonal[..., rows])
 
     def after_diagonal(self, diagonal: Any) -> "DiagonalMatrix":
+        # Either may have more batch axes. Aligning them here keeps strict rank promotion from raising.
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
@@ -75,6 +76,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=1 / self.diagonal)
 
     def slogdet(self) -> tuple[Any, Any]:
+        # The product of many elements overflows, so we add up logarithms.
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 

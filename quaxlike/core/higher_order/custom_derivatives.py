@@ -90,8 +90,8 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *own])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
-            # An identity function returns its tangent unchanged. We then return the original leaves, because the
-            # Value has instantiated their symbolic zeros.
+            # An identity function returns its tangent unchanged. We then return the original leaves, because
+            # the Value has instantiated their symbolic zeros.
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, own, per_slot(slots, tangents), strict=True)
         }

@@ -139,6 +139,7 @@ def lora_matmul(
     _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
     check_x("lora_matmul", x, shape, transpose=False)
     _check_adapters(x, a, b, shape, adapter_index)
+    # Mixed dtypes would make each backend promote in its own way.
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
         a, b = a[None], b[None]
@@ -211,6 +212,7 @@ def _check_weight(
     blocks = -(-size // block_size)
     expected: dict[str, tuple[Any, tuple[int, ...]]]
     bytes_, scales = ((size + 1) // 2,), (blocks,)
+    # Rows of codes exist only if rows consist of whole blocks. Nested scales always cross rows.
     if packed.ndim == 2 and shape[1] % block_size == 0 and not isinstance(absmax, NestedScales):
         bytes_, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // block_size)
     expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}

@@ -53,6 +53,7 @@ def csr_index(
     """
     place = rows.astype(np.int64) * (shape[1] + 1) + columns
     inside = (rows < shape[0]) & (columns < shape[1])
+    # Kernels rely on this order without checking it: another one gives wrong sums.
     if (np.diff(place[inside]) <= 0).any() or not inside[: inside.sum()].all() or (place < 0).any():
         raise ValueError(
             f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "
@@ -159,6 +160,7 @@ def _shape(index: CsrIndex) -> tuple[int, int]:
 
 def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, **params: Any) -> Any:
     if ad.is_undefined_primal(x):
+        # A cotangent has the dtype of its operand, whatever the result's dtype was.
         params["out_dtype"] = np.dtype(x.aval.dtype)
         ct_x = csr_matmul_p(ct, data, *index, transpose=not transpose, **params)
         return ct_x, *[None] * (1 + len(index))
@@ -170,6 +172,7 @@ def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, 
 def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **params: Any) -> Any:
     to_rows = ad.is_undefined_primal(by_rows)
     wanted, other = (by_rows, by_columns) if to_rows else (by_columns, by_rows)
+    # As above: the operand decides on the cotangent's dtype.
     params["out_dtype"] = np.dtype(wanted.aval.dtype)
     found = csr_matmul_p(other, ct, *index, transpose=not to_rows, **params)
     return (found, None, *[None] * len(index)) if to_rows else (None, found, *[None] * len(index))
