@@ -1,4 +1,4 @@
-"""The folder of an adapter: PEFT's files, or our own, of the types that these do not hold."""
+"""The folder of an adapter, in PEFT's format, or in our own for types that PEFT does not have."""
 
 import importlib
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from ..files.json_text import read_json_file
 from .peft import load_adapter
 from .peft.config import files_of
 
-#: The file of adapters that PEFT's files do not hold.
+#: The name of our own file.
 OWN_FILE = "adapters.safetensors"
 
 
 def holds_own(folder: Path) -> bool:
-    """Whether a folder has our own file, and not those of PEFT."""
+    """Whether a folder has an adapter in our own format, and not in PEFT's."""
     return not files_of(folder).config_path().is_file() and (folder / OWN_FILE).is_file()
 
 
 def read_adapter(folder: Path, model: Any) -> Any:
-    """The model with the adapter in a folder.
+    """Puts the adapter in a folder on a model.
 
-    **Raises:** as [`quaxlike.lm.peft.load_adapter`][], and `CheckpointError` if the module of a type of the
-    user's, which `run.json` beside our own file names, is not there.
+    **Raises:** what [`quaxlike.lm.peft.load_adapter`][] raises. Also `CheckpointError` if `run.json` names a
+    module with the user's own type, and this module cannot be found.
     """
     if not holds_own(folder):
         return load_adapter(folder, model)
@@ -35,23 +35,23 @@ def read_adapter(folder: Path, model: Any) -> Any:
 
 
 def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:
-    """Imports a module; raises what `error` makes of the problem if there is none of this name."""
+    """Imports a user's module. If there is none with this name, raises `error(message)`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
-            raise  # the module is there, and misses another
+            raise  # this module exists, but one that it imports does not
         problem = f"there is no module {missing.name!r}. Run the command in its folder, or install it."
         raise error(problem) from None
 
 
 def _types_in(folder: Path) -> list[type]:
-    """The user's types of adapters, from the module that the run in this folder was given."""
+    """Imports the user's adapter types that the run in this folder used."""
     about = folder / "run.json"
     given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
     if not isinstance(given, str) or given in METHODS:
         return []
-    if Path(given).is_dir():  # it went on with another
+    if Path(given).is_dir():  # that run continued another adapter
         return _types_in(Path(given))
 
     def error(problem: str) -> CheckpointError:

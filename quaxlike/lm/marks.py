@@ -1,6 +1,7 @@
-"""Where a text begins and ends: the marks that a tokeniser puts around it, and the tokens that end it.
+"""How texts begin and end: special tokens around a text, and the tokens at which a model stops.
 
-`finetune`, `generate` and `chat` take them from here, so that a model stops at the end that it learned.
+`finetune`, `generate` and `chat` all use this file. If they disagreed, a fine-tuned model would learn one
+end, and generation would wait for another.
 """
 
 import dataclasses
@@ -16,27 +17,29 @@ from .tokenizer import read_special_tokens, read_templates
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The marks of a checkpoint's texts."""
+    """The special tokens around a checkpoint's texts."""
 
     begin: list[int]
-    """What the tokeniser puts before a text."""
+    """Tokens that the tokeniser adds before a text."""
     end: list[int]
-    """What the tokeniser puts after a text."""
+    """Tokens that the tokeniser adds after a text."""
     ends: list[int]
-    """The tokens that end what a model writes. It learns the first, but for answers."""
+    """Tokens that end generated text. Models learn to write the first one, except after answers."""
     answer: list[int]
-    """The token that the chat template writes after an answer; none if it writes no special one."""
+    """The special token that the chat template writes after an answer, if there is one."""
     differ: str = ""
-    """What to tell the user if files do not agree about the ends."""
+    """A message for the user if the checkpoint's files contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":
-        """Reads them: what is around a text from `tokenizer.json` alone, as transformers does, which has no
-        use for `add_bos_token` and `add_eos_token` beside that file; the ends from the first that names any
-        of `generation_config.json`, `config.json`, `tokenizer_config.json` (or `special_tokens_map.json`),
-        and what `tokenizer.json` puts after a text.
+        """Reads them from a checkpoint.
 
-        Raises `CheckpointError` for ends that are no tokens.
+        Tokens around a text come from `tokenizer.json` alone. Like transformers, we ignore `add_bos_token`
+        and `add_eos_token` if this file exists. Tokens that end a text come from the first of these that
+        states any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
+        `special_tokens_map.json`), and the tokens after a text.
+
+        **Raises:** `CheckpointError` if one of them is not a token.
         """
         special = read_special_tokens(folder)
         numbers = {name: tokenizer.number(token) for name, token in special.items()}
@@ -61,13 +64,16 @@ class Marks:
         return cls(begin, end, ends, _end_of_answers(tokenizer, folder), differ)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
-        """A prompt: with the marks of its beginning, unless it brings them, and none of an end."""
+        """Adds the tokens before a prompt, unless it already begins with them. It gets no end."""
         own = next((n for n in range(len(self.begin), 0, -1) if [*ids[:n]] == self.begin[-n:]), 0)
         return [*self.begin[: len(self.begin) - own], *ids]
 
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
-        """A text that a model learns to end, unless it brings its end. An answer ends as the chat template
-        ends one, if the model stops there: Llama 3.1's at `<|eot_id|>`, the last of three."""
+        """Adds the end that the model should learn, unless the text already has it.
+
+        An answer gets the chat template's end, if generation stops there. For Llama 3.1 this is `<|eot_id|>`,
+        which is the last of three such tokens.
+        """
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]
         if answer and self.answer and self.answer[0] in self.ends:
@@ -76,8 +82,10 @@ class Marks:
         return [*ids, *usual]
 
     def around(self, ids: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """A text between the tokeniser's marks, cut to at most `most` tokens before that of its end; and
-        whether some were cut."""
+        """Adds the tokens before and after a text, and cuts it to `most` tokens before its end.
+
+        Also returns whether anything was lost.
+        """
         if self.end and [*ids[-len(self.end) :]] == self.end:
             ids = ids[: -len(self.end)]
         ids = self.begun(ids)
@@ -86,16 +94,16 @@ class Marks:
 
 
 def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
-    """The special token that the chat template writes after an answer, if it does."""
+    """Finds the special token that the chat template writes after an answer."""
     if "default" not in read_templates(folder)[0]:
         return []
     try:
-        from .chat import ChatTemplate  # here, since texts need no jinja2
+        from .chat import ChatTemplate  # imported late: only chat templates need jinja2
 
         text, spans = ChatTemplate(folder).learned(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
-    except (ModuleNotFoundError, CheckpointError, ValueError):  # the template takes other conversations
+    except (ModuleNotFoundError, CheckpointError, ValueError):  # the template rejects this conversation
         return []
     start, end = spans[-1]
     ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids

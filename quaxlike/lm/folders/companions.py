@@ -1,5 +1,8 @@
-"""The files beside weights that belong to the same model: tokeniser, templates, generation settings, and the
-layers that sentence-transformers puts on an encoder."""
+"""Files that accompany a model's weights: tokeniser, templates, generation settings, and modules of
+sentence-transformers.
+
+Weights must never lie next to the tokeniser of another model: it would load, and generate nonsense.
+"""
 
 import filecmp
 import os
@@ -13,25 +16,25 @@ from ..._files import replacing
 from ...files.errors import CheckpointError, file_error, hub_hint, quoted
 from ...files.json_text import read_json_file, read_json_list
 
-# As transformers names them. What makes a tokeniser usable is first, and so in place last.
+# transformers' names. The essential tokeniser files come first here, and so are put in place last.
 _NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
-# Of sentence-transformers: the list of its modules, whose own files are in folders that this names.
+# sentence-transformers' list of modules. Each module has its files in a folder of its own.
 _MODULES = "modules.json"
 _OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-# Settings of other quantisers, which readers take if config.json has none.
+# Other quantisers' settings. Readers look here if config.json has none.
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """The files of a checkpoint that belong to its weights, by their names in the folder.
+    """Lists the files that accompany a checkpoint's weights, by name.
 
-    **Raises:** `CheckpointError` for one that is no regular file, or a link out of the folder; those into the
-    blobs of a Hugging Face cache are followed.
+    **Raises:** `CheckpointError` if one is not a regular file, or links out of the folder (except into a
+    Hugging Face cache).
     """
     base = Path(os.path.realpath(folder))
     roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
@@ -48,7 +51,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
 
 
 def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
-    """Copies files into a folder. They appear under their names when `stack` closes."""
+    """Copies files into a folder. They get their final names when `stack` closes."""
     for name, file in files.items():
         target = folder / name
         if target.exists() and target.samefile(file):
@@ -61,13 +64,16 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes the companions that a folder has, unless they equal those in `files`. If the process is killed,
-    weights are never left beside the tokeniser of another model."""
+    """Removes all accompanying files that are not equal to those in `files`.
+
+    This happens before the new ones are put in place. So even if the process is killed in between, weights
+    are never next to another model's tokeniser.
+    """
     for name in _present(folder):
         if name not in files:
             (folder / name).unlink()
         elif not filecmp.cmp(folder / name, files[name], shallow=False):
-            os.unlink(os.path.realpath(folder / name))  # where the new one will be
+            os.unlink(os.path.realpath(folder / name))  # behind a link, where the new file will be written
     for name in _OF_WEIGHTS:
         (folder / name).unlink(missing_ok=True)
 
@@ -84,7 +90,7 @@ def _present(folder: Path) -> list[str]:
 
 
 def hint_for(path: str | os.PathLike[str]) -> str:
-    """A sentence that says what to do about a folder without a model, for the end of a message."""
+    """Suggests what to do about a folder without a model, as the last sentence of a message."""
     folder = Path(path)
     about = folder / "adapter_config.json"
     if about.is_file():
@@ -104,14 +110,14 @@ def hint_for(path: str | os.PathLike[str]) -> str:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """The folders of sentence-transformers' modules. The first module, the model itself, has none."""
+    """Lists the folders of sentence-transformers' modules, except the first module, which is the model."""
     return [found for _, found in modules_of(folder) if found]
 
 
 def modules_of(folder: Path) -> list[tuple[str, str]]:
-    """sentence-transformers' modules, in order: the name of the class, and the folder ("" for this one).
+    """Lists sentence-transformers' modules in order: class name and folder ("" for the model itself).
 
-    **Raises:** `CheckpointError` if `modules.json` is damaged, or names something outside of the folder.
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or leads out of the folder.
     """
     path = folder / _MODULES
     if not path.is_file():
@@ -129,10 +135,9 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> dict[str, list[int]]:
-    """The tokens that end a text, by the files that name some: `generation_config.json`, which counts first,
-    and `config.json`.
+    """Finds the tokens that end a text, by file: `generation_config.json` first, then `config.json`.
 
-    **Raises:** `CheckpointError` if these are not tokens, whose numbers are below `limit`.
+    **Raises:** `CheckpointError` if they are not token ids below `limit`.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
@@ -150,5 +155,5 @@ def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> d
 
 
 def ends_of(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> list[int]:
-    """The tokens that end a text: those of the first of `named_ends`."""
+    """Returns the tokens that end a text, from the first file that states any."""
     return next(iter(named_ends(folder, config, limit).values()), [])

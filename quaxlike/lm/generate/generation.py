@@ -496,7 +496,7 @@ def _is_memory(x: Any) -> bool:
 
 
 def _is_by_place(memory: Any) -> bool:
-    """Whether a text may go on in another way than it did, after any of its tokens that were read."""
+    """Whether the memory lets a text continue from any earlier token in another way."""
     return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 
@@ -505,7 +505,7 @@ def _room(memory: Any) -> int:
     return first.room
 
 
-#: The position of an activated LoRA that is not invoked.
+#: Past every position: an activated LoRA that is never invoked.
 _NEVER = int(np.iinfo(np.int32).max)
 
 

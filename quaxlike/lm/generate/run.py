@@ -1,4 +1,4 @@
-"""Texts from prompts, and conversations, as `python -m quaxlike.lm.generate` writes them."""
+"""The work of `python -m quaxlike.lm.generate`: completions and conversations."""
 
 import argparse
 import dataclasses
@@ -28,11 +28,11 @@ _HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
 
 
 class GenerateError(ErrorAboutFiles):
-    """Texts cannot be generated, for the reason in the message."""
+    """Raised when text cannot be generated; the message gives the reason."""
 
 
 class Count(NamedTuple):
-    """The number of tokens, and the time that they took once both programs were compiled."""
+    """How many tokens were generated, and in which time, without compilation."""
 
     tokens: int
     timed: int
@@ -43,7 +43,7 @@ class Count(NamedTuple):
 
 
 class Clock:
-    """Counts tokens by step. The first two steps compile: a prompt's program, and the one for a token."""
+    """Counts tokens by step. It leaves out the first two steps, since each of them compiles a program."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -60,7 +60,7 @@ class Clock:
 
 
 class Stream:
-    """Turns the tokens of one text into text as they come."""
+    """Decodes one text's tokens as they arrive."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
         self._tokenizer, self._out, self._clock = tokenizer, out, Clock()
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # from weights that the devices cannot share
+    except ValueError as error:  # the devices cannot share a weight evenly
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
         raise GenerateError(
@@ -164,7 +164,7 @@ def _continue(
 
 
 class _Writer:
-    """Turns tokens into texts: a single one as it comes, several when they are complete."""
+    """Writes texts: a single one as it is generated, several once they are complete."""
 
     def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
@@ -208,7 +208,7 @@ def _chat(
     out: Any,
     tell: Callable[[str], None],
 ) -> Count:
-    """Answers messages: `arguments.message`, or those that are typed until the input ends.
+    """Answers messages: `arguments.message`, or what the user types until the input ends.
 
     **Raises:** `GenerateError` if the template rejects the conversation, or its text is too long.
     """
@@ -259,7 +259,7 @@ class _Talk:
         return [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> None:
-        """Adds a message and its answer, which Ctrl-C stops."""
+        """Adds a message, and generates its answer until Ctrl-C."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self.template.render(self.messages, add_generation_prompt=True).text

@@ -29,12 +29,12 @@ Axes = tuple[int, int, int]
 
 
 class Memory(AbstractMemory):
-    """The cached keys and values of a layer, for up to `room` tokens.
+    """The cached keys and values for up to `room` tokens in one layer.
 
-    They are arrays, or Values that quantise. Scanned layers share stacked arrays; the scan carries them, so
-    that they are updated in place. Quantised caches have the axes `(room, kv_heads, size)`. Arrays are
-    `(kv_heads, size, room)` for keys and `(kv_heads, room, size)` for values. With a single query, both
-    products are then sums over the second to last axis, the fastest ones on CPUs.
+    They are arrays, or Values that quantise. Scanned layers share stacked arrays, which the scan must carry
+    so that they are updated in place. Quantised caches have the axes `(room, kv_heads, size)`. Arrays are
+    `(kv_heads, size, room)` for keys and `(kv_heads, room, size)` for values: with a single query, both
+    products then sum over the second to last axis, which is fastest on CPUs.
     """
 
     by_place: ClassVar = True
@@ -42,12 +42,12 @@ class Memory(AbstractMemory):
     key: Float[Array, "..."]
     value: Float[Array, "..."]
     key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
-    """The order of the axes (tokens, heads, size) in `key`."""
+    """How the axes (tokens, heads, size) are ordered in `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
     """Whether keys and queries are rotated by `hadamard`."""
     layer: Int[Array, ""] | None = None
-    """The index of this layer in stacked arrays; None if the arrays are for one layer."""
+    """This layer's index in stacked arrays; None if the arrays belong to one layer."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
@@ -79,17 +79,16 @@ class Memory(AbstractMemory):
         return dataclasses.replace(self, key=key, value=value)
 
     def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
-        """Writes the keys and values of tokens at position `start`.
+        """Writes keys and values from position `start` on.
 
-        Returns the updated memory, and the keys and values of all tokens in this layer,
-        `(room, kv_heads, size)`.
+        Returns the updated memory, and all keys and values in this layer, each `(room, kv_heads, size)`.
         """
         key, keys = self._written(self.key, key, start, self.key_axes)
         value, values = self._written(self.value, value, start, self.value_axes)
         return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
 
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
-        """Writes `new` keys or values; returns the whole array, and the part of this layer."""
+        """Writes `new` keys or values. Returns the whole array, and this layer's part."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
         # Without the barrier, XLA would fuse the write with this layer's reads, and write into a copy.
@@ -201,9 +200,9 @@ def attend(
     **Arguments:**
 
     - `sight`: the attention mask.
-    - `scale`: the factor of the scores. Default: one over the square root of `size`.
-    - `softcap`: the bound of soft-capped scores (Gemma 2); 0 for none.
-    - `sinks`: the score of a virtual token in each head (GPT-OSS).
+    - `scale`: a factor for the scores. Default: one over the square root of `size`.
+    - `softcap`: a bound for soft-capped scores (Gemma 2); 0 for none.
+    - `sinks`: each head's score for a virtual token (GPT-OSS).
     """
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale

@@ -1,8 +1,8 @@
 """The decoder: one model for all architectures in the table.
 
-Every array has the same name as in transformers' checkpoints, so checkpoints load without a table of
-names. Each token attends only to earlier tokens of its own segment. The mask and positions must agree with
-the cache.
+Every array has the name that transformers' checkpoints give it, so no table of names is needed for loading.
+Tokens attend to earlier tokens in their own segment only. The mask and the positions must agree with the
+cache; otherwise, generated text would differ from what one call on the whole text gives.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-#: The mixers of layers, by the names that the table of architectures has for them.
+#: Mixers by their names in the table of architectures.
 MIXERS: dict[str, type[AbstractMixer]] = {
     "attention": Attention,
     "gated_delta_net": GatedDeltaNet,
@@ -38,7 +38,7 @@ _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.n
 
 class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     role: str = eqx.field(static=True)
-    """That of its mixer."""
+    """The name of the mixer's field."""
 
     def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
@@ -63,7 +63,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
 
 
 class Body(Part, roles="embed_tokens wpe layers norm"):
-    """The decoder without its output layer."""
+    """A decoder without its output layer."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -86,12 +86,12 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """Computes the hidden states of the tokens at position `start`, and updates the memory.
+        """Computes the hidden states for tokens from position `start` on, and updates the memory.
 
-        `seen` is True for all positions that are not padding, of `memory` (from `Decoder.memory`) or else of
-        `ids`. Padding may follow the last token of `ids`: it must be marked, as not every mixer forgets a
-        token once another is written to its place. Some rotary frequencies depend on `length`, the text's
-        length. Default: the number of tokens `seen`. `segments` is as for `Decoder.hidden`.
+        `seen` is False for padding. It covers all positions in `memory` (from `Decoder.memory`), or in `ids`
+        if there is no memory. `ids` may end with padding, which must be marked: not every mixer can overwrite
+        a token that it has read. Some rotary frequencies depend on the text's `length`, by default the number
+        of tokens `seen`. `segments` is as for `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -103,7 +103,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = _largest_of_batch(last + 1)  # as transformers chooses frequencies once per batch
+            length = _largest_of_batch(last + 1)  # transformers also chooses frequencies once for a batch
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
@@ -148,16 +148,16 @@ _D = TypeVar("_D", bound="AbstractDecoder")
 
 
 class AbstractDecoder(Part, roles="model"):
-    """A body with an output layer of some kind, and what does not depend on the latter."""
+    """A body with some output layer: everything that does not depend on that layer."""
 
     def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
-        """The hidden states that enter the output layer, of one sequence or of several packed in a row.
+        """Computes the hidden states before the output layer, for one text or several texts in a row.
 
         **Arguments:**
 
         - `ids`, `seen`: as for the logits.
-        - `segments`: for each token, the number of its text. Texts do not see each other, and the positions
-            of each start at 0. Default: all tokens are one text.
+        - `segments`: each token's segment id. Texts with different ids do not see each other, and the
+            positions in each start at 0. Default: one text.
         """
         return self.body(ids, seen, segments=segments)[0]
 
@@ -168,36 +168,36 @@ class AbstractDecoder(Part, roles="model"):
 
     @property
     def embedding(self) -> Any:
-        """The matrix of the embedding, `(vocab, hidden)`."""
+        """The embedding matrix, `(vocab, hidden)`."""
         return self.body.part("embed_tokens").weight
 
     @property
     def layers(self) -> Any:
-        """The list of layers; or, if stacked, one layer whose arrays have an axis for the layers."""
+        """The layers: a list, or one layer whose arrays have a leading axis for all layers."""
         return self.body.part("layers")
 
     def stacked(self: _D) -> _D:
-        """The same model with its layers stacked into one ([`quaxlike.stack_layers`][]), which is scanned.
+        """Stacks all layers into one, which is then scanned. See [`quaxlike.stack_layers`][].
 
-        It compiles sooner, and so `quaxlike.lm.finetune` trains it. Texts are generated faster from a
-        list: a scan copies the weights of each layer out of the stack, which one token does not repay.
+        A stack compiles faster, so `quaxlike.lm.finetune` uses it. A list is faster for generation: the scan
+        copies each layer's weights out of the stack, which costs more than a single token's products.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self: _D) -> _D:
-        """The same model with a list of layers, named as in the checkpoint."""
+        """Undoes `stacked`: a list of layers, with the checkpoint's names."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self: _D, change: Any) -> _D:
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:
-        """The layers whose outputs go to other layers alone, for [`quaxlike.balance`][]."""
+        """Which layers [`quaxlike.balance`][] may fold into which; see `Family.folds`."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
-        """The tensors of published files that make up an array: the array itself, or the matrices of single
-        experts; a stack takes one or two from each expert."""
+        """Lists the published tensors for an array. A stack of experts consists of one or two tensors per
+        expert."""
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -210,11 +210,11 @@ class AbstractDecoder(Part, roles="model"):
 
 
 class Decoder(AbstractDecoder, roles="model lm_head"):
-    """A causal language model: for each token of one sequence, the logits of the next.
+    """A causal language model. For each token in a text, it computes the logits for the next one.
 
-    The table of architectures (`quaxlike.lm.FAMILIES`) and `config.json` determine its parts. Arrays have the
-    same names as in transformers, except that experts are stacked. If the output layer is tied to the
-    embedding, then `lm_head` is None: both share one array, and one adapter.
+    Its parts follow from `config.json` and the table of architectures (`quaxlike.lm.FAMILIES`). Arrays have
+    transformers' names, except that experts are stacked. If the output layer is tied to the embedding,
+    `lm_head` is None: both are one array, with one adapter.
 
     !!! example
 
@@ -249,8 +249,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: which of them are not padding. Padding may be on either side, and does not count for
-            positions.
+        - `seen`: False for padding. Padding may be on either side, and positions do not count it.
         """
         return self.logits(self.hidden(ids, seen))
 

@@ -66,8 +66,8 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
 
 
 class Experts(eqx.Module):
-    """All experts of a layer: stacks of matrices, stored as `(experts, out, in)` or, in GPT-OSS,
-    `(experts, in, out)`."""
+    """A layer's experts. Their matrices are stacked: `(experts, out, in)`, or `(experts, in, out)` in
+    GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]
@@ -94,7 +94,7 @@ class Experts(eqx.Module):
 
     @property
     def weight_layouts(self) -> dict[str, str]:
-        """The layouts of the stacks, for `quaxlike.layouts`."""
+        """The stacks' layouts, for `quaxlike.layouts`."""
         return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(

@@ -1,9 +1,9 @@
 """Ring attention: attention with tokens sharded over an axis of a mesh (context parallelism).
 
 Each device keeps the queries of its own tokens, while keys and values rotate around the ring of devices.
-After one rotation, each device has attended to all keys, with a running softmax. It never stores more than
-two shards of keys and values. In the backward pass they rotate once more, together with their cotangents, as
-in Ring Attention (Liu et al., 2023) with the backward pass of FlashAttention-2 (Dao, 2023).
+After one rotation, each device has attended to all keys, with a running softmax, and has never stored more
+than two shards. The backward pass rotates them once more, together with their cotangents, as in Ring
+Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
 
 import functools
@@ -22,7 +22,7 @@ from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
 def of_ring(
     query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
 ) -> Array:
-    """The same as `of_one_device`, for tokens sharded over an axis of their mesh."""
+    """Like `of_one_device`, for tokens that are sharded over a mesh axis."""
     mesh = mesh_of((query, key, value))
     ring = _Ring(axis, mesh.shape[axis], scores)
 
@@ -127,7 +127,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """Adds the contribution of a block of queries and a block of keys to the cotangents."""
+        """Adds what a block of queries and a block of keys contribute to the cotangents."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -147,7 +147,7 @@ class _Ring:
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns the start positions of the visiting blocks of keys in turn `i`."""
+        """Where the visiting blocks of keys start, in turn `i`."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 

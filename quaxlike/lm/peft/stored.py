@@ -1,13 +1,13 @@
-"""Names and layouts in PEFT's files, for layers of every framework.
+"""How PEFT's files name and lay out arrays, for layers from any framework.
 
-In PyTorch, weights of linear layers are `(out, in)`, kernels of convolutions are `(out, in, *window)`, and
-both are called `weight`. A bias has one axis. An array called `weight` already keeps its layout.
+In PyTorch, a linear layer's weight is `(out, in)`, a convolution's kernel is `(out, in, *window)`, and both
+are called `weight`. A bias has one axis. An array called `weight` already has this layout.
 
-`target_parameters` are adapters of parameters that are no layers' weights, such as stacks of experts and
-matrices of recurrent cells. If several parameters of a module have adapters, their wrappers are nested, the
-first innermost: each but the last is under `base_layer` of the next. The weights of routers, which are
-parameters of separate modules, are named the same way. In transformers 4, the matrices of experts were
-layers, each with its own adapter.
+`target_parameters` names adapters for parameters that are not a layer's weight, such as stacks of experts and
+the matrices in recurrent cells. If several parameters in a module have adapters, PEFT nests their wrappers,
+the first one innermost: each but the last is under the next one's `base_layer`. Router weights are parameters
+in separate modules, and have such names, too. In transformers 4, each expert's matrices were layers, with
+adapters of their own.
 """
 
 import math
@@ -31,7 +31,7 @@ _OF_NORMS = {"scale": "weight", "offset": "bias"}
 
 
 def file_name(name: str) -> str:
-    """Returns the name of an array in PyTorch: `dense.weight` for `dense.kernel`."""
+    """Returns an array's name in PyTorch: `dense.weight` for `dense.kernel`."""
     above, _, field = name.rpartition(".")
     fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
     return f"{above}.{fields[field]}" if above and field in fields else name
@@ -95,7 +95,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether a matrix or a stack is a parameter of a module, and not a layer's weight."""
+    """Whether a matrix or a stack is a bare parameter, and not a layer's weight."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -108,7 +108,7 @@ def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns the names of modules that PEFT uses for the adapters of these parameters."""
+    """Returns PEFT's module names for adapters on these parameters."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -122,7 +122,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
 def renamed_parameters(
     adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """Renames the adapters of parameters in a file to the names of the parameters."""
+    """Renames adapters in a file after the parameters that they are for."""
     wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -131,10 +131,9 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """Finds stacks with a separate adapter for each expert, and the layers of their matrices.
+    """Finds stacks whose experts have separate adapters, and the layers for these.
 
-    `stacks` maps names in the file to names in the model. `tensors_of` maps the latter to tensors of
-    published checkpoints.
+    `stacks` maps names in the file to names in the model. `tensors_of` maps the latter to published tensors.
     """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
