@@ -37,7 +37,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing, which replaces `path` at the end of the block.
+    """Opens a temporary file for writing, which replaces `path` at the block's end.
 
     After an error it is deleted instead. The file keeps the permissions of the file it replaces. If
     `path` is a symbolic link, then the target is replaced. Temporary files of killed processes are removed.

@@ -45,7 +45,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 
 def startmatch(pattern: str, text: str) -> bool:
-    """Whether an expression matches the beginning of a text, like `re.match`.
+    """Whether an expression matches a text's beginning, like `re.match`.
 
     **Raises:** as for `fullmatch`.
     """
@@ -175,10 +175,10 @@ def is_pattern(x: Any) -> bool:
 
 
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches the name of a layer."""
+    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches a layer's name."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)
 
 
 def value_for(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """Returns the value of the first pattern that matches the name of a layer."""
+    """Returns the value of the first pattern that matches a layer's name."""
     return next((value for pattern, value in patterns.items() if matches_layer(pattern, layer)), otherwise)

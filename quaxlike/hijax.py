@@ -1,7 +1,7 @@
 """Values as hijax types, which `jax.jit`, `jax.grad`, `jax.vmap` and loops treat as one operand.
 
-[`as_hitype`][quaxlike.hijax.as_hitype] makes a JAX `HiType` of a type of Values. Its instances can be passed
-through a plain `jax.jit`, without `quaxify` around it, and their operators follow the rules of the Value.
+[`as_hitype`][quaxlike.hijax.as_hitype] makes a JAX `HiType` from a Value type. Its instances can be passed
+through a plain `jax.jit`, without `quaxify` around it, and their operators follow the Value's rules.
 
 Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.11.
 """
@@ -45,13 +45,13 @@ __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes(MappingSpec):
-    """An entry of `in_axes` or `out_axes` of `jax.vmap`: the axis of each leaf, or None if it is not mapped.
+    """An entry for `in_axes` or `out_axes` in `jax.vmap`: an axis for each leaf, or None if it is not mapped.
 
     Pass `axis_size` to `jax.vmap` too, as JAX does not find it for types other than arrays.
 
     **Arguments:**
 
-    - `axes`: one axis per leaf of the Value. Default: the first axis of each leaf.
+    - `axes`: one axis per leaf. Default: each leaf's first axis.
     """
 
     axes: tuple[int | None, ...] | None = None
@@ -62,7 +62,7 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type of Values with one pytree structure, or of their tangents."""
+    """The type that Values with one pytree structure share, or their tangents do."""
 
     treedef: Any
     avals: tuple[Any, ...]  # of all leaves
@@ -98,7 +98,7 @@ class ValueType(HiType):
     # What the leaves are
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """The type of each leaf of the Value, and whether it is a leaf of this type (a tangent has fewer)."""
+        """The type of each leaf, and whether this type has that leaf too (a tangent has fewer)."""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:
@@ -157,8 +157,8 @@ class ValueType(HiType):
 class HiTangent:
     """A tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
 
-    `value` has the structure of the Value, with None for leaves that have no derivative, such as integer
-    codes. This is the same as the result of `equinox.filter_grad`.
+    `value` has the Value's structure, with None for leaves that have no derivative, such as integer
+    codes. `equinox.filter_grad` returns the same.
     """
 
     def __init__(self, value: Any, of: ValueType) -> None:
@@ -169,10 +169,10 @@ class HiTangent:
 
 
 class HiValue:
-    """Base class of hijax types for Values, as made by [`as_hitype`][quaxlike.hijax.as_hitype].
+    """Base class for hijax types, as made by [`as_hitype`][quaxlike.hijax.as_hitype].
 
     `value` is the Value; inside a transform it contains tracers. Operators, `shape`, `dtype` and `ndim`
-    behave like the ones of the Value. A result that is a Value becomes a hijax type again.
+    behave like the Value's. A result that is a Value becomes a hijax type again.
     """
 
     value: Any
@@ -215,7 +215,7 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """Makes a hijax type from a type of Values, one of ours or your own.
+    """Makes a hijax type from a Value type, one of ours or your own.
 
     **Arguments:**
 

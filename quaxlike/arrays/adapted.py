@@ -168,7 +168,7 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def description(self) -> str:
-        """The description in [`quaxlike.summary`][]. Default: the name of the class."""
+        """The description in [`quaxlike.summary`][]. Default: the class's name."""
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:

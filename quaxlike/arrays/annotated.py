@@ -103,7 +103,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
         **Arguments:**
 
-        - `primitives`: the name of a primitive, or several.
+        - `primitives`: a primitive's name, or several.
 
         **Returns:**
 

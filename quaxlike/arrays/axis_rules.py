@@ -1,6 +1,6 @@
 """Axes of adapted arrays: transposes, slices, joins, reshapes and lookups, each done part by part.
 
-One rule serves every type, because the axes of all parts have labels (`labels_of`). If an axis belongs to the
+One rule serves every type, because all parts' axes have labels (`labels_of`). If an axis belongs to the
 whole array, its label is the axis number, wherever it occurs in a part. If only parts have it, like the rank
 of a LoRA, the label is negative. A part without some label is constant along that axis. So a rule treats each
 part like the whole, along the labels it finds there, and then records at which axes the outputs and
@@ -8,8 +8,9 @@ inputs now are.
 
 Two things hold before and after each rule:
 
-- The base has its axes in the order of the whole. Any other part has its batch axes first, in that order, and
-    then the axes that `part_axes` lists. A transpose of the matrix therefore moves axes of the base alone.
+- The base's axes are in the same order as for the whole. Any other part has its batch axes first, in this
+    order, and then the axes that `part_axes` lists. A transpose of the matrix therefore only moves the base's
+    axes.
 - A part may lack batch axes only in front of those it has, since `labels_of` counts them from the end.
     Where an operation would break this, the part gets all of them first (`with_all_axes`).
 
@@ -44,7 +45,7 @@ def each(
 ) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
-    `order` lists the labels of the result's axes. Default: the same as for `x`. Returns `NotImplemented` if
+    `order` lists labels for the result's axes. Default: the same as for `x`. Returns `NotImplemented` if
     outputs or inputs would be at axes that the type cannot have.
     """
     order = range(x.ndim) if order is None else order
@@ -69,7 +70,7 @@ def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
-    """The labels of each part with all batch axes, in an array with the axes `order`."""
+    """Labels each part as if it had all batch axes, in an array with the axes `order`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
     found = {"w": [*order]}
@@ -92,7 +93,7 @@ def with_all_axes(x: AdaptedArray) -> Any:
 
 
 def _even(x: AdaptedArray) -> Any:
-    """Expands parts with a single entry for all of a batch axis."""
+    """Expands parts that have a single entry along a batch axis."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
         if any(i >= 0 and size != x.shape[i] for i, size in sizes):
@@ -162,7 +163,7 @@ def _can_be_cut(x: AdaptedArray, axes: Collection[int]) -> bool:
 
 
 def _cut(x: AdaptedArray, axes: Collection[int], cut: Callable[[Any, int, int], Any]) -> Any:
-    """Applies `cut(part, axis, label)` along each of these axes of the whole."""
+    """Applies `cut(part, axis, label)` along each of the whole's axes in `axes`."""
     if not _can_be_cut(x, axes):
         return NotImplemented
 
@@ -342,7 +343,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
 class Lookup:
     """A `gather` from an array with labelled parts.
 
-    Axes of the indices are labelled `ndim`, `ndim + 1`, ...; an axis paired with one of these shares its
+    Index axes are labelled `ndim`, `ndim + 1`, ...; an axis paired with one of these shares its
     label.
     """
 

@@ -1,4 +1,4 @@
-"""Starts, bounds and fill values for `dynamic_slice` and `gather` beyond the ends of an array.
+"""Starts, bounds and fill values for `dynamic_slice` and `gather` beyond an array's ends.
 
 `jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive. The primitives themselves never
 wrap, so a rule must not wrap again: it would read valid elements where JAX clamps or fills.
@@ -44,8 +44,8 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     **Arguments:**
 
     - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, with any integer dtype.
-    - `size`: the size of the axis.
-    - `slice_size`: the size of the slice along this axis.
+    - `size`: the axis's size.
+    - `slice_size`: how long the slice is along this axis.
     """
     start = jnp.asarray(start)
     # In int8, say, a long axis has a last start that does not fit. It would wrap, and clamp everything to it.
@@ -65,8 +65,8 @@ def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
 
     **Arguments:**
 
-    - `mode`, `fill_value`: parameters of `gather`.
-    - `dtype`: the dtype of its operand. The default fill value is NaN for inexact dtypes, the least number
+    - `mode`, `fill_value`: parameters for `gather`.
+    - `dtype`: its operand's dtype. The default fill value is NaN for inexact dtypes, the least number
         for signed integers, the largest for unsigned ones, and True for booleans.
     """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
@@ -92,8 +92,8 @@ def in_bounds(
     **Arguments:**
 
     - `indices`: `(*batch, axes)`, the second operand of `gather`.
-    - `shape`: the shape of the first operand.
-    - `dimension_numbers`, `slice_sizes`: parameters of `gather`.
+    - `shape`: the first operand's shape.
+    - `dimension_numbers`, `slice_sizes`: parameters for `gather`.
     """
     xp = jnp if isinstance(indices, jax.core.Tracer) else np
     picked = dimension_numbers.start_index_map

@@ -1,4 +1,4 @@
-"""The axes of products: what `dot_general` does with each axis, and products of labelled arrays."""
+"""Axes in products: what `dot_general` does with each axis, and how to multiply labelled arrays."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ _Axes = tuple[int, ...]
 
 
 class DotAxes(NamedTuple):
-    """The axes of one operand of `dot_general`. Every axis is in one of the first three."""
+    """One operand's axes in `dot_general`. Every axis is in one of the first three."""
 
     __module__ = "quaxlike"
 
@@ -33,7 +33,7 @@ class DotAxes(NamedTuple):
 
 
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
-    """Finds out what `dot_general` does with each axis of its two operands, for use in rules.
+    """Finds out what `dot_general` does with its operands' axes, for use in rules.
 
     Even a product written as `w @ x` reaches a rule with many different `dimension_numbers`: transposes,
     `jax.vmap` and `jax.grad` choose them.
@@ -47,7 +47,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
     **Returns:**
 
-    The [`quaxlike.DotAxes`][] of `w`, then of `x`.
+    [`quaxlike.DotAxes`][] for `w`, then for `x`.
 
     !!! example
 
@@ -73,7 +73,7 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
 
 def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The free axes of both operands as they appear in the product: the left operand's come first."""
+    """Orders both operands' free axes as in the product: the left operand's come first."""
     return [*own, *other] if on_left else [*other, *own]
 
 
@@ -145,7 +145,7 @@ def common_dtype(*arrays: Any) -> Any:
 
 
 def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype of `dot_general(x, y)`."""
+    """The dtype that `dot_general(x, y)` has."""
     return np.dtype(common_dtype(x, y) if preferred_element_type is None else preferred_element_type)
 
 

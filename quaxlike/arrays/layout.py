@@ -13,7 +13,7 @@ class Layout:
     """Which axes of a weight are outputs and which are inputs, counted from the end.
 
     A string means the same, with a letter for each axis: `i` for inputs, `o` for outputs, `d`, `h`, `w` for
-    the window of a convolution, and `v` for the rows of an embedding. `"oi"` is the weight of a linear layer
+    the window of a convolution, and `v` for an embedding's rows. `"oi"` is the weight of a linear layer
     in PyTorch and Equinox, `"io"` a kernel in Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"` a
     convolution's kernel in Flax, `"oihw"` one in PyTorch, `"vo"` an embedding. Any axes in front of these
     count layers or experts in a stack.
@@ -77,15 +77,15 @@ class Layout:
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the outputs, after those of a stack."""
+        """The sizes of all output axes, after a stack's axes."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the inputs, after those of a stack. A convolution has channels, then its window."""
+        """The sizes of all input axes, after a stack's axes. A convolution has channels, then its window."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
 
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of the axes that are neither outputs nor inputs."""
+        """The sizes of all other axes."""
         matrix = {len(shape) + axis for axis in (*self.out_axes, *self.in_axes)}
         return tuple(size for i, size in enumerate(shape) if i not in matrix)
 

@@ -358,7 +358,7 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """The parameters of a primitive, as far as the signature of its lowering shows them."""
+    """A primitive's parameters, as far as the signature of its lowering shows them."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()

@@ -185,7 +185,7 @@ class Endless(ValueError):
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """The code for the shape of a class: its own `aval`, or `materialise`."""
+    """The code that decides a class's shape: its own `aval`, or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__

@@ -1,4 +1,4 @@
-"""The devices and the sharding of a Value, read from its leaves.
+"""A Value's devices and sharding, read from its leaves.
 
 An answer is given only if it also holds for the dense array: if no single sharding produces all the leaves'
 placements, we raise rather than report one leaf's.

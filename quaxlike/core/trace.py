@@ -415,7 +415,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value, found among the operands of a primitive, in its level."""
+    """Boxes a Value, found among a primitive's operands, in its level."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -438,7 +438,7 @@ def check_complete(value: Value) -> None:
 
 
 def value_types(operands: Sequence[Any]) -> list[type | None]:
-    """For each operand, the class of a Value, or None for anything else. This is a cache key."""
+    """For each operand, a Value's class, or None for anything else. This is a cache key."""
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 

@@ -508,7 +508,7 @@ def _rows_of(
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Splits the model's arrays into the tensors of a file, as `sources` names them."""
+    """Splits the model's arrays into a file's tensors, as `sources` names them."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         leaf = arrays[name]

@@ -1,4 +1,4 @@
-"""Operations, groups of states and their relations in a step of a recurrent network.
+"""Operations, groups of states and their relations in a recurrent network's step.
 
 A trace is kept per `Relation`. Every effect of a trained weight on the state must belong to a relation, or be
 reported: otherwise its gradient would be missing silently.
@@ -53,11 +53,11 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Returns a rule of the primitive, with the equation's parameters."""
+        """Looks up one of the primitive's rules, with the equation's parameters."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
-        """Returns a rule of the primitive. Errors inside name the rule."""
+        """Looks up one of the primitive's rules. Errors inside name the rule."""
         rule = self.primitive.slot(slot).rule
 
         def call(*args: Any) -> Any:
@@ -150,7 +150,7 @@ class Relation:
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """Binds an equation, with the source location of `written`."""
+    """Binds an equation, with `written` as its source location."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -1,4 +1,4 @@
-"""Base class of learners, which compute gradients of a recurrent network step by step."""
+"""Base class for learners, which compute a recurrent network's gradients step by step."""
 
 import abc
 import warnings
@@ -21,11 +21,11 @@ class UntracedParameterWarning(UserWarning):
 
 
 class MixingWarning(UserWarning):
-    """The step mixes positions of the state, but the learner assumes that they are independent."""
+    """The step mixes the state's positions, but the learner assumes that they are independent."""
 
 
 class Learned(NamedTuple):
-    """The results of one step of a learner.
+    """What one step with a learner returns.
 
     - `loss`: this step's loss.
     - `grads`: its gradient, as a pytree like the model, with None for leaves that are not trained.
@@ -45,7 +45,7 @@ class Learner(abc.ABC):
     """Learns a recurrent network forward in time.
 
     Backpropagation through time stores the whole past, and goes through it in reverse. Instead, a learner
-    carries *traces*: derivatives of the state with respect to the weights. Every step returns the gradient of
+    carries *traces*: derivatives of the state with respect to the weights. Every step returns a gradient for
     its own loss. Memory does not grow with the sequence's length, and weights may change at every step.
 
     Traces are kept for weights that the step uses through ETP primitives, such as
@@ -86,7 +86,7 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Runs one step, and computes the gradient of its loss. Call it under `jax.jit`.
+        """Runs one step, and differentiates its loss. Call it under `jax.jit`.
 
         A sequence's gradient is the sum over its steps. The step is evaluated in several ways. The
         compiler merges these, but side effects such as printing happen several times.
@@ -96,7 +96,7 @@ class Learner(abc.ABC):
         - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
         - `traces`: from `init`, or from the previous step.
-        - `targets`: further arguments of the loss.
+        - `targets`: further arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
         """

@@ -37,7 +37,7 @@ Places = dict[int, Place]
 
 
 class Mixed(Exception):
-    """An equation mixes the positions of an argument."""
+    """An equation mixes an argument's positions."""
 
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
@@ -76,13 +76,13 @@ def _needed(jaxpr: Any) -> list[JaxprEqn]:
 
 
 class Positions:
-    """Propagates the positions of the arguments through a jaxpr."""
+    """Propagates the arguments' positions through a jaxpr."""
 
     def __init__(self) -> None:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """Returns the places of the results, given the places of the arguments. Raises `Mixed`."""
+        """Returns the results' places, given the arguments' places. Raises `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -148,7 +148,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """Returns the places of a loop's carry, at their fixed point."""
+        """Finds the places for a loop's carry, at their fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:

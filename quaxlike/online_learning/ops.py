@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises unless the shapes of the operands match. The shape of None is `()`."""
+    """Raises unless the operands' shapes match. None counts as having shape `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]
@@ -59,7 +59,7 @@ def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
 def _product(
     name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
 ) -> tuple[ETPPrimitive, ETPPrimitive]:
-    """Makes two primitives for a product: for x of shape `(batch..., in)`, and of shape `(in,)`."""
+    """Makes two primitives for a product, for x with shape `(batch..., in)` and with shape `(in,)`."""
     options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
     of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
     of_one = register_primitive(f"etp_{name}mv", fn, **options)
@@ -69,7 +69,7 @@ def _product(
 
 
 def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """A `yw_to_w` rule for weights whose last axis is the last axis of y."""
+    """A `yw_to_w` rule for weights that have the same last axis as y."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
@@ -204,7 +204,7 @@ _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """The positions of a sparse weight's entries. Patterns can be hashed and compared.
+    """Where a sparse weight has entries. Patterns can be hashed and compared.
 
     **Arguments:**
 
@@ -318,7 +318,7 @@ def elementwise(w: ArrayLike) -> jax.Array:
 
     **Arguments:**
 
-    - `w`: an array with the shape of the state, or of its last axes.
+    - `w`: an array with the state's shape, or of its last axes.
 
     **Returns:** `w`.
     """
@@ -359,7 +359,7 @@ etp_emb_p.register_etp_rules(
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
     """`table[indices]`, with `table` trained online.
 
-    With D-RTRL, each example has a trace as large as the table. The traces of pp_prop are small.
+    With D-RTRL, each example has a trace as large as the table. With pp_prop, traces are small.
 
     **Arguments:**
 

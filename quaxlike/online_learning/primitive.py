@@ -1,4 +1,4 @@
-"""ETP primitives: they mark the use of trainable weights, and have rules for online learning."""
+"""ETP primitives: they mark where trainable weights are used, and have rules for online learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,11 +26,11 @@ RULES = {
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks the use of trainable weights.
+    """A primitive that marks where trainable weights are used.
 
     Make one with [`register_primitive`][quaxlike.online_learning.register_primitive]. ETP stands for
     eligibility trace propagation. The primitive computes y from an input x and the weights. A learner finds
-    its equations in a step of a recurrent network, and calls its rules, which relate weights, traces and
+    its equations in a recurrent network's step, and calls its rules, which relate weights, traces and
     gradients. Each rule has a slot with the same name.
     """
 
@@ -54,11 +54,11 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("yw_to_w").register(rule)
 
     def register_xy_to_dw(self, rule: _F) -> _F:
-        """Sets the rule for the cotangents of the weights.
+        """Sets the rule for the weights' cotangents.
 
         **Arguments:**
 
-        - `rule`: a function `rule(x, g, weights, **params) -> dict`. It returns the cotangent of each
+        - `rule`: a function `rule(x, g, weights, **params) -> dict`. It returns a cotangent for each
             trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
 
         **Returns:** the rule.
@@ -66,7 +66,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("xy_to_dw").register(rule)
 
     def register_init_drtrl(self, rule: _F) -> _F:
-        """Sets the rule for the initial traces of D-RTRL.
+        """Sets the rule for D-RTRL's initial traces.
 
         **Arguments:**
 
@@ -79,7 +79,7 @@ class ETPPrimitive(DefinedPrimitive):
         return self.slot("init_drtrl").register(rule)
 
     def register_init_pp(self, rule: _F) -> _F:
-        """Sets the rule for the initial output trace of pp_prop.
+        """Sets the rule for pp_prop's initial output trace.
 
         **Arguments:**
 
@@ -105,9 +105,9 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods for each of them.
+        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods.
         - `instant`: a function `instant(x, g, weights, **params)`. It returns the term that one step adds to
-            the traces of D-RTRL, for the factor `g`. This is needed if a trace does not have the shape of its
+            D-RTRL's traces, for the factor `g`. This is needed if a trace does not have the shape of its
             weight. Default: `xy_to_dw`, example by example.
         - `solve`: a function `solve(g, trace, weights, **params)`. It returns the cotangents of the weights,
             given traces and the cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
@@ -166,9 +166,9 @@ def register_primitive(
     - `batched`: whether x and y have leading batch axes.
     - `gradient_enabled`: whether gradients from another y, or from the last state, may pass through y to the
         state. Use True for elementwise operations. Gradients through any other ETP primitive are stopped.
-    - `trainable_invars_fn`: maps the parameters to the positions of trainable operands by name. Default:
+    - `trainable_invars_fn`: maps the parameters to trainable operands' positions, by name. Default:
         `{"weight": 1}`.
-    - `x_invar_index`: the position of the input; None if there is no input.
+    - `x_invar_index`: the input's position; None if there is no input.
     - `y_outvar_index`: the position of y among the equation's results.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
@@ -209,7 +209,7 @@ def register_primitive(
 
 
 def is_etp_primitive(primitive: Any) -> bool:
-    """Whether a primitive marks the use of trainable weights."""
+    """Whether a primitive marks where trainable weights are used."""
     return isinstance(primitive, ETPPrimitive)
 
 
@@ -225,7 +225,7 @@ def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
 
 @checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Returns the positions of the trainable operands by name, for these parameters."""
+    """Returns the trainable operands' positions by name, for these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
     found: Any = primitive.trainable_invars_fn({} if params is None else params)
@@ -239,7 +239,7 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
 
 @checked
 def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
-    """Returns the position of the input among the operands; None if there is no input."""
+    """Returns the input's position among the operands; None if there is no input."""
     return primitive.x_invar_index
 
 
@@ -255,7 +255,7 @@ def get_y_outvar_index(primitive: ETPPrimitive) -> int:
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
     """Makes an `init_drtrl` rule: zeros with shape `(batch..., *weight, num_states)`.
 
-    `batch` is the number of batch axes of x, or a function of x's aval that returns this number.
+    `batch` says how many batch axes x has; it may be a function that is given x's aval.
     """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -275,7 +275,7 @@ def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], nu
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Makes an `xy_to_dw` rule: the VJP of `fn(x, *weights, **params)`. `keys` are the names of weights."""
+    """Makes an `xy_to_dw` rule: the VJP of `fn(x, *weights, **params)`. `keys` names the weights."""
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
         present = [key for key in keys if key in weights]

@@ -149,7 +149,7 @@ class custom_dce(Generic[_P, _T]):
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The function's name."""
         return getattr(self.fun, "__name__", repr(self.fun))
 
     def _resolve(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

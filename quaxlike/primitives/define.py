@@ -89,7 +89,7 @@ def define_primitive(
     - `partitioning`: how to split the primitive over devices, for implementations the compiler cannot
         look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
         from the operands' types (leaves) and the parameters.
-    - `cls`: the class of the primitive, a subclass of `DefinedPrimitive`.
+    - `cls`: the primitive's class, a subclass of `DefinedPrimitive`.
     - `replace`: whether an existing primitive with this name may be redefined, as when you run a notebook
         cell again. Rules registered for the old primitive do not apply to the new one.
 

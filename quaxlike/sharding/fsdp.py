@@ -15,7 +15,7 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 
 @checked
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
-    """Makes the rule of fully sharded data parallelism.
+    """Makes the rule for fully sharded data parallelism.
 
     Each device stores an equal shard of every weight, and gathers weights for use (an all-gather). The arrays
     of a Value (codes, scales, an adapter's factors) are sharded independently, along any axis that is

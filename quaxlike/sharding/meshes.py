@@ -1,4 +1,4 @@
-"""Names of mesh axes, the mesh of given arrays, and meshes described by a text.
+"""Names for mesh axes, the mesh that arrays are on, and meshes described by a text.
 
 If a mesh's axes are explicit, JAX does not infer the sharding of some operations, such as lookups.
 Models must state these shardings through the functions below, or tracing raises an error.
@@ -55,9 +55,9 @@ def mesh_of(tree: Any) -> Any:
 
 
 def mesh_from_text(text: str) -> jax.sharding.Mesh:
-    """Makes a mesh of all devices from a text such as "data=2,model=4", with automatic axes.
+    """Makes a mesh with all devices from a text such as "data=2,model=4", with automatic axes.
 
-    **Raises:** `ValueError` if the text is malformed, or the number of devices does not match.
+    **Raises:** `ValueError` if the text is malformed, or the device count does not match.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -29,7 +29,7 @@ Rule = NamedRule | Mapping[str, jax.P]
 
 @checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
-    """Finds the partition spec of each array of a model, including the parts of Values.
+    """Finds a partition spec for each array in a model, including parts of Values.
 
     A rule applies to logical arrays. For example, a spec for a weight of shape `(out, in)` works for a plain
     array, for 4-bit codes with scales, and for both of these with an adapter.
@@ -43,7 +43,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel] do. Arrays
         without a spec, or with None, are replicated.
 
-    Blocks of doubly quantised scales span several rows of a weight. If a spec shards the rows, then it
+    Doubly quantised scales have blocks that span several rows. If a spec shards the rows, then it
     applies to the weight with float32 scales, and [`shard`][quaxlike.sharding.shard] converts the weight. The
     numbers stay the same, but they take 4.5 instead of 4.13 bits per weight (in blocks of 64).
 
@@ -63,7 +63,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         specs = specs_for(mlp, {r"layers\\.\\d": jax.P("model", None)})
         ```
 
-    Partition rules by the names of parameters follow T5X and EasyLM.
+    Partition rules by parameter names follow T5X and EasyLM.
     """
     arrays = named_arrays(model)
     spec_by_name = by_name(rule, arrays, arrays)
@@ -77,7 +77,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """Turns a rule into a callable. Raises if one of its regular expressions matches nothing.
+    """Turns a rule into a callable. Raises if a regular expression in it matches nothing.
 
     **Arguments:** `arrays`, by these names, improve the hints in errors. Default: hints only list names.
     """
@@ -154,9 +154,9 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
         - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. It can be a dict of regular expressions,
             unless the model itself is a dict;
-        - the result of `specs_for`;
-        - a pytree prefix of the model. A spec applies to all arrays below it, and to the logical array of a
-            Value.
+        - what `specs_for` returned;
+        - a pytree prefix for the model. A spec applies to all arrays below it. For a Value, this means its
+            logical array.
 
     **Returns:** the model with its arrays on the mesh. Other leaves are unchanged.
 
@@ -190,14 +190,14 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Describes the result of `shard`, with a `jax.ShapeDtypeStruct` with sharding for each array.
+    """Describes what `shard` returns, with a `jax.ShapeDtypeStruct` with sharding for each array.
 
     Checkpoint libraries such as Orbax can restore arrays directly into these shardings. The mesh and the
     number of processes may differ from the ones that saved the checkpoint.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays of `model` may be
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays in `model` may be
         `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), as their values are not used.
 
     **Returns:** the model with a `jax.ShapeDtypeStruct` for each array. Other leaves are unchanged.
@@ -235,9 +235,9 @@ def _is_array(x: Any) -> bool:
 
 @checked
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Constrains the sharding of a model's arrays inside `jax.jit`.
+    """Constrains how a model's arrays are sharded inside `jax.jit`.
 
-    Use this to gather the parameters of [`fsdp`][quaxlike.sharding.fsdp]: codes and scales are gathered,
+    Use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]: codes and scales are gathered,
     instead of dense weights, and activations stay sharded along the batch. If the mesh's axes are
     explicit, then arrays are resharded (`jax.sharding.reshard`).
 

@@ -1,4 +1,4 @@
-"""Reading arrays onto a mesh of several processes.
+"""Reads arrays onto a mesh that several processes share.
 
 Each process reads only the rows that its own devices store, if it can. Rows can be read separately only if
 they depend on the same rows of every part of a Value (`goes_by_rows`); anything else is read whole.
@@ -22,7 +22,7 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 class RowReader:
     """An array or a Value that can be read in parts.
 
-    `count` is the length of the first axis, or None if it can only be read whole. `read` is called without
+    `count` is the first axis's length, or None if it can only be read whole. `read` is called without
     arguments for the whole array, or with `start` and `stop` for some rows. These are multiples of `step`, or
     the end. `read` may return a view of a file. `then` is applied to the rows, and must map rows to rows.
     """
@@ -58,7 +58,7 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
     A process reads only the rows that its own devices need, if all parts of a Value are stored by rows and no
-    block spans several rows. Otherwise it reads the whole array, and keeps the shards of its devices.
+    block spans several rows. Otherwise it reads the whole array, and keeps its devices' shards.
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -71,7 +71,7 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
 
 
 def _is_shared(mesh: Any) -> bool:
-    """Whether other processes have devices of the mesh."""
+    """Whether other processes have devices in the mesh."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
@@ -96,7 +96,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns the range of rows for this process's devices."""
+    """Returns which rows this process's devices need."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):

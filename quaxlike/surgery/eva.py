@@ -1,4 +1,4 @@
-"""Statistics of the inputs of layers, and `eva`, an initialisation from their principal directions."""
+"""Statistics about layers' inputs, and `eva`, an initialisation from their principal directions."""
 
 import functools
 import math
@@ -101,7 +101,7 @@ def _measured(
     label: str, fn: Callable[..., Any], where: Where, fan_in_fan_out: bool, layout: Layouts,
     of_rows: Callable[[jax.Array], Any], joined: Callable[[Any, Any], Any],
 ) -> Callable[..., dict[str, jax.Array]]:  # fmt: skip
-    """Applies `of_rows` to the inputs of each call of a layer, and combines the calls with `joined`."""
+    """Applies `of_rows` to a layer's inputs, and combines its calls with `joined`."""
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)

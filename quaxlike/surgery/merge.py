@@ -19,18 +19,18 @@ from .trees import difference, map_arrays, named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """Adds all adapters of a model into its weights.
+    """Adds a model's adapters into its weights.
 
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][], trained or not.
     - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, from
         [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses the codes and scales which
-        minimise the error of the outputs. Default: the nearest codes.
+        minimise the outputs' error. Default: the nearest codes.
 
     **Returns:**
 
-    A model of the same structure as before it was adapted. A quantised weight is quantised again, with a
+    A model with the same structure as before it was adapted. A quantised weight is quantised again, with a
     warning if `exact` lacks it, since that rounds what the adapter has learned. A model without adapters is
     returned as it is, with a warning.
 
@@ -73,7 +73,7 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
 
     **Arguments:**
 
-    - `merged`: the result of [`quaxlike.merge`][].
+    - `merged`: the model that [`quaxlike.merge`][] returned.
     - `adapted`: the model with the adapters that were merged.
 
     **Returns:**

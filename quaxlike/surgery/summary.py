@@ -31,13 +31,13 @@ class SummaryRow:
     shape: tuple[int, ...]
     dtype: str
     size: int
-    """The number of elements of the array."""
+    """How many elements the array has."""
     adapter_size: int
-    """The number of elements of its adapter."""
+    """How many elements its adapter has."""
     trainable: int
-    """The number of trained elements of the array and its adapter."""
+    """How many of these elements are trained."""
     logical_bytes: int
-    """The size of the dense array, in bytes."""
+    """The dense array's size, in bytes."""
     stored_bytes: int
     """The size as stored, including its adapter, in bytes."""
     layout: Layout | None = None
@@ -57,22 +57,22 @@ class Summary:
 
     @property
     def size(self) -> int:
-        """The number of elements of the model's arrays, without adapters."""
+        """How many elements the model's arrays have, without adapters."""
         return self._total("size")
 
     @property
     def trainable(self) -> int:
-        """The number of trained elements."""
+        """How many elements are trained."""
         return self._total("trainable")
 
     @property
     def trainable_share(self) -> float:
-        """The share of trained elements, among the elements of arrays and adapters."""
+        """The trained share of all elements, including adapters."""
         return self.trainable / max(1, self.size + self._total("adapter_size"))
 
     @property
     def logical_bytes(self) -> int:
-        """The size of the dense arrays, in bytes."""
+        """The dense arrays' size, in bytes."""
         return self._total("logical_bytes")
 
     @property
@@ -167,7 +167,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
-    """Makes the row of one array. Arrays in `counted` are shared with adapters in earlier rows."""
+    """Makes one array's row. Arrays in `counted` are shared with adapters in earlier rows."""
     again = [leaf for leaf in _adapters(x) if id(leaf) in counted]
     counted |= {id(leaf) for leaf in _adapters(x)}
     spec = trained_leaves(x)

@@ -1,4 +1,4 @@
-"""The trained part of a model: adapters, and scales of quantised weights."""
+"""A model's trained part: adapters, and quantised weights' scales."""
 
 import dataclasses
 import warnings
@@ -25,7 +25,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. This warns if the model
         has nothing to train.
-    - `freeze`: names of fields of adapters that are not trained. For example, `freeze=["a"]` trains only the
+    - `freeze`: names of adapter fields that are not trained. For example, `freeze=["a"]` trains only the
         second matrix of each LoRA (LoRA-FA). The backward pass then stores `x @ a.T` instead of a layer's
         inputs `x`. Default: none.
 
@@ -35,7 +35,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
     `gradients="train"`. If the optimiser takes the whole model, and all arrays are floating-point, then pass
     the function itself as labels: `optax.partition({True: optimiser, False: optax.set_to_zero()},
-    ql.trainable)`. Do not use `optax.masked` alone, as it returns the raw gradients of all other leaves as
+    ql.trainable)`. Do not use `optax.masked` alone, as it returns all other leaves' raw gradients as
     their updates.
 
     **Raises:** `ValueError` if `freeze` names a part that no adapter trains.
@@ -56,7 +56,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
         grad(params, jnp.ones(2))  # only of the adapters
         ```
 
-    Source of `freeze`: Zhang et al., LoRA-FA, <https://arxiv.org/abs/2308.03303>.
+    For `freeze`: Zhang et al., LoRA-FA, <https://arxiv.org/abs/2308.03303>.
     """
     if isinstance(freeze, str):
         raise TypeError(
@@ -79,7 +79,7 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 
 @checked
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
-    """Makes the scales of quantised weights differentiable; their codes stay fixed.
+    """Makes quantised weights' scales differentiable; their codes stay fixed.
 
     Next, train the leaves that [`quaxlike.trainable`][] selects. Training does not change the size of the
     model.
@@ -134,7 +134,7 @@ def _parts_of(x: Any) -> list[str]:
 
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
-    """Marks the trained leaves of an array of a model, except the fields in `freeze`."""
+    """Marks an array's trained leaves, except the fields in `freeze`."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))

@@ -26,7 +26,7 @@ OTHER = Layout((), (), "other")
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
     """The kernel of a convolution with axes in this order, where `*` stands for the window.
 
-    `groups` is the name of the attribute with the number of channel groups.
+    `groups` names the attribute that holds the number of channel groups.
     """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
@@ -141,7 +141,7 @@ _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
     """Returns the layout that an array's name implies, together with the shape of its bias.
 
-    The array has at least two axes. `shapes` contains the shapes of all arrays of the model.
+    The array has at least two axes. `shapes` contains all arrays' shapes.
     """
     *above, field = re.split(r"[./]", name)
     layer = above[-1] if above else ""

@@ -72,7 +72,7 @@ class ProgramReport:
 
     def __init__(self, subject: str, transforms: Sequence[str], checks: Sequence[Check]) -> None:
         self.subject = subject
-        """The name of the function."""
+        """The function's name."""
         self.transforms = tuple(transforms)
         """The tried transforms."""
         self.checks = tuple(checks)

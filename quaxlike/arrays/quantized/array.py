@@ -55,7 +55,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
 
         - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
         - `scale`: one for each block of `block_size` codes.
-        - `shape`: the shape of the array.
+        - `shape`: the array's shape.
         - `block_size`: how many codes share a scale.
         - `dtype`: the logical dtype.
         - `train_scales`: whether gradients flow into the scales.

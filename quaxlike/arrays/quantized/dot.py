@@ -307,7 +307,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses a kernel's window, as in the gradient of a convolution."""
+    """Reverses a kernel's window, as in a convolution's gradient."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

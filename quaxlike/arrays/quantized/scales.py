@@ -259,7 +259,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """Moves the user's weights for errors to the axes of the stored array."""
+    """Moves the user's weights for errors to the stored array's axes."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:

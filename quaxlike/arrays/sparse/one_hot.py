@@ -31,7 +31,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
     - `value`: the value; shape `()`, or `(*batch,)` for a stack of vectors.
     - `index`: its index, an integer with the same shape as `value`. If it is out of bounds, the vector is
         zero.
-    - `length`: the length of the vector.
+    - `length`: the vector's length.
 
     !!! example
 

@@ -95,7 +95,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Whether the type of a Value, or of a Value inside it, has placeholders."""
+    """Whether a Value's type, or of a Value inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True

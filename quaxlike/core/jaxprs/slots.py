@@ -1,4 +1,4 @@
-"""Values as flat arrays: the layout of operands and results of primitives which carry code.
+"""Values as flat arrays: the layout for operands and results of primitives which carry code.
 
 A *slot* describes one logical operand or result: a Value's treedef and the avals of its leaves, or no treedef
 and one aval for a plain array. Slots are hashable and contain no data, so they may be cache keys.
@@ -74,7 +74,7 @@ class LeafLayout:
 
     @functools.cached_property
     def classes(self) -> tuple[Any, ...]:
-        """The class of the Value in this slot, followed by the classes of the Values inside it."""
+        """The class of the Value in this slot, followed by the classes of all Values inside it."""
         return () if self.treedef is None else _classes(self.treedef)
 
     @functools.cached_property
@@ -116,7 +116,7 @@ class LeafLayout:
         return self.with_avals([strong(a) for a in self.avals])
 
     def dense(self, reason: str = "") -> "LeafLayout":
-        """The slot of the materialised array."""
+        """The slot for the materialised array."""
         return self if self.treedef is None else LeafLayout(None, (self.aval,), reason=reason)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
@@ -138,7 +138,7 @@ def has_cotangents(x: Any) -> bool:
 
 
 def is_a_space(x: Any) -> bool:
-    """Whether any numbers in the leaves of `x` form a Value, and it is linear in them."""
+    """Whether any numbers form a Value as the leaves of `x`, and it is linear in them."""
     return has_cotangents(x) and not has_pattern(x)
 
 
@@ -216,7 +216,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 
 
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
-    """Whether the rows of a Value without `leading_axis` consist of the rows of its leaves.
+    """Whether the rows of a Value without `leading_axis` consist of its leaves' rows.
 
     This is never so if a static field has one entry per axis, since that entry would be wrong for a row.
     """
@@ -238,12 +238,12 @@ def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
 
 
 def row_aval(aval: Any) -> Any:
-    """The aval of one row of an array."""
+    """The aval for one row of an array."""
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
 def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
-    """Whether the first `ndim` axes of the array are the first axes of every leaf."""
+    """Whether the array's first `ndim` axes are also the first axes of every leaf."""
     for _ in range(0 if slot.treedef is None else ndim):
         axes = axes_of_rows(slot)
         if axes is NotImplemented or any(axis != 0 for axis in axes):
@@ -305,7 +305,7 @@ def strong(aval: Any) -> Any:
 
 
 def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]:
-    """The leaves of all operands in one list, and the slot of each operand."""
+    """Lists the leaves of all operands. Also returns a slot for each operand."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     for x in operands:
@@ -351,7 +351,7 @@ def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
 
 
 def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImplementedType:
-    """The result of `leading_axis` for a Value made of `parts`.
+    """Computes `leading_axis` for a Value made of `parts`.
 
     **Arguments:**
 
@@ -373,7 +373,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
 
 
 def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplementedType:
-    """The result of `shard_spec` for a Value made of `parts`.
+    """Computes `shard_spec` for a Value made of `parts`.
 
     **Arguments:**
 
@@ -399,7 +399,7 @@ def per_slot(slots: Sequence[LeafLayout], items: Sequence[Any]) -> list[Sequence
 
 
 def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
-    """The partition spec of each leaf, from the spec of the logical array."""
+    """Derives a partition spec for each leaf from the logical array's spec."""
     if slot.treedef is None or len(slot) == 0:
         return (spec,) * len(slot)
     specs = slot.like.shard_spec(spec)

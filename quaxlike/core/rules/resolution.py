@@ -59,7 +59,7 @@ class Resolver:
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
         """The rules for `key`, best first. Each is tried if the previous one returned `NotImplemented`.
 
-        A key is a primitive followed by one entry per operand: the class of a Value, or None for anything
+        A key is a primitive followed by one entry per operand: a Value's class, or None for anything
         else.
 
         **Raises:** `TypeError` for a rule which takes one of the primitive's `params` by position.

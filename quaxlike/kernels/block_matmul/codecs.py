@@ -1,4 +1,4 @@
-"""The table of block formats: the values of codes, and how scales and minima are stored.
+"""The table of block formats: what codes stand for, and how scales and minima are stored.
 
 A codec only describes data. Its values must match the program that published the format bit for bit,
 including rounding of subnormal scales, or a checkpoint would decode to other weights.
@@ -36,11 +36,11 @@ class Codec:
 
     **Attributes:**
 
-    - `bits`: the number of bits per code, 2 to 8.
+    - `bits`: bits per code, 2 to 8.
     - `codes`: `"integer"`, unsigned, minus `bias`; `"signed"`, int8 without -128; `"e4m3"`, `"e5m2"`; or
         `"table"`.
     - `bias`: the number to subtract from integer codes.
-    - `table`: the values of the codes.
+    - `table`: the value for each code.
     - `block`: how many codes usually share a scale; None for a whole row.
     - `scales`: `"float"` in any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of this), as bytes;
         `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in a byte's low half, the minimum
@@ -48,11 +48,11 @@ class Codec:
     - `group`: how many blocks share an outer scale, 0 for a whole row; None for one level of scales.
     - `over`: whether to divide the inner scale by the outer one.
     - `zeros`: None, `"points"` (zero points), or minima: `"plus"` or `"minus"`.
-    - `dtype`: the dtype of floating scales made by `quantize`.
+    - `dtype`: the dtype that `quantize` gives floating scales.
     - `limits`: for integer scales, the smallest and the largest.
     - `high_first`: whether the first of two 4-bit codes is in the byte's high half.
     - `flat`: whether products take rows of codes without gaps, so blocks may cross matrix rows.
-    - `all_values`: the values of codes 0, 1, …
+    - `all_values`: the values for codes 0, 1, …
     """
 
     bits: int
@@ -82,11 +82,11 @@ class Codec:
 
     @property
     def name(self) -> str:
-        """The name in `CODECS`, or else the number of bits."""
+        """The name in `CODECS`, or else how many bits it has."""
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """The values of 8-bit codes."""
+        """Looks up the values of 8-bit codes."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -106,7 +106,7 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """The uint8 codes of the nearest values. Ties go to the even integer or the lower value."""
+        """Rounds to the nearest values' uint8 codes. Ties go to the even integer or the lower value."""
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)

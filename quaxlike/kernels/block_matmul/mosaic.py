@@ -3,7 +3,7 @@
 A warp multiplies some tiles with 16 features of the result by up to 64 rows of `x` (tokens), over a part of
 the contraction; `mma.sync` contracts 16 numbers at a time.
 
-- *Codes are read as they are stored.* A sum does not depend on the order of its terms. So for `x @ W.T`,
+- *Codes are read as they are stored.* Terms may be summed in any order. So for `x @ W.T`,
     within a block of 64 columns, thread `quad` in a group of four takes columns 16·quad … 16·quad + 15 of
     both `W` and `x`, wherever the instruction expects them. For `x @ W` it takes four adjacent rows of `W`,
     with eight adjacent columns as features. Both operands must be permuted alike; a fragment of only one
@@ -36,7 +36,7 @@ _STAGES = 4
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Words of shared memory: for tables and the ring, and afterwards for partial sums.
+    """Words in shared memory: for tables and the ring, and afterwards for partial sums.
 
     Sums are ordered by warp, token and feature, padded so that threads store to different banks.
     """
@@ -49,7 +49,7 @@ def stages(p: Problem, tiling: Tiling) -> int:
 
 
 def ring_end(p: Problem, tiling: Tiling) -> int:
-    """The end of tables and ring in shared memory."""
+    """Where tables and ring end in shared memory."""
     return _tables(p) + stages(p, tiling) * _stage_bytes(p, tiling)
 
 
@@ -62,7 +62,7 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
 
 
 def stride(tiling: Tiling) -> int:
-    """The stride between the sums of two tokens, in words."""
+    """The stride between two tokens' sums, in words."""
     return tiling.rows + 4
 
 
@@ -142,7 +142,7 @@ class Warp:
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """This step's index among the steps of all warps with the same features."""
+        """This step's index, counting the steps of all warps with the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
@@ -156,7 +156,7 @@ class Warp:
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
-        """The shared-memory offset of the tile for a step."""
+        """Where the tile for a step begins in shared memory."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
         return stage + self.warp * self.layout.bytes + _tables(self.p)
 
@@ -169,7 +169,7 @@ class Warp:
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """The words with this thread's codes in part `i` of a tile's row."""
+        """The words with this thread's codes, in part `i` of a tile's row."""
         bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
@@ -237,7 +237,7 @@ class Warp:
         ]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T` for all adapters in use in this group of tokens.
+        """Adds `t @ b.T` for all adapters that this group of tokens uses.
 
         Thread `quad` takes columns 4·quad … 4·quad + 3 (of 16) of both.
         """
@@ -315,7 +315,7 @@ class _Transposed(Warp):
 
 
 def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
-    """Adds the sums of all warps with the same features, and stores them."""
+    """Adds up all warps' sums for the same features, and stores them."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):

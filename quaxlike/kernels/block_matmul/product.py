@@ -10,7 +10,7 @@ decoder is a static parameter of the product. It decodes the arrays of a weight 
 - `stored`: the product with the details that kernels need, None if no kernel supports them; and `operands`:
     codes, scales, value table and zero points as it describes them. `decoded`: whether to make scales and
     zero points float32, for kernels that take nothing else.
-- `dimensions`: for `Partitioning`, the names of the leaves' dimensions (n and k for `W`), and the names that
+- `dimensions`: for `Partitioning`, names for the leaves' dimensions (n and k for `W`), and the names that
     can be summed over parts; None if XLA divides the product. `local`: the product for a part.
 
 `name` is the primitive for its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
@@ -45,11 +45,11 @@ class Product:
 
     **Attributes:**
 
-    - `shape`: the shape of `W`, `(N, K)`.
+    - `shape`: `(N, K)`, for `W`.
     - `block_size`: how many codes share a scale.
     - `transpose`: whether `N` is contracted, as in `x @ W`.
     - `out_dtype`: the result's dtype.
-    - `bits`: the number of bits per code, 4 or 8.
+    - `bits`: bits per code, 4 or 8.
     - `bias`: such that `code = table[code] + bias`; None if values must be looked up.
     - `low_first`: whether the first of two codes in a byte is in the low half.
     - `scales`: `"float"` in any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"` and
@@ -69,27 +69,27 @@ class Product:
 
     @property
     def contracted(self) -> int:
-        """The size of the contracted axis of `x`."""
+        """The contracted axis's size."""
         return self.shape[not self.transpose]
 
     @property
     def free(self) -> int:
-        """The size of the last axis of the result."""
+        """The size of the result's last axis."""
         return self.shape[self.transpose]
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of codes per row of `W`, if rows start at bytes."""
+        """How many bytes of codes a row has, if rows start at bytes."""
         return self.shape[1] * self.bits // 8
 
     @property
     def planes(self) -> int:
-        """The number of codes per byte."""
+        """Codes per byte."""
         return 8 // self.bits
 
     @property
     def row_blocks(self) -> int:
-        """The number of scales per row of `W`, if rows start at blocks."""
+        """How many scales a row has, if rows start at blocks."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":

@@ -1,4 +1,4 @@
-"""The products that fused kernels compute, and how blocks of threads share them."""
+"""The products that fused kernels compute, and how thread blocks share them."""
 
 import dataclasses
 from typing import NamedTuple
@@ -10,7 +10,7 @@ BLOCK = 64  # columns to which a scale is applied at once, and that a warp takes
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a block of threads shares its part of `W`.
+    """How a thread block shares its part of `W`.
 
     **Attributes:**
 
@@ -18,7 +18,7 @@ class Tiling:
     - `row_warps`: warps next to each other along the features.
     - `k_warps`: warps that split the contraction for the same features.
     - `unroll`: blocks of 64 columns (for `x @ W`, 16 rows) that a warp takes at a time.
-    - `splits`: blocks of threads that split the contraction, each with its own sum.
+    - `splits`: thread blocks that split the contraction, each with its own sum.
     """
 
     row_tiles: int
@@ -37,14 +37,14 @@ class Tiling:
 
 
 class Problem(NamedTuple):
-    """The sizes and dtypes of a product.
+    """A product's sizes and dtypes.
 
     **Attributes:**
 
     - `product`: the shape of `W`, and how it is stored.
-    - `m`: the number of tokens. Beyond `group_size`, different blocks of threads take groups of them.
+    - `m`: the number of tokens. Beyond `group_size`, different thread blocks take groups of them.
     - `dtype`: the activations' dtype, bfloat16 or float16.
-    - `out_dtype`: the dtype of the result's terms.
+    - `out_dtype`: the dtype for the result's terms.
     - `adapters`, `rank`: the low-rank term; the rank is a multiple of 16. 0 if there is none.
     - `scales`, `zeros`: how scales and zero points are stored: a key of `lookup.SIZES`.
     """
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
     @property
     def token_tiles(self) -> int:
-        """The number of tiles of 8 tokens per group."""
+        """How many tiles of 8 tokens a group has."""
         return -(-self.m // (8 * self.groups))
 
     @property
@@ -111,5 +111,5 @@ def tiling_for(p: Problem) -> Tiling:
 
 
 def blocks(p: Problem, tiling: Tiling) -> int:
-    """How many blocks of threads the program launches."""
+    """How many thread blocks the program launches."""
     return -(-p.product.free // tiling.rows) * p.groups * tiling.splits

@@ -149,7 +149,7 @@ class _Weight(NamedTuple):
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
-        """The values of codes, in float32."""
+        """Looks up values for codes, in float32."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
         if table.shape[0] > 1:
@@ -234,7 +234,7 @@ def _forward(
 def _transposed(
     x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool
 ) -> Sequence[Array]:
-    """The columns of `x @ W`, in planes."""
+    """Computes the columns of `x @ W`, in planes."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -293,7 +293,7 @@ def _compiler_params() -> Any:
 
 
 def _dot(x: Array, w: Array, axis: int) -> Array:
-    """Contracts the last axis of `x` with `axis` of `w`."""
+    """Contracts the last axis of `x` with this axis of `w`."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,

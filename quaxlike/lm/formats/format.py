@@ -1,4 +1,4 @@
-"""The record of a format of quantised weights, and helpers to read checked tensors and settings.
+"""The record for a quantised format, and helpers to read checked tensors and settings.
 
 Readers must check every shape, dtype and setting before they use it. A format read with wrong
 assumptions gives a model that runs, but computes nonsense.
@@ -28,7 +28,7 @@ Settings = Mapping[str, Any]
 
 
 class StoredWeight(NamedTuple):
-    """A weight of the unquantised checkpoint, with its tensors and functions to read it."""
+    """A weight in the unquantised checkpoint, with its tensors and functions to read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
@@ -69,9 +69,9 @@ class Format:
         `quantization_config`; it returns None if there are none.
     - `write`: a function that returns the tensors of weights by name, and their `quantization_config`. None
         if we can only read this format.
-    - `types`: the types of Values saved in this format. The first format with a Value's type is
+    - `types`: the Value types saved in this format. The first format with a Value's type is
         used.
-    - `codec`: the only codec of `BlockArray`s that this format can store; empty for any.
+    - `codec`: the only codec for `BlockArray`s that this format can store; empty for any.
     """
 
     methods: tuple[str, ...]
@@ -96,7 +96,7 @@ class Format:
 
 
 class StoredLayer:
-    """The tensors of one layer of a checkpoint. `at(suffix)` is a tensor's name."""
+    """One layer's tensors in a checkpoint. `at(suffix)` is a tensor's name."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -145,7 +145,7 @@ class StoredLayer:
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
 ) -> list[StoredLayer]:
-    """Finds the layers with a tensor of these suffixes, or with a `weight` of these dtypes.
+    """Finds the layers that have a tensor with one of these suffixes, or a `weight` with one of these dtypes.
 
     Incomplete layers are listed too; reading them raises an error that names the missing part.
     """
@@ -158,7 +158,7 @@ def layers(
 
 
 def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
-    """Makes the entry for the weight of `layer`, from the existing tensors with these suffixes."""
+    """Makes the entry for a layer's weight, from the existing tensors with these suffixes."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 
@@ -234,7 +234,7 @@ def small_floats(
 
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
-    """Repeats the scales of tiles for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
+    """Repeats tiles' scales for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
     return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may be much larger than the array
 
 
@@ -244,7 +244,7 @@ def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns the number of 32-bit words for this many codes."""
+    """Returns how many 32-bit words this many codes take."""
     return -(-count * bits // 32)
 
 
@@ -265,7 +265,7 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
-    """Reads the number of codes that share a scale; None for a whole row."""
+    """Reads how many codes share a scale; None for a whole row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
         raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")

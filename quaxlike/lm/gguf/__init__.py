@@ -1,1 +1,1 @@
-"""GGUF, the format of llama.cpp: metadata, tokeniser and tensors in one or several files."""
+"""GGUF, llama.cpp's format: metadata, tokeniser and tensors in one or several files."""

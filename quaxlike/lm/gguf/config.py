@@ -37,9 +37,9 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """Builds transformers' `config.json` from the metadata of a GGUF file.
+    """Builds transformers' `config.json` from a GGUF file's metadata.
 
-    `shapes` has the shape of each tensor under its name in llama.cpp. `read` reads a tensor; this is needed
+    `shapes` has each tensor's shape under its name in llama.cpp. `read` reads a tensor; this is needed
     for the scaling factors of rotary frequencies. Returns {} for an unknown architecture.
 
     **Raises:** `CheckpointError` if a value does not have the type that its key demands.
@@ -148,7 +148,7 @@ def _rope(
     read: Callable[[str], np.ndarray],
     partial: bool,
 ) -> dict[str, Any]:
-    """Reads the scaling of rotary frequencies, and which part of a head is rotated."""
+    """Reads how rotary frequencies are scaled, and which part of a head is rotated."""
 
     def get(key: str) -> Any:
         return metadata.get(f"{prefix}rope.{key}")
@@ -196,7 +196,7 @@ _LOG = "yarn_log_multiplier"
 
 
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Reads the parameters of YaRN except its factor.
+    """Reads YaRN's parameters except its factor.
 
     llama.cpp multiplies cosines and sines by `attn_factor`, and also by the attention factor that YaRN
     derives from `factor`. transformers' `attention_factor` is their product.
@@ -220,7 +220,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Converts the YaRN entries of a `config.json` to metadata."""
+    """Converts YaRN's entries in a `config.json` to metadata."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
@@ -355,7 +355,7 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Like `metadata_of`, for the result of `completed`; errors name the checkpoint.
+    """Like `metadata_of`, after `completed`; errors name the checkpoint.
 
     **Raises:** `CheckpointError` if GGUF cannot express the configuration.
     """

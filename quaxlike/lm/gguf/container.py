@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp: metadata, tokeniser and tensors in one or several files.
+"""GGUF, llama.cpp's format: metadata, tokeniser and tensors in one or several files.
 
 Source: the specification, <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 """
@@ -48,7 +48,7 @@ class _Tensor(NamedTuple):
 
 
 class GgufFile(Mapping[str, Any]):
-    """The tensors of a GGUF file, by transformers' names if the architecture is known. Each lookup reads one.
+    """A GGUF file's tensors, by transformers' names if the architecture is known. Each lookup reads one.
 
     **Attributes:**
 
@@ -131,7 +131,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Lists the files of a split checkpoint."""
+    """Lists a split checkpoint's files."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]
@@ -184,7 +184,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
 ) -> dict[str, _Tensor]:
-    """Finds the positions of tensors. Raises unless they are inside the file and do not overlap."""
+    """Finds where tensors are. Raises unless they are inside the file and do not overlap."""
     path = file.path
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:

@@ -1,6 +1,6 @@
-"""Reading and writing the keys and values of a GGUF file.
+"""Reads and writes a GGUF file's keys and values.
 
-Files are untrusted: every count is compared with the size of the file before anything is allocated.
+Files are untrusted: every count is compared with the file size before anything is allocated.
 """
 
 import re
@@ -47,7 +47,7 @@ _ARRAYS = {f"tokenizer.ggml.{key}": dtype for key, dtype in
 
 
 class Cursor:
-    """A reading position in a file of known size."""
+    """A reading position in a file."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Conversion between tensors of llama.cpp and transformers: names, the order of rows, stacks of experts.
+"""Conversion between llama.cpp's and transformers' tensors: names, the order of rows, stacks of experts.
 
 llama.cpp has two stacks for gates and values, both `(experts, out, in)`. transformers has a single stack,
 with gates before values. In GPT-OSS they alternate instead, and the stack is `(experts, in, out)`.
@@ -57,7 +57,7 @@ def _parts(family: Family) -> dict[str, str]:
 
 
 def transformers_name(name: str, family: Family | None) -> str:
-    """Returns the transformers name of a llama.cpp tensor; the same name if there is none."""
+    """Returns transformers' name for a llama.cpp tensor; the same name if there is none."""
     if family is None:
         return name
     stem, _, kind = name.rpartition(".")
@@ -99,7 +99,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 def row_order(
     path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """Returns the permutation of the rows of q and k from the file; None if the order is the same."""
+    """Returns how the file permutes the rows in q and k; None if the order is the same."""
     found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
     family = family_of(metadata)
     if found is None or family is None or not (family.gguf and family.gguf.permuted):
@@ -129,7 +129,7 @@ _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def gate_and_up(name: str) -> tuple[str, str] | None:
-    """Returns the two llama.cpp tensors of a stack of experts; None for any other array."""
+    """Returns the two llama.cpp tensors for a stack of experts; None for any other array."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if found is None or found[2] not in _JOINED:
         return None
@@ -149,7 +149,7 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
-    """Makes the array of transformers from tensors of a file.
+    """Makes transformers' array from a file's tensors.
 
     These are one tensor, or gates and values. Each is `(experts, out, in)`, or `(experts, out)` for biases.
     With `interleaved`, gates and values alternate in transformers, and matrices are `(experts, in, out)`.
@@ -198,5 +198,5 @@ def _same(x: Any) -> Any:
 
 
 def _swapped(x: Any) -> Any:
-    """Swaps the inputs and outputs of matrices."""
+    """Swaps matrices' inputs and outputs."""
     return jnp.swapaxes(x, 1, 2)

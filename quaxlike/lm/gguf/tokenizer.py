@@ -49,7 +49,7 @@ LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a `tokenizer.json` from the metadata of a GGUF file.
+    """Builds a `tokenizer.json` from a GGUF file's metadata.
 
     `tokenizers.Tokenizer.from_str(json.dumps(…))` loads the result. The vocabulary may be byte-level BPE
     ("gpt2") or SentencePiece ("llama").
@@ -450,7 +450,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
 
 
 def _steps(described: Any, name: str) -> list[Any]:
-    """The steps of a sequence. A single step counts as a sequence."""
+    """Lists a sequence's steps. A single step counts as a sequence."""
     steps = described.get(name, described) if isinstance(described, dict) else described
     return steps if isinstance(steps, list) else [steps]
 
@@ -490,7 +490,7 @@ def ends_in_vocabulary(
 ) -> dict[str, int]:
     """Chooses metadata for the tokens that end a text. llama.cpp stops at each of these.
 
-    `vocabulary` is the result of `vocabulary_of`. `ends` are the tokens that end a text, and `answer` holds
+    `vocabulary` is from `vocabulary_of`. `ends` are the tokens that end a text, and `answer` holds
     the token that the chat template writes after an answer, if there is one.
 
     The token under the key `eos` has two more roles in llama.cpp: it may be appended to texts, and chat

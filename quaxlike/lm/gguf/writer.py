@@ -86,9 +86,9 @@ class Mixture(NamedTuple):
 
     **Attributes:**
 
-    - `kinds`: the type of each array that is named here.
-    - `rest`: the type of all others. None keeps them as they are.
-    - `output`: the type of the output layer, unless `kinds` has it. None treats it like all others.
+    - `kinds`: types for single arrays, by name.
+    - `rest`: the type for all others. None keeps them as they are.
+    - `output`: the output layer's type, unless `kinds` has it. None treats it like all others.
     - `file_type`: llama.cpp's number for the file. None derives it from most weights.
     """
 
@@ -230,7 +230,7 @@ def _kind(
 
 
 def _is_stored(value: Any, kind: str) -> bool:
-    """Whether the codes and scales of an array can be written unchanged as this type."""
+    """Whether an array's codes and scales can be written unchanged as this type."""
     if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
         return False
     whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0

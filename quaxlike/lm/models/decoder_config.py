@@ -84,7 +84,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """The configuration of a decoder, with the usual names of entries and with derived values."""
+    """A decoder's configuration, with the usual names of entries and with derived values."""
 
     hidden_size: int
     num_hidden_layers: int

@@ -44,7 +44,7 @@ class AbstractMemory(eqx.Module):
 
 
 class AbstractMixer(eqx.Module):
-    """A mixer module. Its fields have the names of the checkpoint, since weights are loaded by name."""
+    """A mixer module. Its fields have the checkpoint's names, since weights are loaded by name."""
 
     role: ClassVar[str] = "linear_attn"
     """The field of the layer that holds this mixer. `Family.parts` may rename it."""

@@ -74,7 +74,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
-        """Selects the layers of the model: a list, or one stacked layer."""
+        """Selects the model's layers: a list, or one stacked layer."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
         """The parts of the model that this task does not use. They get no adapters."""
