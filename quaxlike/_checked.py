@@ -119,7 +119,7 @@ def check_option(function: str, option: str, value: Any, hint: Any) -> None:
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is a `raise` in quaxlike."""
+    """Returns whether the innermost frame is a `raise` in quaxlike."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
@@ -221,5 +221,5 @@ def did_you_mean(
 
 
 def is_finite(x: Any) -> bool:
-    """Whether `x` is a finite Python number."""
+    """Returns whether `x` is a finite Python number."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max

@@ -36,7 +36,7 @@ class _Text(str):
 
 
 def fullmatch(pattern: str, text: str) -> bool:
-    """Whether an expression matches a whole text, like `re.fullmatch`.
+    """Returns whether an expression matches a whole text, like `re.fullmatch`.
 
     **Raises:** `PatternError`, a `ValueError`, for an expression with backreferences, flags or atomic groups,
     or if it takes too many steps.
@@ -45,7 +45,7 @@ def fullmatch(pattern: str, text: str) -> bool:
 
 
 def startmatch(pattern: str, text: str) -> bool:
-    """Whether an expression matches a text's beginning, like `re.match`.
+    """Returns whether an expression matches a text's beginning, like `re.match`.
 
     **Raises:** as for `fullmatch`.
     """
@@ -54,7 +54,7 @@ def startmatch(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
-    """Whether an expression matches the whole text, and whether it matches the beginning."""
+    """Returns whether an expression matches the whole text, and whether it matches the beginning."""
     try:
         ends = _run(compiled(pattern), _Text(text), {0})
     except RecursionError:
@@ -167,7 +167,7 @@ def _repeated(part: _Part, token: str) -> _Part:
 
 
 def is_pattern(x: Any) -> bool:
-    """Whether `x` is a supported expression."""
+    """Returns whether `x` is a supported expression."""
     try:
         return isinstance(x, str) and compiled(x) is not None
     except PatternError:
@@ -175,7 +175,7 @@ def is_pattern(x: Any) -> bool:
 
 
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches a layer's name."""
+    """Returns whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches a layer's name."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)
 
 

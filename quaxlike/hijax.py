@@ -98,7 +98,7 @@ class ValueType(HiType):
     # What the leaves are
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """The type of each leaf, and whether this type has that leaf too (a tangent has fewer)."""
+        """Returns the type of each leaf, and whether this type has that leaf too (a tangent has fewer)."""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:

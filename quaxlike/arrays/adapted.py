@@ -107,7 +107,7 @@ class AdaptedArray(GradientsArray):
         return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
-        """The names of the fields to train.
+        """Returns the names of the fields to train.
 
         By default, all fields with floating-point arrays, but `w` only if `gradients` is "train". Several
         adapters on one weight share all other fields.
@@ -116,7 +116,8 @@ class AdaptedArray(GradientsArray):
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
-        """The array that `merge` puts in its place, differentiable in all parts. Default: materialises."""
+        """Returns the array that `merge` puts in its place, differentiable in all parts. Default:
+        materialises."""
         return self.replace(gradients=strongest("pass", self.gradients)).materialise()
 
     def unmerged(self, weight: jax.Array) -> Any:
@@ -126,7 +127,7 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def adds_nothing(self) -> bool:
-        """Whether zeros in all parts leave the base unchanged.
+        """Returns whether zeros in all parts leave the base unchanged.
 
         If so, weights without an adapter can meet weights with one: in branches, and in
         [`quaxlike.stack_adapters`][]. Default: False.
@@ -168,7 +169,7 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def description(self) -> str:
-        """The description in [`quaxlike.summary`][]. Default: the class's name."""
+        """Returns the description in [`quaxlike.summary`][]. Default: the class's name."""
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
@@ -228,7 +229,7 @@ class AdaptedArray(GradientsArray):
 
 
 def innermost(x: Any) -> Any:
-    """The array inside all adapters."""
+    """Returns the array inside all adapters."""
     while isinstance(x, AdaptedArray):
         x = x.w
     return x
@@ -240,7 +241,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _decides(w: Any) -> bool:
-    """Whether a base decides about its own gradients."""
+    """Returns whether a base decides about its own gradients."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
@@ -261,7 +262,7 @@ def reached_by(x: _Self, operand: Any) -> _Self:
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
-    """The gradients of the base of `like`.
+    """Returns the gradients of the base of `like`.
 
     These include the gradients about which it decides for itself, unless the bases of the others do so as
     well.
@@ -284,13 +285,13 @@ def _is_inexact(x: Any) -> bool:
 
 
 def array_fields(x: AdaptedArray) -> list[str]:
-    """The names of the fields that are not static."""
+    """Returns the names of the fields that are not static."""
     cls: Any = type(x)
     return _array_fields(cls)
 
 
 def frozen_parts(x: AdaptedArray) -> list[str]:
-    """The names of the untrained parts. Several adapters may share these."""
+    """Returns the names of the untrained parts. Several adapters may share these."""
     own = ("w", "key", *x.trained())
     return [name for name in array_fields(x) if name not in own]
 
@@ -313,12 +314,12 @@ def _words(cls: Any) -> dict[str, list[Any]]:
 
 
 def knows_axes(x: AdaptedArray) -> bool:
-    """Whether the axes of all parts are known."""
+    """Returns whether the axes of all parts are known."""
     return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
-    """The labels of the axes of `w` and of each existing part.
+    """Returns the labels of the axes of `w` and of each existing part.
 
     A label is the corresponding axis of the whole array, or negative if there is none.
     """
@@ -326,7 +327,7 @@ def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:
 
 
 def matrix_labels(x: AdaptedArray) -> set[int]:
-    """The labels of all axes except batch axes."""
+    """Returns the labels of all axes except batch axes."""
     n, _ = _labels(*_form(x))
     return {n + axis for axis in (*x.out_axes, *x.in_axes)}
 
@@ -346,7 +347,7 @@ def _labels(
     out_axes: tuple[int, ...],
     in_axes: tuple[int, ...],
 ) -> tuple[int, dict[str, Labels]]:
-    """The number of axes of the whole array, and the labels."""
+    """Returns the number of axes of the whole array, and the labels."""
     size = {"out": len(out_axes), "in": len(in_axes)}
     parts: dict[str, Any] = {}  # their words, and the number of their batch axes
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):

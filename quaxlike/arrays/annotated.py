@@ -172,7 +172,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 
 def of_elements(jaxpr: Any, consts: Sequence[Any], elements: Iterable[Any]) -> list[Any]:
-    """The results of a function that a primitive applies to elements. Only read their metadata."""
+    """Returns the results of a function that a primitive applies to elements. Only read their metadata."""
     fn = jexc.jaxpr_as_fun(compat.closed(jaxpr, consts))
     out: list[Any] = []
     jax.eval_shape(lambda *xs: out.extend(quaxify(fn)(*xs)), *elements)

@@ -58,7 +58,7 @@ def each(
 
 
 def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
-    """The fields for output and input axes in `order`, if they change; None if they cannot."""
+    """Returns the fields for output and input axes in `order`, if they change; None if they cannot."""
     n = x.ndim
     at = {label: axis - len(order) for axis, label in enumerate(order)}
     old = {"out_axes": x.out_axes, "in_axes": x.in_axes}
@@ -154,7 +154,7 @@ def _squeeze(x: AdaptedArray, *, dimensions: Sequence[Any]):
 
 
 def _can_be_cut(x: AdaptedArray, axes: Collection[int]) -> bool:
-    """Whether slicing the array along these axes slices its parts."""
+    """Returns whether slicing the array along these axes slices its parts."""
     if not knows_axes(x):
         return False
     apart = {"out": x.out_axes, "in": x.in_axes}
@@ -260,7 +260,7 @@ def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _form(x: AdaptedArray) -> Any:
-    """The properties that joined adapters must share."""
+    """Returns the properties that joined adapters must share."""
     matrix = matrix_labels(x)
     core: dict[str, Any] = {}
     for name, own in labels_of(x).items():
@@ -319,7 +319,8 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """The shortest runs of old axes that become runs of new axes. There must be elements, and axes."""
+    """Returns the shortest runs of old axes that become runs of new axes. There must be elements, and
+    axes."""
     groups: list[tuple[Sequence[int], Sequence[int]]] = []
     i = j = 0
     while i < len(old) and j < len(new):

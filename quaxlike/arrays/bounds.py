@@ -22,7 +22,7 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """The start, end and step of a `slice` along each axis, and the axes it shortens."""
+    """Returns the start, end and step of a `slice` along each axis, and the axes it shortens."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
@@ -61,7 +61,7 @@ def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: 
 
 
 def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
-    """The value that `gather` returns out of bounds; None for a mode that never fills.
+    """Returns the value that `gather` returns out of bounds; None for a mode that never fills.
 
     **Arguments:**
 
@@ -87,7 +87,7 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Which slices of a `gather` lie inside its operand. A NumPy array if the indices are concrete.
+    """Returns which slices of a `gather` lie inside its operand. A NumPy array if the indices are concrete.
 
     **Arguments:**
 
@@ -109,7 +109,7 @@ def fills(
     slice_sizes: Sequence[int],
     mode: Any,
 ) -> bool:
-    """Whether a `gather` may read out of bounds, and then fill. Arguments as for `in_bounds`."""
+    """Returns whether a `gather` may read out of bounds, and then fill. Arguments as for `in_bounds`."""
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return False
     inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)

@@ -135,7 +135,7 @@ def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
 
 
 def common_dtype(*arrays: Any) -> Any:
-    """The dtype to compute with, by JAX's standard promotion rules (even if others are set)."""
+    """Returns the dtype to compute with, by JAX's standard promotion rules (even if others are set)."""
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
@@ -145,12 +145,12 @@ def common_dtype(*arrays: Any) -> Any:
 
 
 def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """The dtype that `dot_general(x, y)` has."""
+    """Returns the dtype that `dot_general(x, y)` has."""
     return np.dtype(common_dtype(x, y) if preferred_element_type is None else preferred_element_type)
 
 
 def in_float32(dtype: Any) -> Any:
-    """The dtype to compute with, at least float32."""
+    """Returns the dtype to compute with, at least float32."""
     return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -15,7 +15,7 @@ from ..core import compat
 
 
 def is_infinite(y: Any) -> bool:
-    """Whether a factor is known to be infinite or NaN.
+    """Returns whether a factor is known to be infinite or NaN.
 
     Applied to each term of a sum, it could turn them into opposite infinities, and the sum into NaN.
     """
@@ -24,7 +24,7 @@ def is_infinite(y: Any) -> bool:
 
 
 def multiplies_nothing(x: Any, y: Any) -> bool:
-    """Whether neither `x` nor its product with `y` has any elements.
+    """Returns whether neither `x` nor its product with `y` has any elements.
 
     Then we may not multiply any nonempty part of `x`: it could become infinite, and its gradient, which is
     zero, NaN.

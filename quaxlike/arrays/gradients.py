@@ -18,12 +18,12 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """The mark for combined arrays: if one lets gradients through, all do."""
+    """Returns the mark for combined arrays: if one lets gradients through, all do."""
     return max(marks, key=_ORDER.index)
 
 
 def trained_if(train: bool) -> Gradients:
-    """The mark for a part that is either trained or frozen."""
+    """Returns the mark for a part that is either trained or frozen."""
     return "train" if train else "none"
 
 

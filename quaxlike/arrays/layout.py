@@ -77,19 +77,21 @@ class Layout:
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of all output axes, after a stack's axes."""
+        """Returns the sizes of all output axes, after a stack's axes."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of all input axes, after a stack's axes. A convolution has channels, then its window."""
+        """Returns the sizes of all input axes, after a stack's axes. A convolution has channels, then its
+        window."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
 
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of all other axes."""
+        """Returns the sizes of all other axes."""
         matrix = {len(shape) + axis for axis in (*self.out_axes, *self.in_axes)}
         return tuple(size for i, size in enumerate(shape) if i not in matrix)
 
     def fits(self, shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-        """Whether a layer with this weight may have this bias: its outputs, with trailing axes of size 1."""
+        """Returns whether a layer with this weight may have this bias: its outputs, with trailing axes of
+        size 1."""
         out = self.out_shape(shape)
         return bias[: len(out)] == out and set(bias[len(out) :]) <= {1}

@@ -53,7 +53,8 @@ def _fused_product(lora: LoraArray, x: Any, *, on_left: bool, dimension_numbers:
 
 
 def _fused(lora: LoraArray, summed: tuple[int, ...], x: Any) -> bool:
-    """Whether the kernel supports this: `x @ W.T` for one matrix, with all activations in one dtype."""
+    """Returns whether the kernel supports this: `x @ W.T` for one matrix, with all activations in one
+    dtype."""
     if is_value(lora.a) or is_value(lora.b):
         return False
     one_matrix = lora.ndim == lora.a.ndim == lora.b.ndim == 2 and len(summed) == 1

@@ -22,7 +22,8 @@ class Axis(NamedTuple):
     or_one: bool = False
 
     def implies(self, other: "Axis") -> bool:
-        """Whether every size allowed here is allowed by `other`, ignoring sizes shared between axes."""
+        """Returns whether every size allowed here is allowed by `other`, ignoring sizes shared between
+        axes."""
         return other == Axis() or self == other or (other.or_one and self._replace(or_one=True) == other)
 
 
@@ -75,13 +76,13 @@ class ArrayKind:
         return True
 
     def _axes(self, ndim: int) -> list[Axis | None] | None:
-        """The constraint on each axis if there are `ndim` axes, or None if `ndim` does not fit."""
+        """Returns the constraint on each axis if there are `ndim` axes, or None if `ndim` does not fit."""
         last = self.last or ()
         more = ndim - len(self.first) - len(last)
         return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
 
     def implies(self, other: "ArrayKind") -> bool:
-        """Whether every array of this kind is also an `other`. May be False if it is not obvious."""
+        """Returns whether every array of this kind is also an `other`. May be False if it is not obvious."""
         if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
             return False
         if (self.first, self.last) == (other.first, other.last):
@@ -103,7 +104,7 @@ class ArrayKind:
         return all(known) and all(len(axes) == 1 for axes in same.values())
 
     def excludes(self, other: "ArrayKind") -> bool:
-        """Whether no array is of both kinds. May be False if it is not obvious."""
+        """Returns whether no array is of both kinds. May be False if it is not obvious."""
         if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
             return True
         for x, y in ((self, other), (other, self)):
@@ -145,7 +146,7 @@ def _is_of_dtype(dtype: Any, wanted: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _dtypes(wanted: Any) -> frozenset[Any]:
-    """The JAX dtypes of a jaxtyping class."""
+    """Returns the JAX dtypes of a jaxtyping class."""
     return frozenset(dtype for dtype in _all_dtypes() if _is_of_dtype(dtype, wanted))
 
 

@@ -27,7 +27,7 @@ class Beyond:
         self._types = [jax.Array if t is None or i in places else t for i, t in enumerate(types)]
 
     def applies_to(self, operands: Sequence[Any]) -> bool:
-        """Whether the rule also accepts the dtypes and shapes of these operands."""
+        """Returns whether the rule also accepts the dtypes and shapes of these operands."""
         if not all(x.follows_rules() for i, x in enumerate(operands) if is_value(x) and i not in self.places):
             return False
         typed = enumerate(zip(operands, self._types, strict=True))
@@ -66,7 +66,8 @@ def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
 
 
 def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
-    """The places where a rule takes only an array but has a Value; None if it cannot take an operand."""
+    """Returns the places where a rule takes only an array but has a Value; None if it cannot take an
+    operand."""
     annotations = rule.annotations(len(types))
     if len(annotations) != len(types):
         return None

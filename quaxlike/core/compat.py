@@ -56,7 +56,7 @@ def hide_file(path: str) -> None:
 
 
 def drops_frames(error: Exception) -> bool:
-    """Whether `jax_traceback_filtering` lets us drop frames from this error.
+    """Returns whether `jax_traceback_filtering` lets us drop frames from this error.
 
     If so, this also removes JAX's first traceback, which shows where an equation was made.
     """
@@ -68,7 +68,7 @@ def drops_frames(error: Exception) -> bool:
 
 
 def current_traceback() -> Any:
-    """The recorded traceback of JAX's current equation, or None."""
+    """Returns the recorded traceback of JAX's current equation, or None."""
     return source_info_util.current().traceback
 
 
@@ -105,7 +105,7 @@ trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
-    """Whether 64-bit types are enabled. Faster than a lookup by name."""
+    """Returns whether 64-bit types are enabled. Faster than a lookup by name."""
     return config.enable_x64.value
 
 
@@ -214,7 +214,7 @@ _closed_lock = threading.Lock()
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The open jaxpr inside a closed one without constants. Some primitives carry an open one."""
+    """Returns the open jaxpr inside a closed one without constants. Some primitives carry an open one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -222,7 +222,7 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """The transpose rule of a primitive, as a function returning cotangents.
+    """Returns the transpose rule of a primitive, as a function returning cotangents.
 
     Some rules in JAX add to accumulators instead; these are wrapped.
     """
@@ -242,17 +242,17 @@ def weakly_cached(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_invars(jaxpr: Any) -> list[Any]:
-    """The constvars of an open jaxpr, followed by its invars."""
+    """Returns the constvars of an open jaxpr, followed by its invars."""
     return jaxpr.all_invars if hasattr(jaxpr, "all_invars") else [*jaxpr.constvars, *jaxpr.invars]
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Whether an equation was traced under a setting with an effect even when running eagerly."""
+    """Returns whether an equation was traced under a setting with an effect even when running eagerly."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def is_differentiated(x: Any) -> bool:
-    """Whether an array is visibly being differentiated."""
+    """Returns whether an array is visibly being differentiated."""
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
@@ -270,7 +270,7 @@ def flat_tree(leaves: list[Any]) -> Any:
 
 
 def literal_of(x: Any) -> Any:
-    """The number behind a tracer, if it is a literal in a staged program; else `x` itself."""
+    """Returns the number behind a tracer, if it is a literal in a staged program; else `x` itself."""
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 
@@ -283,7 +283,7 @@ def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are its carry."""
+    """Returns how many of a scan's operands are constants, and how many are its carry."""
     if "ft_in" in params:  # from JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -293,7 +293,7 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
 def scan_params(
     params: dict[str, Any], jaxpr: Any, consts: int, carry: int, xs: int, ys: int
 ) -> dict[str, Any]:
-    """The parameters of a scan with another body, and other numbers of operands and results."""
+    """Returns the parameters of a scan with another body, and other numbers of operands and results."""
     if flattree is not None:
         return params | {
             "jaxpr": jaxpr,
@@ -308,7 +308,7 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def is_jit_without_options(fun: Any) -> bool:
-    """Whether `fun` was made by `jax.jit(f)`, without any options."""
+    """Returns whether `fun` was made by `jax.jit(f)`, without any options."""
     if type(fun) is not _JITTED:  # another wrapper may have copied its attributes
         return False
     info = cast(Any, fun)._jit_info
@@ -324,7 +324,8 @@ def is_jit_without_options(fun: Any) -> bool:
 
 
 def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
-    """Whether a jit is inlined, without an equation of its own. (Since JAX 0.11, `inline` is an enum.)"""
+    """Returns whether a jit is inlined, without an equation of its own. (Since JAX 0.11, `inline` is an
+    enum.)"""
     inline = params["inline"]
     if isinstance(inline, bool):
         return inline
@@ -352,7 +353,7 @@ def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    """The primitives in `jax.extend.core.primitives`."""
+    """Returns the primitives in `jax.extend.core.primitives`."""
     shown = {n: p for n, p in vars(jexc.primitives).items() if isinstance(p, jexc.Primitive)}
     return {name: (p,) for n, p in shown.items() for name in (n.removesuffix("_p"), p.name)}
 
@@ -367,7 +368,7 @@ def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """How many operands a primitive takes; None if this varies, or its rules do not show it."""
+    """Returns how many operands a primitive takes; None if this varies, or its rules do not show it."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
@@ -394,22 +395,22 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
-    """Whether this frame is an array's operator, which may defer to the other operand."""
+    """Returns whether this frame is an array's operator, which may defer to the other operand."""
     return frame.f_code.co_name.startswith("_operator_")
 
 
 def is_check_of_argument(frame: types.FrameType) -> bool:
-    """Whether this frame checks an argument of a jax.numpy function."""
+    """Returns whether this frame checks an argument of a jax.numpy function."""
     return frame.f_code.co_name == "_arraylike"
 
 
 def asking_function(frame: Any) -> str | None:
-    """The name of the jax.numpy function checking its arguments in this frame."""
+    """Returns the name of the jax.numpy function checking its arguments in this frame."""
     return _local(frame, "fun_name", str)
 
 
 def asking_primitive(frame: Any) -> jexc.Primitive | None:
-    """The primitive being bound, if this frame converts one of its operands."""
+    """Returns the primitive being bound, if this frame converts one of its operands."""
     return _local(frame, "self", jexc.Primitive)
 
 
@@ -422,7 +423,7 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """The recorded traceback of the equation interpreted by this frame, or None.
+    """Returns the recorded traceback of the equation interpreted by this frame, or None.
 
     JAX's interpreters hold it in a variable `eqn`, and ours in `step`.
     """
@@ -433,17 +434,17 @@ def traceback_of_equation(frame: types.FrameType) -> Any:
 
 
 def is_jacfwd(frame: types.FrameType) -> bool:
-    """Whether this frame is a function from `jax.jacfwd`."""
+    """Returns whether this frame is a function from `jax.jacfwd`."""
     return frame.f_code.co_name == "jacfun" and "jacfwd" in frame.f_code.co_qualname
 
 
 def has_unsortable_keys(error: ValueError) -> bool:
-    """Whether JAX refuses to flatten a dictionary because its keys cannot be sorted."""
+    """Returns whether JAX refuses to flatten a dictionary because its keys cannot be sorted."""
     return "sorting pytree dictionary keys" in str(error)
 
 
 def wants_concrete(error: Exception) -> bool:
-    """Whether JAX asks for the number behind a tracer, as for a shape or an `if`."""
+    """Returns whether JAX asks for the number behind a tracer, as for a shape or an `if`."""
     return re.search("concrete|must (have|be) static", str(error)) is not None
 
 
@@ -461,7 +462,7 @@ def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The manual mesh axes over which `x` varies."""
+    """Returns the manual mesh axes over which `x` varies."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
 
@@ -476,13 +477,13 @@ def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Whether a tracer is `jax.jacfwd`'s zeros for a missing tangent."""
+    """Returns whether a tracer is `jax.jacfwd`'s zeros for a missing tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
 
 def lowers_with_devices(jaxpr: Any) -> bool:
-    """Whether any equation of a closed jaxpr needs to know its devices when lowered."""
+    """Returns whether any equation of a closed jaxpr needs to know its devices when lowered."""
     return dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jaxpr))
 
 
@@ -587,7 +588,7 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def named_axes() -> dict[Hashable, int]:
-    """The named axes of `vmap` and `shard_map` for collectives here, with their sizes."""
+    """Returns the named axes of `vmap` and `shard_map` for collectives here, with their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 

@@ -124,7 +124,7 @@ def _fields_if_plain(cls: type) -> tuple[str, ...] | None:
 
 
 def _sets_fields(cls: type) -> bool:
-    """Whether `dataclasses` generated `__init__`, and nothing else runs on construction."""
+    """Returns whether `dataclasses` generated `__init__`, and nothing else runs on construction."""
     return (
         # Dataclasses compile their generated `__init__` from a string.
         getattr(cls.__init__, "__code__", None) is not None
@@ -170,7 +170,7 @@ def _static_fields(cls: type) -> tuple[str, ...]:
 
 
 def leaves_of(static: Any) -> list[Any]:
-    """The leaves of a static field, even if its dictionaries have unsortable keys."""
+    """Returns the leaves of a static field, even if its dictionaries have unsortable keys."""
     if isinstance(static, dict):
         return [leaf for part in (*static.keys(), *static.values()) for leaf in leaves_of(part)]
     if isinstance(static, list | tuple | set | frozenset):

@@ -16,12 +16,12 @@ from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Whether these leaves (or avals) belong to a derivative without its integer leaves."""
+    """Returns whether these leaves (or avals) belong to a derivative without its integer leaves."""
     return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
 
 
 def derivative_alone(cls: type) -> ValueError:
-    """The error for using a derivative whose pattern is missing."""
+    """Makes the error for using a derivative whose pattern is missing."""
     return ValueError(
         f"The derivative of a function that returns {cls.__qualname__} was used as an array. JAX "
         "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
@@ -31,7 +31,7 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
+    """Returns whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
     # `jax.jacfwd` runs under `vmap`, so eagerly this cannot happen, and we need not look at the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
@@ -39,7 +39,7 @@ def lacks_tangents(value: Any) -> bool:
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Whether this frame's function returns the result to `jax.jacfwd`.
+    """Returns whether this frame's function returns the result to `jax.jacfwd`.
 
     This holds if no frame of another function lies between them.
     """

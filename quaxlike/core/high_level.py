@@ -55,5 +55,5 @@ primitive_of: Callable[[type], HighLevelPrimitive] = compat.weakly_cached(
 
 
 def is_high_level(cls: Any) -> bool:
-    """Whether `cls` is a class of high-level primitives."""
+    """Returns whether `cls` is a class of high-level primitives."""
     return isinstance(cls, type) and HiPrim is not None and issubclass(cls, HiPrim)

@@ -121,7 +121,7 @@ def as_dense(out: Any, hook: str) -> Any:
 
 
 def remedy(value: Any, error: Exception) -> str:
-    """What to do about a hook which fails because it is traced; empty for other reasons.
+    """Returns what to do about a hook which fails because it is traced; empty for other reasons.
 
     We trace hooks to infer shapes, and so does the user under `jit`.
     """
@@ -165,7 +165,7 @@ def _numbers(value: Any) -> Iterator[str]:
 
 
 def _is_of_numbers(hint: Any) -> bool:
-    """Whether an annotation is `int`, `bool`, or a sequence of these, possibly optional."""
+    """Returns whether an annotation is `int`, `bool`, or a sequence of these, possibly optional."""
     parts = [x for x in typing.get_args(hint) if x not in (type(None), ...)]
     return hint in (int, bool) or (bool(parts) and all(map(_is_of_numbers, parts)))
 
@@ -185,14 +185,14 @@ class Endless(ValueError):
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """The code that decides a class's shape: its own `aval`, or `materialise`."""
+    """Returns the code that decides a class's shape: its own `aval`, or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
 
 
 def computes_with_itself(hook: types.CodeType) -> str:
-    """The message for endless recursion of a hook."""
+    """Returns the message for endless recursion of a hook."""
     name = hook.co_qualname.rpartition("<locals>.")[2]
     return (
         f"`{name}` at {hook.co_filename}:{hook.co_firstlineno} computes with the Value itself, and so calls "
@@ -202,12 +202,12 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """The error for recursion of a hook: unchanged inside other hooks, else a `RuleError`."""
+    """Makes the error for recursion of a hook: unchanged inside other hooks, else a `RuleError`."""
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """The error for a field other than an array. (JAX would replace a `TypeError` by its own.)"""
+    """Makes the error for a field other than an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(

@@ -43,7 +43,7 @@ batching.primitive_batchers[index_p] = _batching
 
 
 def _as_gather(indices: Any, *, shape: Sequence[int], axes: Any, sizes: Sequence[int]) -> Any:
-    """The operands and parameters of a `gather` with these indices."""
+    """Returns the operands and parameters of a `gather` with these indices."""
     if isinstance(axes, int):
         indices, axes = jnp.expand_dims(indices, -1), (axes,)
     num_batch = indices.ndim - 1

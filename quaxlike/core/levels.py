@@ -11,7 +11,8 @@ from . import compat
 
 
 def level_of(value: Any | None = None) -> Any:
-    """The innermost running level, or the innermost one that dispatches on `value`; None if there is none."""
+    """Returns the innermost running level, or the innermost one that dispatches on `value`; None if there is
+    none."""
 
     def ours(trace: Any) -> bool:
         return hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
@@ -40,7 +41,7 @@ running = _Running()
 
 
 def has_operators(value: Any) -> bool:
-    """Whether this Value has operators here, if its type does not define any.
+    """Returns whether this Value has operators here, if its type does not define any.
 
     It has them if a level dispatches on it. Inside a rule, so do the Values inside operands.
     """
@@ -56,7 +57,7 @@ def has_operators(value: Any) -> bool:
 
 
 def not_dispatched(value: Any, what: str) -> str:
-    """The error message for a Value outside every `quaxify`."""
+    """Returns the error message for a Value outside every `quaxify`."""
     return (
         f"{type(value).__name__} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")

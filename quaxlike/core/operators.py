@@ -99,7 +99,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """The bytes of the leaves: what the value occupies, not what its dense array would."""
+    """Returns the bytes of the leaves: what the value occupies, not what its dense array would."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 

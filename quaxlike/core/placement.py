@@ -80,7 +80,7 @@ def _require_placed(value: Value, name: str) -> None:
 
 
 def _follow(slot: LeafLayout, spec: jax.P, found: list[Any]) -> bool:
-    """Whether the leaves are placed as `spec` for the logical array would place them."""
+    """Returns whether the leaves are placed as `spec` for the logical array would place them."""
     try:
         expected = leaf_specs(slot, spec)
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def takes_no_like(cls: Any) -> bool:
-    """Whether the class's `promote` may be called without `like`: see `Value.promote`."""
+    """Returns whether the class's `promote` may be called without `like`: see `Value.promote`."""
     like = inspect.signature(cls.promote).parameters.get("like")
     return like is not None and like.default is not like.empty
 
@@ -52,7 +52,7 @@ hooks = _Hooks()
 
 
 def either(a: Any, b: Any) -> Any:
-    """The constant of an array that is one of two."""
+    """Returns the constant for an array that may be either of two, with constants `a` and `b`."""
     if a is None or b is None or hooks.placeholders is None:
         return None
     return hooks.placeholders.either(a, b)

@@ -99,7 +99,7 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """The mode in force. It is part of every cached jaxpr's key."""
+    """Returns the mode in force. It is part of every cached jaxpr's key."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
@@ -158,7 +158,7 @@ def dense_operands(
 
 
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The result if no rule matches.
+    """Returns the result if no rule matches.
 
     We try an overridden `default`, then a rule for only some dense operands, and finally make all
     operands dense.
@@ -227,7 +227,7 @@ def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
 
 
 def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
-    """Whether two flattened Values have identical arrays and equal statics."""
+    """Returns whether two flattened Values have identical arrays and equal statics."""
     return len(x[0]) == len(y[0]) and all(map(operator.is_, x[0], y[0])) and x[1] == y[1]
 
 
@@ -254,7 +254,7 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """The strictest policy among the types, including nested Values."""
+    """Returns the strictest policy among the types, including nested Values."""
     found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
     # One operand's type may forbid what another allows. The stricter one wins, so nothing is lost unnoticed.
     return max(found | {"allow"}, key=_MODES.index)
@@ -301,7 +301,7 @@ class _Materialisation:
         return sum(map(_logical_bytes, self.values))
 
     def message(self, *, happened: bool = False) -> str:
-        """What is materialised, where and why, and what to do about it."""
+        """Returns what is materialised, where and why, and what to do about it."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
@@ -320,7 +320,7 @@ class _Materialisation:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """How to materialise on purpose: the types' own `to_materialise`, or else "allow"."""
+        """Returns how to materialise on purpose: the types' own `to_materialise`, or else "allow"."""
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):
             return instead
@@ -354,7 +354,7 @@ class _Materialisation:
         return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
 
     def _ranked(self) -> list[tuple[int, Rule]]:
-        """The primitive's rules, each with the number of mismatching operands.
+        """Returns the primitive's rules, each with the number of mismatching operands.
 
         Rules for the operands' own types come first, and among them the best fits.
         """

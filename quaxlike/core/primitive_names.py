@@ -36,7 +36,7 @@ _FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "cop
 
 
 def function_called(name: str) -> tuple[str, Any] | None:
-    """The JAX function with this (NumPy-like) name, and its full name."""
+    """Returns the JAX function with this (NumPy-like) name, and its full name."""
     for module, namespace in MODULES.items():
         if callable(function := getattr(namespace, name, None)) and not isinstance(function, type):
             return f"{module}.{name}", function
@@ -44,7 +44,7 @@ def function_called(name: str) -> tuple[str, Any] | None:
 
 
 def primitives_of(function: Any) -> list[str]:
-    """The names of the primitives of a JAX or NumPy function.
+    """Returns the names of the primitives of a JAX or NumPy function.
 
     We find them by calling it with small arrays. If no call works, or for any other function, returns none.
     """

@@ -207,7 +207,7 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
 
 
 def _is_outermost() -> bool:
-    """Whether this call is neither traced nor recorded."""
+    """Returns whether this call is neither traced nor recorded."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
 
 
@@ -273,7 +273,7 @@ def _name_culprit(error: Exception, call: Any) -> None:
 
 
 def _is_instance(x: Any) -> bool:
-    """Whether `x` is an instance of a Value type, possibly with missing parts.
+    """Returns whether `x` is an instance of a Value type, possibly with missing parts.
 
     An incomplete Value passes through untouched, with everything inside it.
     """
@@ -281,7 +281,7 @@ def _is_instance(x: Any) -> bool:
 
 
 def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Whether the filter selects a Value it passed by, or that was not an argument.
+    """Returns whether the filter selects a Value it passed by, or that was not an argument.
 
     If the filter is a prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`.
     """
@@ -292,7 +292,7 @@ def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value
 
 
 def value_of(x: Any) -> Any:
-    """The Value behind an operand inside a quaxified function; returns anything else unchanged.
+    """Returns the Value behind an operand inside a quaxified function; returns anything else unchanged.
 
     Use this to inspect a Value (its static fields, for instance), or to compute something no primitive
     expresses. The arrays inside the Value belong to the level outside the `quaxify`.

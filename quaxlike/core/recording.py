@@ -101,7 +101,7 @@ def describe(x: Any) -> str:
 
 
 def user_source() -> tuple[SourceLine, SourceLine | None]:
-    """The user's line being executed, and the innermost line of a library it called, or None."""
+    """Returns the user's line being executed, and the innermost line of a library it called, or None."""
     first: SourceLine | None = None
     for line in source_lines():
         if not is_library(line.file):
@@ -116,7 +116,7 @@ _CALLERS = values.__file__
 
 
 def endless(error: RecursionError) -> str | None:
-    """The message for endless recursion of a rule or hook; None if there is none.
+    """Returns the message for endless recursion of a rule or hook; None if there is none.
 
     Little of Python's stack is left here, so we may not call anything which memoises errors, as beartype does
     for plum.
@@ -149,7 +149,7 @@ def in_bytes(size: int) -> str:
 
 
 def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
-    """The error for a Value's tracer used after its quaxified function has returned.
+    """Makes the error for a Value's tracer used after its quaxified function has returned.
 
     **Arguments:**
 

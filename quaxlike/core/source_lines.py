@@ -38,7 +38,7 @@ class SourceLine(NamedTuple):
 
 
 def source_lines() -> Iterator[SourceLine]:
-    """The lines outside JAX and this package being executed, innermost first.
+    """Returns the lines outside JAX and this package being executed, innermost first.
 
     An equation of a jaxpr is not on Python's stack, but it keeps the lines where it was staged.
     """
@@ -50,13 +50,13 @@ def source_lines() -> Iterator[SourceLine]:
 
 
 def lines_of_error(error: BaseException) -> list[SourceLine]:
-    """The lines of an error's traceback outside JAX and this package, innermost first."""
+    """Returns the lines of an error's traceback outside JAX and this package, innermost first."""
     frames = reversed([*traceback.walk_tb(error.__traceback__)])
     return [line for frame, number in frames for line in _lines_in(frame, number)]
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """The line of this frame, or the lines where its equation was staged."""
+    """Returns the line of this frame, or the lines where its equation was staged."""
     file = frame.f_code.co_filename
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
@@ -65,7 +65,7 @@ def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
 
 
 def lines_of(eqn: jexc.JaxprEqn) -> Iterator[SourceLine]:
-    """The lines outside JAX and this package where an equation was staged, innermost first."""
+    """Returns the lines outside JAX and this package where an equation was staged, innermost first."""
     return _recorded_lines(eqn.source_info.traceback)
 
 
@@ -87,7 +87,7 @@ _MACHINERY = (*_folders("jax", "jaxlib"), *_CHECKERS)
 
 
 def calling_frame() -> types.FrameType:
-    """The frame of our caller's caller, skipping frames which only check annotations."""
+    """Returns the frame of our caller's caller, skipping frames which only check annotations."""
     frame: Any = sys._getframe(0)  # pyright: ignore[reportPrivateUsage]
     for _ in range(2):
         frame = frame.f_back
@@ -107,7 +107,7 @@ def is_internal(file: str) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to an installed library, rather than to the user's own code."""
+    """Returns whether a file belongs to an installed library, rather than to the user's own code."""
     return f"-packages{os.sep}" in file
 
 

@@ -231,7 +231,7 @@ class QuaxTrace(jax.core.Trace):
         return self.fallback(key[0], operands, params) if out is NotImplemented else out
 
     def fallback(self, primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result if no rule matches: a built-in of the interpreter, or else the default."""
+        """Returns the result if no rule matches: a built-in of the interpreter, or else the default."""
         builtin = BUILTIN.get(primitive.name) or BUILTIN.get(getattr(primitive, "family", ""))
         rest = functools.partial(builtin or by_default, self)
         if (recorder := recording.active()) is not None:
@@ -239,7 +239,7 @@ class QuaxTrace(jax.core.Trace):
         return rest(primitive, operands, params)
 
     def try_rules(self, key: tuple[Any, ...], operands: list[Any], params: dict[str, Any]) -> Any:
-        """The result of the first rule which does not decline; `NotImplemented` if all do."""
+        """Returns the result of the first rule which does not decline; `NotImplemented` if all do."""
         primitive = key[0]
         rules = self.resolver.cache.get(key)
         if rules is None:
@@ -263,11 +263,11 @@ class QuaxTrace(jax.core.Trace):
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
     def dispatches_on(self, value: Value) -> bool:
-        """Whether this level dispatches on a Value from elsewhere."""
+        """Returns whether this level dispatches on a Value from elsewhere."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
-        """Whether this level can reach the arrays of a late Value.
+        """Returns whether this level can reach the arrays of a late Value.
 
         If not, they belong to a transform inside the quaxified function. Boxing the Value here would bypass
         that transform, and (say) drop its derivative.
@@ -286,7 +286,7 @@ class QuaxTrace(jax.core.Trace):
         return tracer
 
     def claims(self, tracer: ValueTracer) -> bool:
-        """Whether another level adopted the tracer's Value, and this level takes it as well.
+        """Returns whether another level adopted the tracer's Value, and this level takes it as well.
 
         JAX caches what it traces. If a function made outside closes over a Value, and goes through `jax.jit`
         or a scan within `quaxify`, then the cached constants include the tracer of that first call.
@@ -359,7 +359,7 @@ class QuaxTrace(jax.core.Trace):
 
 
 def _is_no_array(x: Any) -> bool:
-    """Whether `x` has another JAX type, such as a token."""
+    """Returns whether `x` has another JAX type, such as a token."""
     try:
         return not isinstance(jax.typeof(x), jax.core.ShapedArray)
     except TypeError:  # perhaps something convertible
@@ -367,7 +367,7 @@ def _is_no_array(x: Any) -> bool:
 
 
 def _below(level: QuaxTrace) -> list[Any]:
-    """The tag of a level, followed by the traces below it and their tags."""
+    """Returns the tag of a level, followed by the traces below it and their tags."""
     below, trace = [level.tag], level.parent_trace
     while trace is not None:
         below += [trace, getattr(trace, "tag", trace)]
@@ -398,7 +398,7 @@ def stage(value: Value) -> Any:
 
 
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
-    """Whether a primitive is (or carries) an equation for making a Value.
+    """Returns whether a primitive is (or carries) an equation for making a Value.
 
     A custom derivative counts as well, since its functions may make one when they run.
     """

@@ -113,7 +113,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """The JAX type of this value, as seen by code using it."""
+        """Returns the JAX type of this value, as seen by code using it."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
@@ -195,7 +195,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return None
 
     def follows_rules(self) -> bool:
-        """Whether the rules registered for this type apply to this value.
+        """Returns whether the rules registered for this type apply to this value.
 
         By default they do. If not, `default` is called, or the value is materialised.
         """
@@ -245,7 +245,7 @@ class ArrayValue(Value):
     """
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of the dense array. By default, inferred from `materialise`."""
+        """Returns the shape and dtype of the dense array. By default, inferred from `materialise`."""
         with probing():
             # We need a new function each time: JAX's cache compares statics by `==`, and 1 == 1.0.
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(self))
@@ -342,7 +342,7 @@ def kind_of(x: Any) -> str:
 
 
 def is_value(x: Any) -> bool:
-    """Whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
+    """Returns whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
     A Value with missing parts, such as a half made by `eqx.partition`, stands for no array. It does not count
     as a Value here, but as an ordinary pytree.
@@ -351,7 +351,7 @@ def is_value(x: Any) -> bool:
 
 
 def has_missing_parts(value: Value) -> bool:
-    """Whether parts of a Value are missing, as after `eqx.partition`.
+    """Returns whether parts of a Value are missing, as after `eqx.partition`.
 
     A part counts as missing if it is None (or holds None), its field neither allows None nor defaults to it,
     and the Value cannot be materialised without it. The masks that optax substitutes for arrays are missing,
@@ -366,14 +366,14 @@ def has_missing_parts(value: Value) -> bool:
 
 
 def missing_field(value: Value) -> str:
-    """The first field whose part is missing."""
+    """Returns the first field whose part is missing."""
     cls: Any = type(value)
     return next(name for name in _required_fields(cls) if _is_missing(getattr(value, name, 0)))
 
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """The fields of a module or named tuple which may not be None."""
+    """Returns the fields of a module or named tuple which may not be None."""
     try:
         hints = typing.get_type_hints(cls)
     except (NameError, TypeError):  # a local class, or no types: then any field may be missing
@@ -387,7 +387,7 @@ def _required_fields(cls: Any) -> list[str]:
 
 
 def _allows_none(hint: Any) -> bool:
-    """Whether an annotation allows None, for the field or for a part."""
+    """Returns whether an annotation allows None, for the field or for a part."""
     hint = getattr(hint, "__value__", hint)  # a `type` statement
     return hint is type(None) or any(map(_allows_none, typing.get_args(hint)))
 
@@ -423,7 +423,7 @@ def _check_of(part: Any) -> Callable[[Any], bool]:
 
 
 def _holds_nothing_but_none(node: Any) -> bool:
-    """Whether a node of any other type holds only None.
+    """Returns whether a node of any other type holds only None.
 
     Such a node may hold None next to leaves for its own reasons, so we do not ask for more.
     """
@@ -432,7 +432,7 @@ def _holds_nothing_but_none(node: Any) -> bool:
 
 
 def refuses(value: Value) -> bool:
-    """Whether a Value refuses to materialise, or cannot."""
+    """Returns whether a Value refuses to materialise, or cannot."""
     leaves, treedef = jtu.tree_flatten(value)
     try:
         avals = tuple(map(jax.typeof, leaves))

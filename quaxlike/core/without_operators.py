@@ -82,7 +82,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 
 
 def _may_know(value: Value, other: Any, name: str) -> bool:
-    """Whether the other operand's operator `name` may know what to do with this Value."""
+    """Returns whether the other operand's operator `name` may know what to do with this Value."""
     if isinstance(other, Value):
         return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):

@@ -69,7 +69,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """The mean cross-entropy. `ql.quaxify` makes it work with any type of weights."""
+    """Returns the mean cross-entropy. `ql.quaxify` makes it work with any type of weights."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

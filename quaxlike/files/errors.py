@@ -11,7 +11,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def quoted(value: Any) -> str:
-    """The `repr` of a value from a file, shortened."""
+    """Returns the `repr` of a value from a file, shortened."""
     return _SHORT.repr(value)
 
 

@@ -60,7 +60,7 @@ class OpenFile:
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Whether the path still refers to the opened file."""
+        """Returns whether the path still refers to the opened file."""
         try:
             found = os.stat(self.path)
         except OSError:

@@ -81,7 +81,8 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 def stored(
     path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The tensors of named arrays, and the header, which says what they are and how arrays are quantised.
+    """Returns the tensors of named arrays, and the header, which says what they are and how arrays are
+    quantised.
 
     **Raises:** `CheckpointError` for a value that a file cannot hold.
     """

@@ -92,7 +92,7 @@ class Tensors(Mapping[str, np.ndarray]):
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:
-        """Whether the files have not been replaced since they were opened."""
+        """Returns whether the files have not been replaced since they were opened."""
         return all(file.is_current() for file in self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -234,7 +234,7 @@ def _open_index(file: OpenFile) -> Tensors:
 
 
 def _is_plain_name(file: str) -> bool:
-    """Whether `file` is a plain file name on every system, without a folder."""
+    """Returns whether `file` is a plain file name on every system, without a folder."""
     try:
         is_short = len(file.encode()) <= 255
     except UnicodeEncodeError:  # a lone surrogate
@@ -308,7 +308,7 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
 
 
 def are_sizes(x: Any) -> TypeGuard[list[int]]:
-    """Whether `x` is a possible shape: NumPy has at most 64 axes and 2**63 elements."""
+    """Returns whether `x` is a possible shape: NumPy has at most 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
     return math.prod(n for n in x if n) < 2**63  # without axes of size 0, as NumPy counts

@@ -203,7 +203,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
                 super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
-        """Whether handlers apply: they are written for one array, not for a stack."""
+        """Returns whether handlers apply: they are written for one array, not for a stack."""
         return not is_stack(self)
 
     def leading_axis(self) -> Any:
@@ -298,7 +298,7 @@ def _stacking(x: ImplicitArray) -> list[int]:
 
 
 def is_stack(x: ImplicitArray) -> bool:
-    """Whether `x` stacks several arrays along leading axes of its fields."""
+    """Returns whether `x` stacks several arrays along leading axes of its fields."""
     return any(_stacking(x))
 
 

@@ -15,12 +15,12 @@ from ..core.values import is_value
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` is a NumPy array or scalar, or a JAX array."""
+    """Returns whether `x` is a NumPy array or scalar, or a JAX array."""
     return isinstance(x, np.ndarray | np.generic | jax.Array)
 
 
 def leaf_predicate(x: Any) -> bool:
-    """Whether `x` is an ImplicitArray or any other Value."""
+    """Returns whether `x` is an ImplicitArray or any other Value."""
     return is_value(x)
 
 
@@ -82,6 +82,6 @@ def flatten_one_implicit_layer(tree: PyTree) -> tuple[list[Any], Any]:
 
 @checked
 def implicit_depth(tree: PyTree) -> int:
-    """The nesting depth of ImplicitArrays: 0 if there are none, 1 if they are not nested."""
+    """Returns the nesting depth of ImplicitArrays: 0 if there are none, 1 if they are not nested."""
     inside = [x for x in tree_leaves_with_implicit(tree) if is_value(x)]
     return 1 + max(implicit_depth(fields(x)[0]) for x in inside) if inside else 0

@@ -81,7 +81,7 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def requested() -> Backend | None:
-    """The name given by the innermost `backend` context."""
+    """Returns the name given by the innermost `backend` context."""
     return _forced.value
 
 
@@ -200,7 +200,7 @@ def _split(
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides the program over a known mesh, and may use all its axes."""
+    """Returns whether XLA divides the program over a known mesh, and may use all its axes."""
     axes = context.module_context.axis_context
     if not isinstance(axes, mlir.ShardingContext):
         return False
@@ -218,7 +218,7 @@ def _ask_for_devices(primitive: DefinedPrimitive) -> None:
 
 
 def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA will divide the whole program between devices, i.e. outside any `shard_map`."""
+    """Returns whether XLA will divide the whole program between devices, i.e. outside any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
@@ -279,7 +279,7 @@ def first_choice(
 
 
 def device_platform() -> str:
-    """The default device's platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`."""
+    """Returns the default device's platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return device.platform
@@ -301,7 +301,7 @@ _NEWEST = 10
 
 
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
-    """Why a Mosaic GPU kernel cannot be compiled; None if it can.
+    """Explains why a Mosaic GPU kernel cannot be compiled; None if it can.
 
     **Arguments:**
 
@@ -328,7 +328,7 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
 
 @functools.cache
 def _mosaic_gpu() -> tuple[str | None, bool]:
-    """What is missing in this JAX's Mosaic GPU, if anything, and whether it checks its target device.
+    """Returns what is missing in this JAX's Mosaic GPU, if anything, and whether it checks its target device.
 
     JAX 0.10 does not: in every kernel, it elects a thread by an instruction that only Hopper has.
     """
@@ -344,7 +344,8 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Why TPU kernels can neither be compiled for a platform nor interpreted on it; None if they can."""
+    """Explains why TPU kernels can neither be compiled for a platform nor interpreted on it; None if they
+    can."""
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

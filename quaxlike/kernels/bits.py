@@ -8,12 +8,12 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """The smallest number of codes that fills whole bytes: 2 for 4 bits, 8 for 3 bits."""
+    """Returns the smallest number of codes that fills whole bytes: 2 for 4 bits, 8 for 3 bits."""
     return math.lcm(8, bits) // bits
 
 
 def num_bytes(codes: int, bits: int) -> int:
-    """How many bytes this many codes take."""
+    """Returns how many bytes this many codes take."""
     return -(-codes * bits // 8)
 
 

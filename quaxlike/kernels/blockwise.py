@@ -67,7 +67,7 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 
 @functools.cache
 def dynamic_map() -> FloatArray:
-    """The 256 values of the signed 8-bit dynamic data type, ascending.
+    """Returns the 256 values of the signed 8-bit dynamic data type, ascending.
 
     There are seven decades, each with twice as many (linear) steps as the previous one.
     Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and
@@ -254,7 +254,7 @@ def quantize_int(
 
 
 def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:
-    """The largest magnitude; NaN if any element is NaN."""
+    """Returns the largest magnitude; NaN if any element is NaN."""
     return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
 
@@ -269,7 +269,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """The codes of the nearest entries. A sum of comparisons, because XLA fuses it into one pass."""
+    """Returns the codes of the nearest entries. A sum of comparisons, because XLA fuses it into one pass."""
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
     for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around

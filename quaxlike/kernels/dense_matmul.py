@@ -61,7 +61,8 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def _is_weight(w: Array, x: Array) -> bool:
-    """Whether `w` is a matrix at least as large as `x`. (An export may leave the size of `x` open.)"""
+    """Returns whether `w` is a matrix at least as large as `x`. (An export may leave the size of `x`
+    open.)"""
     return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 

@@ -106,7 +106,7 @@ def round_to(x: Reg, dtype: str) -> Reg:
 
 
 def widen(x: Reg) -> Reg:
-    """The bits of a narrow number as an unsigned 32-bit integer."""
+    """Returns the bits of a narrow number as an unsigned 32-bit integer."""
     if not isinstance(x.value.type, ir.IntegerType):
         width = ir.IntegerType.get_signless(x.value.type.width)
         x = Reg(arith.bitcast(width, x.value))
@@ -187,7 +187,7 @@ class MemoryRegion:
         _effect(f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;", operands)
 
     def address(self, offset: Reg) -> Reg:
-        """The 32-bit shared-memory address of a byte."""
+        """Returns the 32-bit shared-memory address of a byte."""
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:

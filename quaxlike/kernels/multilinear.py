@@ -17,12 +17,12 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """The dtype for accumulating products: float64 for float64, else float32."""
+    """Returns the dtype for accumulating products: float64 for float64, else float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
-    """The precision for a product in this dtype.
+    """Returns the precision for a product in this dtype.
 
     Unlike the default on GPUs and TPUs, float32 is not rounded to TensorFloat32 or bfloat16, unless
     `jax.default_matmul_precision` asks for it.
@@ -47,7 +47,7 @@ def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
 
 
 def is_spread(operands: Iterable[Any]) -> bool:
-    """Whether any operand's type is sharded over explicit mesh axes."""
+    """Returns whether any operand's type is sharded over explicit mesh axes."""
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
@@ -81,7 +81,7 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def nonzero(tangent: Any) -> bool:
-    """Whether any leaf of an operand has a tangent; `None` stands for zero."""
+    """Returns whether any leaf of an operand has a tangent; `None` stands for zero."""
     return bool(jax.tree.leaves(tangent))
 
 
@@ -107,7 +107,7 @@ def map_rows(
     *,
     rows: Sequence[int],
 ) -> tuple[Any, int]:
-    """The batching rule for a primitive whose operands `rows` may have any leading axes.
+    """A batching rule for primitives whose operands `rows` may have any leading axes.
 
     A batch of rows just means more rows. A batch of weights runs sequentially: a single weight keeps the
     device busy, and kernels do not have to support batches.

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
-    """The elements of `y` at these indices, with `fill` for padding. Index axes come first.
+    """Returns the elements of `y` at these indices, with `fill` for padding. Index axes come first.
 
     **Arguments:**
 

@@ -19,7 +19,7 @@ OWN_FILE = "adapters.safetensors"
 
 
 def holds_own(folder: Path) -> bool:
-    """Whether a folder has an adapter in our own format, and not in PEFT's."""
+    """Returns whether a folder has an adapter in our own format, and not in PEFT's."""
     return not files_of(folder).config_path().is_file() and (folder / OWN_FILE).is_file()
 
 

@@ -242,7 +242,7 @@ def save(
 
 
 def is_published(model: PyTree) -> bool:
-    """Whether transformers can read the model's weights, in one of the formats that it knows."""
+    """Returns whether transformers can read the model's weights, in one of the formats that it knows."""
     return saving.is_published(named_arrays(model))
 
 
@@ -339,7 +339,8 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
-    """Whether the output layer in a file differs from the embedding that the configuration ties it to."""
+    """Returns whether the output layer in a file differs from the embedding that the configuration ties it
+    to."""
     if (head := text_tensors(weights).get("lm_head.weight")) is None:
         return False
     name = f"{model.config.family.name('model.embed_tokens')}.weight"
@@ -531,7 +532,7 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Whether models can compute with this dtype, given JAX's current configuration."""
+    """Returns whether models can compute with this dtype, given JAX's current configuration."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 

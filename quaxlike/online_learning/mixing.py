@@ -50,7 +50,7 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """The argument's place itself, with `lead` axes in front."""
+    """Returns the argument's place itself, with `lead` axes in front."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 

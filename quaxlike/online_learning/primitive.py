@@ -209,17 +209,17 @@ def register_primitive(
 
 
 def is_etp_primitive(primitive: Any) -> bool:
-    """Whether a primitive marks where trainable weights are used."""
+    """Returns whether a primitive marks where trainable weights are used."""
     return isinstance(primitive, ETPPrimitive)
 
 
 def is_batched_primitive(primitive: Any) -> bool:
-    """Whether this is an ETP primitive with leading batch axes."""
+    """Returns whether this is an ETP primitive with leading batch axes."""
     return is_etp_primitive(primitive) and primitive.batched
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Whether this is an ETP primitive that lets gradients pass through to the state."""
+    """Returns whether this is an ETP primitive that lets gradients pass through to the state."""
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 

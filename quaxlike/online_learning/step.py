@@ -316,7 +316,7 @@ class Step:
         return None
 
     def _reached_by(self, number: int) -> list[bool]:
-        """Whether each next state has a derivative with respect to a state, or a shift of a y."""
+        """Returns whether each next state has a derivative with respect to a state, or a shift of a y."""
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -329,7 +329,7 @@ class Step:
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
-    """Whether each result of `fn` has a derivative with respect to one argument."""
+    """Returns whether each result of `fn` has a derivative with respect to one argument."""
 
     def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
         return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])

@@ -62,7 +62,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Whether `x` is an adapter, or the trained half of a partitioned adapter."""
+    """Returns whether `x` is an adapter, or the trained half of a partitioned adapter."""
     return isinstance(x, AdaptedArray)
 
 

@@ -300,7 +300,7 @@ class _Narrow:
         return [self._checked(path, aval, value) for path, is_used, aval, value in results if is_used]
 
     def _leaves(self, out: Any) -> list[Any]:
-        """The rule's result for each leaf; None if it returned nothing there."""
+        """Returns the rule's result for each leaf; None if it returned nothing there."""
         unused = object()
         full = self._like(unused)
         if {type(out), type(full)} == {list, tuple} and len(out) == len(full):
@@ -333,7 +333,7 @@ _progress = threading.local()
 
 
 def _refused(identity: object) -> frozenset[Used]:
-    """The calls whose rule is being traced.
+    """Returns the calls whose rule is being traced.
 
     A rule may call its own function, but is not applied to the same call again: it would recurse forever.
     """
@@ -401,7 +401,7 @@ def fill_tracers(template: _T, values: Sequence[Any]) -> _T:
 
 
 def becomes_array(x: Any) -> bool:
-    """Whether `x`, possibly a tree, converts to an array (`__jax_array__` is None if it does not)."""
+    """Returns whether `x`, possibly a tree, converts to an array (`__jax_array__` is None if it does not)."""
     return getattr(x, "__jax_array__", None) is not None
 
 

@@ -77,7 +77,7 @@ def _dce(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn
 
 
 def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
-    """The rule for an equation with only the `used` results."""
+    """Returns the rule for an equation with only the `used` results."""
 
     @memoised
     def narrow(still: Used) -> Narrowed:
@@ -149,7 +149,7 @@ _DECLARED = _IN_REVERSE | {"custom_jvp_call", "stop_gradient"}
 
 
 def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
-    """Whether a jaxpr contains a declared derivative."""
+    """Returns whether a jaxpr contains a declared derivative."""
     calls = (as_call(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
     return any(
         name in by or any(declares_derivative(inner, by) for inner in jaxprs_in_params(params))
@@ -158,7 +158,7 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """The rule's computation, with the function's own derivative for these results.
+    """Returns the rule's computation, with the function's own derivative for these results.
 
     This takes the operands of both, since dead code may be eliminated before differentiation.
     """

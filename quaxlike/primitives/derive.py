@@ -36,7 +36,7 @@ def transpose(p: DefinedPrimitive, cotangent: Any, /, *operands: Any, **params: 
 def result_tangents(
     p: DefinedPrimitive, primals: Arrays, results: Arrays, tangents: Arrays, params: Params
 ) -> list[Any]:
-    """The tangents of the results, as symbolic zeros where they vanish."""
+    """Returns the tangents of the results, as symbolic zeros where they vanish."""
     nonzero = tuple(not is_zero(t) for t in tangents)
     zeros = [zero_tangent(x) for x in results]
     if not any(nonzero):
@@ -97,7 +97,7 @@ def _jvp_by_hand(
 
 
 def _cotangents(p: DefinedPrimitive, cotangents: Arrays, operands: Arrays, params: Params) -> list[Any]:
-    """The cotangents of the undefined operands; None for other operands and for zeros."""
+    """Returns the cotangents of the undefined operands; None for other operands and for zeros."""
     undefined = tuple(ad.is_undefined_primal(x) for x in operands)
     nonzero = tuple(not is_zero(ct) for ct in cotangents)
     if not any(nonzero):
@@ -292,7 +292,8 @@ def with_form(params: Params, form: Any) -> Params:
 
 
 def flatten_like(tree: Any, value: Any, what: str) -> list[Any]:
-    """The leaves of `value`, which has the structure `tree`. None may stand for a leaf, or for all."""
+    """Returns the leaves of `value`, which has the structure `tree`. None may stand for a leaf, or for
+    all."""
     if value is None:
         return [None] * tree.num_leaves
     try:

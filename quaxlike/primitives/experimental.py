@@ -41,7 +41,7 @@ def register(p: DefinedPrimitive) -> None:
 def jet(
     p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """The results, and for each its Taylor coefficients from the first order onward.
+    """Returns the results, and for each its Taylor coefficients from the first order onward.
 
     **Arguments:**
 
@@ -94,7 +94,7 @@ def _derivative(
 
 
 def _is_constant(primal: Any, terms: Sequence[Any]) -> bool:
-    """Whether an operand is known to be constant: integers, and operands with a zero series."""
+    """Returns whether an operand is known to be constant: integers, and operands with a zero series."""
     if not _is_inexact(primal):
         return True
     return not any(isinstance(term, jax.core.Tracer) or np.any(np.asarray(term)) for term in terms)

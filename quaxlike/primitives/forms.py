@@ -29,7 +29,7 @@ def merge(mask: Sequence[bool], chosen: Sequence[_T], others: Sequence[_T]) -> l
 
 
 def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]]:
-    """The items for which the mask is true, and the others."""
+    """Returns the items for which the mask is true, and the others."""
     chosen = [x for m, x in zip(mask, items, strict=True) if m]
     others = [x for m, x in zip(mask, items, strict=True) if not m]
     return chosen, others
@@ -38,7 +38,8 @@ def split(mask: Sequence[bool], items: Sequence[_T]) -> tuple[list[_T], list[_T]
 def of_chosen(
     fn: Flat, mask: Sequence[bool], operands: Sequence[Any], results: Sequence[bool]
 ) -> tuple[list[Any], Flat]:
-    """The operands for which the mask is true, and `fn` as a function from these to the chosen `results`."""
+    """Returns the operands for which the mask is true, and `fn` as a function from these to the chosen
+    `results`."""
     chosen, held = split(mask, operands)
     return chosen, lambda *chosen: split(results, fn(*merge(mask, chosen, held)))[0]
 
@@ -143,7 +144,7 @@ def zero_tangent(primal: Any) -> ad.Zero:
 def symbolic_tangents(
     fn: Flat, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> list[Any]:
-    """The tangents of the results; None if a tangent is zero for all operands."""
+    """Returns the tangents of the results; None if a tangent is zero for all operands."""
     with take_current_trace() as parent:
         trace = ad.JVPTrace(parent, TraceTag())
         live, held = split(nonzero, primals)

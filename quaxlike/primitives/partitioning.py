@@ -79,7 +79,7 @@ class Partitioning:
         return [part.split() for part in self.rule.split("->")[1].split(",")]
 
     def batched(self, dims: Sequence[int | None]) -> "Partitioning":
-        """The rule if operands have a batch axis at `dims`, and results have it in front."""
+        """Returns the rule if operands have a batch axis at `dims`, and results have it in front."""
         taken = _names(self.operands) | _names(self.results)
         batch = next(n for n in map("batch{}".format, range(len(taken) + 1)) if n not in taken)
         operands = [
@@ -96,7 +96,7 @@ class Partitioning:
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """The mesh axes to split each name over, as far as devices can share its dimensions evenly.
+        """Returns the mesh axes to split each name over, as far as devices can share its dimensions evenly.
 
         **Arguments:**
 

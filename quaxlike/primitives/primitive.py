@@ -220,7 +220,7 @@ class DefinedPrimitive(Primitive):
         return self._derived(Batching)
 
     def slot(self, name: str) -> Slot:
-        """The slot for the rule called `name`.
+        """Returns the slot for the rule called `name`.
 
         Register a rule with `p.slot("cost").register(rule)`, and call it with `p.slot("cost")(...)`.
 
@@ -234,17 +234,17 @@ class DefinedPrimitive(Primitive):
             return self._slots.setdefault(name, Slot(self.name, name))
 
     def jaxpr(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
-        """The jaxpr of this primitive's function, on flat operands."""
+        """Returns the jaxpr of this primitive's function, on flat operands."""
         return self._trace((None, _sorted_items(params)), *avals)
 
     def results_tree(self, avals: Iterable[Any], params: Mapping[str, Any]) -> Any:
-        """The structure of the result for flat operands."""
+        """Returns the structure of the result for flat operands."""
         return self._results_tree(tuple(avals), _sorted_items(params))
 
     def nonzero_tangents(
         self, nonzero: tuple[bool, ...], avals: Sequence[Any], params: Mapping[str, Any]
     ) -> tuple[bool, ...]:
-        """Which results can have nonzero tangents if the `nonzero` operands do."""
+        """Returns which results can have nonzero tangents if the `nonzero` operands do."""
         tangents = [aval.to_tangent_aval() for aval, nz in zip(avals, nonzero, strict=True) if nz]
         _, out = self._trace_tangents((None, _sorted_items(params)), nonzero, list(avals), tangents)
         return tuple(tangent is not None for tangent in out)
@@ -281,7 +281,7 @@ class DefinedPrimitive(Primitive):
             return self._forms[form]
 
     def _flat(self, platform: str | None, params: dict[str, Any]) -> Flat:
-        """The function on flat operands, returning a list of results."""
+        """Returns the function on flat operands, returning a list of results."""
         if self.parent is not None:
             form, below = without_form(params)
             return functools.partial(form.evaluate, self.parent._flat(platform, below))
@@ -289,7 +289,7 @@ class DefinedPrimitive(Primitive):
         return lambda *operands: jtu.tree_leaves(fn(*operands))
 
     def _call(self, platform: str | None, params: dict[str, Any]) -> Callable[..., Any]:
-        """The function on flat operands, returning a tree of results."""
+        """Returns the function on flat operands, returning a tree of results."""
         if self.parent is not None:
             return self._flat(platform, params)
         in_tree, static = without_tree(params)

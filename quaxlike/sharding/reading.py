@@ -71,12 +71,13 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
 
 
 def _is_shared(mesh: Any) -> bool:
-    """Whether other processes have devices in the mesh."""
+    """Returns whether other processes have devices in the mesh."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def goes_by_rows(value: Any) -> bool:
-    """Whether rows of a Value depend only on the same rows of each part; True for arrays with rows."""
+    """Returns whether rows of a Value depend only on the same rows of each part; True for arrays with
+    rows."""
     if not value.shape:
         return False
     if not is_value(value):

@@ -149,7 +149,7 @@ def combine_adapters(
 
 
 def is_stacked(leaf: Any) -> bool:
-    """Whether a leaf holds several stacked adapters on one weight."""
+    """Returns whether a leaf holds several stacked adapters on one weight."""
     return isinstance(leaf, AdaptedArray) and leaf.w is not None and len(leaf.shape) > len(leaf.w.shape)
 
 

@@ -180,7 +180,7 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
 
 
 def _are_free(w: Any) -> bool:
-    """Whether each block has one float as its scale, and nothing else."""
+    """Returns whether each block has one float as its scale, and nothing else."""
     if not isinstance(w, BlockArray):
         return not isinstance(w.scale, NestedScales)
     return w.codec.scales == "float" and w.codec.zeros is None and w.codec.group is None

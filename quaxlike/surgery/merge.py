@@ -123,7 +123,7 @@ def _check_merged(
 
 
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
-    """Whether a weight is the sum of base and adapter, up to rounding; True for traced arrays."""
+    """Returns whether a weight is the sum of base and adapter, up to rounding; True for traced arrays."""
     if tuple(weight.shape) != tuple(lora.shape):
         return False
     dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))

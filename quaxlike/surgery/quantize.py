@@ -344,7 +344,7 @@ def fake_quantize(
 
 
 def is_quantised(model: PyTree) -> bool:
-    """Whether any weight, or the base of any adapter, is quantised."""
+    """Returns whether any weight, or the base of any adapter, is quantised."""
 
     def is_one(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -361,12 +361,12 @@ def scheme_of(text: str | Path) -> str | Recipe:
 
 
 def is_recipe(scheme: Any) -> bool:
-    """Whether this is a recipe, which chooses weights itself."""
+    """Returns whether this is a recipe, which chooses weights itself."""
     return not isinstance(scheme, str) or scheme in RECIPES
 
 
 def is_recipe_file(text: str | Path) -> bool:
-    """Whether a command's option is the path of a recipe file, and not a name."""
+    """Returns whether a command's option is the path of a recipe file, and not a name."""
     return Path(text).suffix in RECIPE_FILES
 
 
@@ -417,7 +417,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Whether a leaf is an adapter, and not a weight trained directly."""
+    """Returns whether a leaf is an adapter, and not a weight trained directly."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 

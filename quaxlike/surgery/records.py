@@ -164,7 +164,7 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Whether a matrix's axes are known only by convention, or not at all."""
+    """Returns whether a matrix's axes are known only by convention, or not at all."""
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)

@@ -131,7 +131,7 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
 
 
 def is_router(layer: str, arrays: Iterable[str]) -> bool:
-    """Whether a layer is a router, next to experts."""
+    """Returns whether a layer is a router, next to experts."""
     module, _, own = layer.rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
@@ -160,7 +160,7 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
 
 
 def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
-    """The weights that "all-linear" leaves out, and that could be named."""
+    """Returns the weights that "all-linear" leaves out, and that could be named."""
     chosen = {*_all_linear(records, records)}
     weights = {name: record.array for name, record in records.items() if record.layout is not None}
     return {name: array for name, array in weights.items() if name not in chosen}
@@ -181,8 +181,8 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """The selected weights that can be adapted or quantised: no biases, norms or integers. With `head`, those
-    of the output layer too."""
+    """Returns the selected weights that can be adapted or quantised: no biases, norms or integers. With
+    `head`, those of the output layer too."""
     excluded = _chosen(model, records, exclude) if exclude else ()
     also = output_layer(records) if head else []
     if head and not also:

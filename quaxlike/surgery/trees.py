@@ -160,7 +160,7 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Whether a name or its layer's name matches, in full or by its last components."""
+    """Returns whether a name or its layer's name matches, in full or by its last components."""
     names = {name, layer_of(name)}
     if regex:
         try:
@@ -187,7 +187,7 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
 
 
 def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
-    """The first few of these names, with shapes."""
+    """Returns the first few of these names, with shapes."""
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
@@ -238,7 +238,8 @@ def _is_plain_array(x: Any) -> bool:
 
 
 def same_values(x: Any, y: Any) -> bool:
-    """Whether two arrays with the same shape and dtype have the same values; True if they are unknown."""
+    """Returns whether two arrays with the same shape and dtype have the same values; True if they are
+    unknown."""
     if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
         return True
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -267,7 +268,7 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
 
 
 def _same_object(x: Any, y: Any) -> bool:
-    """Whether two objects other than arrays are equal.
+    """Returns whether two objects other than arrays are equal.
 
     Functions are equal if they have the same code and equal closures, because a layer may create its
     activation function anew for each model.

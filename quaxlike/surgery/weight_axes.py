@@ -24,7 +24,7 @@ OTHER = Layout((), (), "other")
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
-    """The kernel of a convolution with axes in this order, where `*` stands for the window.
+    """Returns the kernel of a convolution with axes in this order, where `*` stands for the window.
 
     `groups` names the attribute that holds the number of channel groups.
     """

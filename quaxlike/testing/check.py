@@ -96,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Whether the value's rows can be spread over as many devices as the array's."""
+    """Returns whether the value's rows can be spread over as many devices as the array's."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:
@@ -168,7 +168,7 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """The first primitive which materialises the value. Also records which rules were used."""
+        """Returns the first primitive which materialises the value. Also records which rules were used."""
         try:
             report = explain(program.run)(self.subject.value)
         except Exception:  # the program's own error, reported already

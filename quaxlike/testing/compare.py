@@ -33,7 +33,7 @@ def disagreement(
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """How two trees of arrays differ, types before numbers; None if they agree.
+    """Returns how two trees of arrays differ, types before numbers; None if they agree.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def _has_numbers(x: Any) -> bool:
 
 
 def tolerance_of(dtype: Any) -> float | int:
-    """The allowed difference for a dtype, relative to the largest element; 0 for exact dtypes."""
+    """Returns the allowed difference for a dtype, relative to the largest element; 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
@@ -114,7 +114,7 @@ def weighted_sum(tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> float | int:
-    """The largest finite absolute value in a tree; at least 1e-30."""
+    """Returns the largest finite absolute value in a tree; at least 1e-30."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]
     return float(max(finite, default=0.0)) + 1e-30

@@ -137,7 +137,7 @@ class _Case(Program):
         return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
 
     def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The differentiable arrays, and a function to make the arguments from replacements."""
+        """Returns the differentiable arrays, and a function to make the arguments from replacements."""
         varied, rest = eqx.partition(leaves, is_inexact)
         return varied, lambda varied: self.build(eqx.combine(varied, rest))
 
@@ -147,7 +147,8 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """The arrays in a function's result, by path: trees may hold functions, which never compare equal."""
+    """Returns the arrays in a function's result, by path: trees may hold functions, which never compare
+    equal."""
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
     return arrays[""] if [*arrays] == [""] else arrays
@@ -252,7 +253,7 @@ class _Plain:
         return {mode: found[mode, mode] for mode in run}
 
     def pushed(self, tangents: list[Any]) -> Any:
-        """The result and its tangents, given tangents for the differentiable arrays."""
+        """Returns the result and its tangents, given tangents for the differentiable arrays."""
         return self._jitted_jvp(self.case.leaves, tangents)
 
     @functools.cached_property
@@ -290,7 +291,7 @@ class _Tester:
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """The checks for all kinds: Values in each argument, and in all."""
+        """Returns the checks for all kinds: Values in each argument, and in all."""
         table: dict[str, _Case] = {}
         for kind, make in makers.items():
             made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
@@ -317,7 +318,7 @@ class _Tester:
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
-        """The call on the Values' dense arrays, which may differ from the arguments."""
+        """Returns the call on the Values' dense arrays, which may differ from the arguments."""
         dense = reveal(case.args)
         leaves = _leaves(dense)
         for plain in self._plain:
@@ -365,11 +366,11 @@ class _Tester:
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 
     def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
-        """The line where an eager call with Values differs from one with arrays."""
+        """Returns the line where an eager call with Values differs from one with arrays."""
         return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
 
     def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
-        """The line where arrays of another precision take another path, and give other numbers."""
+        """Returns the line where arrays of another precision take another path, and give other numbers."""
         out, full = plain("eager"), self.full("eager")
         difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
         if difference is None:
@@ -389,7 +390,7 @@ def _dtypes(tree: Any) -> set[Any]:
 
 
 def _are_alike(x: Any, y: Any) -> bool:
-    """Whether two leaves (arrays or None) are the same array."""
+    """Returns whether two leaves (arrays or None) are the same array."""
     if x is None or y is None or not is_plain(jnp.asarray(y)):
         return x is y
     return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=is_inexact(x))

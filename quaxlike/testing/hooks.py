@@ -48,7 +48,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """The differentiable leaves, and a function to rebuild the value from others."""
+        """Returns the differentiable leaves, and a function to rebuild the value from others."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:

@@ -21,7 +21,7 @@ _DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in it whenever
 
 
 def line_of(error: BaseException) -> str:
-    """The user's line of an error, and the library's line it called; empty if unknown."""
+    """Returns the user's line of an error, and the library's line it called; empty if unknown."""
     return _shown(lines_of_error(error))
 
 
@@ -77,7 +77,7 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """The lines leading to a call. None if the program did not call.
+        """Returns the lines leading to a call. None if the program did not call.
 
         JAX calls functions as often as it likes to differentiate them, and other packages call them for their
         own purposes.
@@ -113,7 +113,7 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """The library of a file, or "<...>" for generated code; empty for other files."""
+    """Returns the library of a file, or "<...>" for generated code; empty for other files."""
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""
@@ -172,7 +172,7 @@ def _difference(found: Any, expected: Any) -> str:
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
-    """The concrete arrays in a tree, by path."""
+    """Returns the concrete arrays in a tree, by path."""
 
     def concrete(x: Any) -> Any:
         return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)

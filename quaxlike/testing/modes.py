@@ -103,7 +103,7 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """The results on the materialised array, with gradients by the value's leaves."""
+    """Returns the results on the materialised array, with gradients by the value's leaves."""
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
     programs = tuple(table.items())
     found = dict(_of_arrays(programs, subject.dense, stack))
@@ -121,7 +121,7 @@ def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
 
 
 def _of_arrays(programs: tuple[tuple[str, Program], ...], dense: Any, stack: Any) -> Results:
-    """The results on plain arrays."""
+    """Returns the results on plain arrays."""
 
     def on(mode: Any, program: Any, arrays: Any) -> Any:
         return _ON_ARRAY[mode](program.run, arrays)

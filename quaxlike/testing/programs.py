@@ -56,7 +56,7 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """The numbers in loops, in the dtype of `x`."""
+    """Returns the numbers in loops, in the dtype of `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 

@@ -67,7 +67,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """The object behind a class's name."""
+    """Returns the object behind a class's name."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -92,7 +92,7 @@ def revealing() -> Iterator[None]:
 
 
 def is_revealing() -> bool:
-    """Whether we are inside such a context."""
+    """Returns whether we are inside such a context."""
     return _revealing.get()
 
 

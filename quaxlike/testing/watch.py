@@ -72,7 +72,7 @@ def _is_concrete(tree: Any) -> bool:
 def _step(
     handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> str:
-    """How a step differs from its primitive on dense arrays."""
+    """Returns how a step differs from its primitive on dense arrays."""
     leaves, treedef = jtu.tree_flatten(list(operands))
 
     def build(varied: Sequence[Any]) -> list[Any]:
@@ -124,7 +124,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """The type's innermost method in the traceback of an error."""
+    """Returns the type's innermost method in the traceback of an error."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

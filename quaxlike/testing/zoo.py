@@ -115,7 +115,7 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Whether Values can stand for the array `x`. (Not for random keys.)"""
+    """Returns whether Values can stand for the array `x`. (Not for random keys.)"""
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 

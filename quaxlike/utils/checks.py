@@ -23,7 +23,7 @@ class NotJaxCompatibleError(TypeError):
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a value, or any leaf of a pytree, is traced by a JAX transform.
+    """Returns whether a value, or any leaf of a pytree, is traced by a JAX transform.
 
     **Arguments:**
 

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @checked
 def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: SupportsIndex) -> jax.Array:
-    """Whether each item of `a` is in `b`, computed with a lookup table.
+    """Returns whether each item of `a` is in `b`, computed with a lookup table.
 
     This takes time and memory proportional to `a.size + b.size + max_item`.
 

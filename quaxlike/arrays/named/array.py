@@ -107,7 +107,7 @@ class NamedArray(AnnotatedArray):
     # By name
 
     def axis(self, name: str) -> int:
-        """The index of the axis with this name."""
+        """Returns the index of the axis with this name."""
         found = [i for i, n in enumerate(self.names) if n == name]
         if len(found) != 1:
             problem = "several axes" if found else "no axis"

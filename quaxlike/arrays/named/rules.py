@@ -114,7 +114,7 @@ def _reshape(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
 
 
 def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]) -> list[Name]:
-    """The names after a reshape. An axis keeps its name if it is neither merged nor split."""
+    """Returns the names after a reshape. An axis keeps its name if it is neither merged nor split."""
     out: list[Name] = []
     i = 0
     for j, size in enumerate(new):

@@ -54,7 +54,7 @@ def _round(k0: Any, k1: Any, c0: Any, c1: Any, c2: Any, c3: Any) -> tuple[Any, A
 
 
 def _multiply(a: Any, b: Any) -> tuple[Any, Any]:
-    """The high and low words of a product, from half words: 64-bit integers may be disabled."""
+    """Returns the high and low words of a product, from half words: 64-bit integers may be disabled."""
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a0, a1, b0, b1 = a & mask, a >> half, b & mask, b >> half
     low, middle, other = a0 * b0, a1 * b0, a0 * b1

@@ -78,7 +78,8 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
-        """The inverse of `from_flat`: the same codes as one row of bytes; None if they do not form one."""
+        """The inverse of `from_flat`: the same codes as one row of bytes; None if they do not form
+        one."""
         if self.axes or (self.num_lead and not self.joins(in_columns=True)):
             return None
         if not self.num_lead:

@@ -322,12 +322,13 @@ class AbstractQuantizedArray(GradientsArray):
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """The scales for the codec. Stops gradients unless they flow there."""
+        """Returns the scales for the codec. Stops gradients unless they flow there."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Whether leading axes can become columns (with the inner axes) or rows of one large matrix."""
+        """Returns whether leading axes can become columns (with the inner axes) or rows of one large
+        matrix."""
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
         return self.codec.cuts(self.matrix[1], self.block)
@@ -398,7 +399,7 @@ class AbstractQuantizedArray(GradientsArray):
         return dataclasses.replace(self, **changes)
 
     def stored(self) -> Array:
-        """The stored array, dense."""
+        """Returns the stored array, dense."""
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
@@ -447,7 +448,7 @@ class AbstractQuantizedArray(GradientsArray):
         return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
 
     def _materialised(self) -> Array:
-        """The stored array."""
+        """Returns the stored array."""
         return self._decode(*self.rows_of_codes()).astype(self.logical_dtype).reshape(self.stored_shape)
 
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
@@ -525,7 +526,7 @@ class AbstractQuantizedArray(GradientsArray):
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
     def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        """The matrix as arrays and a decoder; None unless its rows are rows of codes."""
+        """Returns the matrix as arrays and a decoder; None unless its rows are rows of codes."""
         codes, scale, order = parts
         if self.flattens:
             block = self.block
@@ -578,11 +579,11 @@ class AbstractQuantizedArray(GradientsArray):
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
-        """The properties that multiplying by a factor changes."""
+        """Returns the properties that multiplying by a factor changes."""
         return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def _layout(self) -> Any:
-        """The properties that cannot change without changing codes, however they are specified."""
+        """Returns the properties that cannot change without changing codes, however they are specified."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
@@ -613,7 +614,7 @@ class AbstractQuantizedArray(GradientsArray):
         ]
 
     def why_not_shardable(self) -> str:
-        """Why inner axes cannot be divided among devices; "" if they can."""
+        """Explains why inner axes cannot be divided among devices; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):

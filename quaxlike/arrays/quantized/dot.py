@@ -108,7 +108,7 @@ class _Plan:
     transpose: bool
 
     def lead_order(self, num_lead: int) -> _Names:
-        """The order of leading axes in which the stored weight has this form."""
+        """Returns the order of leading axes in which the stored weight has this form."""
         matrix = (*self.contracted, *self.free) if self.transpose else (*self.free, *self.contracted)
         return tuple(name for name in (*self.batch, *self.mapped, *matrix) if name < num_lead)
 
@@ -172,7 +172,7 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """The axis's name in a slice along the first stored axis."""
+    """Returns the axis's name in a slice along the first stored axis."""
     return name if name < 0 else name - 1
 
 

@@ -257,7 +257,7 @@ def _dynamic_update_slice_of_codes(
 
 
 def _cut_by(part: Any, w: CacheArray) -> list[int]:
-    """The axes along which `part` is smaller than `w`."""
+    """Returns the axes along which `part` is smaller than `w`."""
     return [axis for axis, size in enumerate(w.shape) if part.shape[axis] != size]
 
 
@@ -381,7 +381,7 @@ def _of_stored(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> tuple[Any, Sequence[int]]:
-    """The same lookup in the stored array, and the order of the result's axes."""
+    """Returns the same lookup in the stored array, and the order of the result's axes."""
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
@@ -403,7 +403,7 @@ def _of_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """The fill value for a leaf that decodes to NaN. In 8-bit floats, this has all bits set."""
+    """Returns the fill value for a leaf that decodes to NaN. In 8-bit floats, this has all bits set."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

@@ -293,7 +293,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """The columns of each row's blocks, in order, followed by padding."""
+    """Returns the columns of each row's blocks, in order, followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

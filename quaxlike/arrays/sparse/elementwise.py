@@ -86,7 +86,8 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
-    """The product, sum or difference of two arrays. If their (concrete) patterns differ, they are merged."""
+    """Returns the product, sum or difference of two arrays. If their (concrete) patterns differ, they are
+    merged."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
     if x.has_pattern_of(y):

@@ -62,7 +62,7 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
 
 def _place(x: OneHotVector) -> jax.Array:
-    """The index, counted from the start."""
+    """Returns the index, counted from the start."""
     index = x.index.astype(jnp.promote_types(x.index.dtype, jnp.int32))
     return jnp.where(index < 0, index + x.length, index)
 

@@ -259,7 +259,7 @@ def _gather(
 
 
 def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*batch"]) -> Array | Any:
-    """The rows of a matrix (its columns, if `axis` is 1) at these positions, `(*batch, size)`.
+    """Returns the rows of a matrix (its columns, if `axis` is 1) at these positions, `(*batch, size)`.
 
     `NotImplemented` if finding them would read the whole matrix.
     """

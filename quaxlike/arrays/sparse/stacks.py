@@ -109,7 +109,7 @@ class AbstractSparseArray(ArrayValue):
 
     @abc.abstractmethod
     def has_pattern_of(self, other: Any) -> bool:
-        """Whether the other array is known to store the same places in the same order."""
+        """Returns whether the other array is known to store the same places in the same order."""
 
     def widen(self, like: Value) -> Any:
         """Makes this dense if `like` is stored differently: by columns, or with other shapes."""
@@ -125,7 +125,7 @@ class AbstractSparseArray(ArrayValue):
 
 
 def is_stacked(w: Any) -> bool:
-    """Whether all leaves of a field have its leading axes."""
+    """Returns whether all leaves of a field have its leading axes."""
     if not isinstance(w, ArrayValue):
         return True
     axes = w.leading_axis()
@@ -133,7 +133,7 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """The result of `shard_spec`, if every leaf has the batch axes."""
+    """Returns the result of `shard_spec`, if every leaf has the batch axes."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
@@ -178,12 +178,12 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Whether an elementwise function of `w` and `y` has the shape of `w`."""
+    """Returns whether an elementwise function of `w` and `y` has the shape of `w`."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
 def same_index(x: Any, y: Any) -> bool:
-    """Whether two indices are known to be equal."""
+    """Returns whether two indices are known to be equal."""
     if x is y:
         return True
     known = not any(isinstance(index, jax.core.Tracer) for index in (x, y))

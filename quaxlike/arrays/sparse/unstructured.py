@@ -402,7 +402,7 @@ def unflattened(
 
 
 def fits_int32(sizes: Sequence[int]) -> bool:
-    """Whether flat indices into an array with these sizes fit int32."""
+    """Returns whether flat indices into an array with these sizes fit int32."""
     return math.prod(sizes) < 2**31
 
 
@@ -415,7 +415,7 @@ def smaller(x: SparseArray) -> Any:
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:
-    """The concrete indices, `(elements, axes)`; None if they are traced, or for a stack."""
+    """Returns the concrete indices, `(elements, axes)`; None if they are traced, or for a stack."""
     if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
         return None
     return np.stack([np.asarray(index) for index in x.indices], -1)

@@ -72,7 +72,7 @@ _PREFIXES = {
 
 
 def _advice(name: str) -> str:
-    """What to write instead of an unknown symbol."""
+    """Returns what to write instead of an unknown symbol."""
     powers = {**{symbol: (symbol, 0) for symbol in (*_BASE, *_DERIVED)}, "g": ("kg", -3), "gram": ("kg", -3)}
     powers |= {full: (symbol, 0) for full, symbol in _NAMES.items()}
     for prefix, power in {"": 0, **_PREFIXES}.items():
@@ -85,7 +85,7 @@ def _advice(name: str) -> str:
 
 
 def _of_symbol(name: str) -> tuple[Fraction, ...]:
-    """The base units' exponents for a symbol, in order."""
+    """Returns the base units' exponents for a symbol, in order."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
         raise ValueError(f"{name!r} is not a unit of the SI. {_advice(name)}")
@@ -237,7 +237,7 @@ def guard_of(unit: Unit) -> int:
 
 
 def guarded(unit: Unit, guard: int) -> Unit:
-    """The unit of an array with a bare 1 at some places, as in `jnp.where(x > 0, x, 1)`.
+    """Returns the unit of an array with a bare 1 at some places, as in `jnp.where(x > 0, x, 1)`.
 
     Only divisions accept it, and give it the unit of the other elements. If `guard` is 0, this is that unit.
     """
@@ -390,7 +390,7 @@ class Unitful(AnnotatedArray):
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
-    """The unit of an array; a plain array is dimensionless."""
+    """Returns the unit of an array; a plain array is dimensionless."""
     return x.unit if isinstance(x, Unitful) else Unit()
 
 

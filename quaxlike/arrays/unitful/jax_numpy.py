@@ -17,7 +17,7 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 
 
 def functions_of_jax_numpy() -> list[str]:
-    """The names of the running jax.numpy functions, innermost first.
+    """Returns the names of the running jax.numpy functions, innermost first.
 
     A jaxpr being interpreted counts as the function from which it was traced.
     """
@@ -38,7 +38,7 @@ def functions_of_jax_numpy() -> list[str]:
 
 
 def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
-    """Whether a jaxpr was traced from the jax.numpy function with this name."""
+    """Returns whether a jaxpr was traced from the jax.numpy function with this name."""
     file, function = _function_of(jaxpr)
     return function == name and bool(file) and file.startswith(_JAX_NUMPY)
 

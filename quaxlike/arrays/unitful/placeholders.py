@@ -72,7 +72,7 @@ _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _C
 
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
-    """Whether the class's `promote` can turn an array into a value without `like`."""
+    """Returns whether the class's `promote` can turn an array into a value without `like`."""
     return (
         takes_no_like(cls)
         and promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
@@ -80,7 +80,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """The result of `promote` without `like`, with shapes as leaves."""
+    """Returns the result of `promote` without `like`, with shapes as leaves."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:
@@ -95,7 +95,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Whether a Value's type, or of a Value inside it, has placeholders."""
+    """Returns whether a Value's type, or of a Value inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True
@@ -116,7 +116,7 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """The number that fills each result, given the numbers that fill the operands; None if unknown.
+    """Returns the number that fills each result, given the numbers that fill the operands; None if unknown.
 
     This may have more entries than there are results.
     """
@@ -142,7 +142,7 @@ def _is_placeholder(number: Any) -> bool:
 
 
 def _lasting(number: Any) -> Any:
-    """What stays known about a number beyond one equation."""
+    """Returns what stays known about a number beyond one equation."""
     if number is None:
         return None
     if _is_placeholder(number):
@@ -179,14 +179,14 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """The numbers that fill a loop's carry, however often the body runs."""
+    """Returns the numbers that fill a loop's carry, however often the body runs."""
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry
 
 
 def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
-    """The numbers that fill the results of a jaxpr."""
+    """Returns the numbers that fill the results of a jaxpr."""
     jaxpr = compat.closed(jaxpr)
     known = _known_results(jaxpr)
     key = tuple(numbers)
@@ -222,7 +222,7 @@ def note_constant(array: Any, number: Any) -> None:
 
 
 def constant_of(x: Any) -> Any:
-    """The constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if unknown."""
+    """Returns the constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if unknown."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -236,12 +236,13 @@ def _is_extended(x: Any) -> bool:
 
 
 def may_be_placeholder(x: Any) -> bool:
-    """Whether all elements are known to be 0, infinity or NaN, as in a buffer that will be written."""
+    """Returns whether all elements are known to be 0, infinity or NaN, as in a buffer that will be
+    written."""
     return _is_placeholder(constant_of(x))
 
 
 def is_open(x: Any) -> bool:
-    """Whether `x` is known to hold 0, infinity or NaN, but not which."""
+    """Returns whether `x` is known to hold 0, infinity or NaN, but not which."""
     return constant_of(x) is OPEN
 
 
@@ -249,19 +250,19 @@ def is_open(x: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two numbers (or `OPEN`, or None) are the same."""
+    """Returns whether two numbers (or `OPEN`, or None) are the same."""
     return a is b or a == b
 
 
 def either(a: Any, b: Any) -> Any:
-    """The number that fills an array that is one of two."""
+    """Returns the number for an array that may be either of two, filled with `a` and `b`."""
     if same(a, b):
         return a
     return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
 
 
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The slots of `operands`, with the numbers known to fill plain arrays.
+    """Returns the slots of `operands`, with the numbers known to fill plain arrays.
 
     This only looks if some type in these slots, or in `beside`, has placeholders.
     """
@@ -270,24 +271,24 @@ def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] 
 
 
 def starts(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
-    """The slots of a loop's carry that starts from `operands`."""
+    """Returns the slots of a loop's carry that starts from `operands`."""
     return tuple(map(_as_carry, marked(slots, operands, beside)))
 
 
 def start(slot: Any, x: Any) -> Any:
-    """The slot of a loop's carry that starts from `x`."""
+    """Returns the slot of a loop's carry that starts from `x`."""
     return _as_carry(_with_constant(slot, x))
 
 
 def _with_constant(slot: Any, x: Any) -> Any:
-    """The slot of `x`, with the number known to fill it if it is a plain array."""
+    """Returns the slot of `x`, with the number known to fill it if it is a plain array."""
     if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
         return slot
     return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
 
 
 def _as_carry(slot: Any) -> Any:
-    """The slot of a loop's carry that starts in this slot. Only its initial value is known.
+    """Returns the slot of a loop's carry that starts in this slot. Only its initial value is known.
 
     Counters also start from zero, but they are not placeholders.
     """
@@ -312,7 +313,7 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """The plain slot for which a guess stands; other slots unchanged."""
+    """Returns the plain slot for which a guess stands; other slots unchanged."""
     may_be_one = len(slot.avals) == 1 and slot.treedef is not None
     if not may_be_one or not has_placeholders(slot.cls):
         return slot

@@ -174,7 +174,7 @@ _RATIOS = (*COMPARISONS, "atan2")
 
 
 def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
-    """The unit that all operands share."""
+    """Returns the unit that all operands share."""
     if any(unit_of(x) == ANY for x in operands):
         return ANY
     # 0, infinity and NaN are the same in any unit.
@@ -188,7 +188,7 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 
 
 def _are_of_jax_numpy() -> bool:
-    """Whether a jax.numpy function is running that adds or compares with numbers in any unit.
+    """Returns whether a jax.numpy function is running that adds or compares with numbers in any unit.
 
     `hypot` rescales to avoid overflow, and `histogram` widens an empty range.
     """
@@ -223,7 +223,7 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _stands_for_zero(x: Any) -> bool:
-    """Whether a plain array is known to hold a number of at most `eps ** 2`.
+    """Returns whether a plain array is known to hold a number of at most `eps ** 2`.
 
     Libraries compare with such numbers instead of 0, as `jnp.interp` does.
     """
@@ -370,7 +370,7 @@ def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
 
 
 def _has_any_unit(x: Any) -> bool:
-    """Whether a plain array is known to hold a number that matches any unit.
+    """Returns whether a plain array is known to hold a number that matches any unit.
 
     That is 0, infinity or NaN, or the largest or least number in their place, as in `jnp.nan_to_num`.
     """

@@ -166,19 +166,19 @@ def _lift(x: Any) -> Any:
 
 
 def known(x: Any) -> Any:
-    """The number that fills `x`, if it is known, or None."""
+    """Returns the number that fills `x`, if it is known, or None."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 
 def _scalar(x: Constant) -> Any:
-    """The one element of `x`: an array with shape (), or with the batch axes."""
+    """Returns the one element of `x`: an array with shape (), or with the batch axes."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
 
 
 def _unknown(x: Constant) -> Full:
-    """The same constant, but its number is not known during tracing."""
+    """Returns the same constant, but its number is not known during tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -216,7 +216,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """The shape and dtype of a primitive's result."""
+    """Returns the shape and dtype of a primitive's result."""
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 

@@ -53,7 +53,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """The sharding of each leaf, from the logical array's sharding."""
+    """Returns the sharding of each leaf, from the logical array's sharding."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:

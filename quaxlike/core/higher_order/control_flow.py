@@ -245,7 +245,8 @@ def _is_cut(slot: LeafLayout) -> bool:
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
-    """The leaves to scan over (rows first), the slot of one row each, and which leaves all rows share."""
+    """Returns the leaves to scan over (rows first), the slot of one row each, and which leaves all rows
+    share."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     shared: list[bool] = []
@@ -276,7 +277,8 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
 
 
 def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] | None:
-    """The position of each leaf among the inputs. Leaves shared by all rows become constants of the loop."""
+    """Returns the position of each leaf among the inputs. Leaves shared by all rows become constants of the
+    loop."""
     if not any(shared):
         return None
     first_carried = n_consts + sum(shared)
@@ -299,7 +301,7 @@ def _stacking(slot: LeafLayout, length: int) -> LeafLayout:
 
 
 def stacks(slot: LeafLayout, length: int) -> bool:
-    """Whether stacking the leaves of such Values gives a Value for the stacked arrays."""
+    """Returns whether stacking the leaves of such Values gives a Value for the stacked arrays."""
     if slot.treedef is None:
         return True
     # We ask the type about the stack itself, because its static fields may fit a single row only.

@@ -371,7 +371,8 @@ class _Results:
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
     ) -> Sequence[Any]:
-        """The results of a differentiated function, made dense where they (or their tangents) must be.
+        """Returns the results of a differentiated function, made dense where they (or their tangents) must
+        be.
 
         Results marked as `kept` stay as they are.
         """
@@ -442,8 +443,8 @@ def _reset(fun: lu.WrappedFun) -> None:
 
 
 def _may_be_differentiated(trace: Any) -> bool:
-    """Whether a function called under `trace` may be differentiated: always, unless under `vmap` or `quaxify`
-    alone.
+    """Returns whether a function called under `trace` may be differentiated: always, unless under `vmap` or
+    `quaxify` alone.
     """
     # These two never differentiate, but a trace further down may.
     while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace

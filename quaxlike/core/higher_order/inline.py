@@ -182,7 +182,7 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
-    """The implementation to map when Equinox batches one of its primitives.
+    """Returns the implementation to map when Equinox batches one of its primitives.
 
     `primitive.impl` may refuse to be mapped, because Equinox uses it to catch tracers that were closed over.
     There is no public name for this (as of Equinox 0.13).

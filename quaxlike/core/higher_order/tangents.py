@@ -114,7 +114,7 @@ def _of_inexact(
 def is_forwarded(
     slot: LeafLayout, tangent: Any, forwarded: dict[int, tuple[LeafLayout, Sequence[Any]]]
 ) -> bool:
-    """Whether a result's tangent is simply an operand's tangent, as in an identity function.
+    """Returns whether a result's tangent is simply an operand's tangent, as in an identity function.
 
     A branch may have widened the operand to the form of the result.
     """
@@ -129,7 +129,7 @@ def is_forwarded(
 
 
 def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
-    """Whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
+    """Returns whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
     return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
@@ -193,7 +193,7 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """The leaves' cotangents, given a cotangent with another form than the Value."""
+    """Returns the leaves' cotangents, given a cotangent with another form than the Value."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
 
     def alike(x: Value) -> Any:
@@ -215,7 +215,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Whether making `ct` dense discards nothing needed in a cotangent.
+    """Returns whether making `ct` dense discards nothing needed in a cotangent.
 
     It may be an array with names or a unit, which mean nothing here.
     """
@@ -230,7 +230,8 @@ def _dense_cotangent(ct: Any) -> Any:
 
 
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
-    """The leaves' cotangents, for a Value which refuses to materialise and is differentiated by its leaves.
+    """Returns the leaves' cotangents, for a Value which refuses to materialise and is differentiated by its
+    leaves.
 
     These are the leaves of a cotangent with its class, whatever the static fields are (a product has another
     unit), or a dense cotangent. None if they do not correspond.

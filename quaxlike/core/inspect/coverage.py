@@ -42,7 +42,7 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
 
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
-    """Whether the rule is about this type.
+    """Returns whether the rule is about this type.
 
     Parameters for any Value do not count, unless all parameters are like this.
     """
@@ -154,13 +154,13 @@ def _check_types(function: str, *types: Any) -> None:
 
 
 def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
-    """Whether these types or plain arrays can match the rule."""
+    """Returns whether these types or plain arrays can match the rule."""
     classes: list[type] = [jax.Array, *types]
     return all(any(_matches(t, hint) for t in classes) for hint in rule.signature.types)
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
-    """Whether some operands match both rules, and nothing decides between the two."""
+    """Returns whether some operands match both rules, and nothing decides between the two."""
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -201,7 +201,8 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """The class itself if it is concrete, else its concrete subclasses; nothing for the common bases."""
+    """Returns the class itself if it is concrete, else its concrete subclasses; nothing for the common
+    bases."""
     if not inspect.isabstract(cls):
         yield cls
     elif cls not in (Value, ArrayValue):

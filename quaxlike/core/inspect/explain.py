@@ -230,7 +230,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """The number of devices the arguments are on, and a function for finding what they exchange."""
+    """Returns the number of devices the arguments are on, and a function for finding what they exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -255,7 +255,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
 
 
 def _packed(tree: Any) -> list[Any]:
-    """The integer arrays in Values."""
+    """Returns the integer arrays in Values."""
     out: list[Any] = []
     for value in filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)):
         parts = jax.tree.leaves(value, is_leaf=lambda x, value=value: x is not value and is_value(x))
@@ -292,7 +292,7 @@ _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "c
 
 
 def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> list[tuple[str, ...]]:
-    """The column heads, then each row's cells; omits empty columns.
+    """Returns the column heads, then each row's cells; omits empty columns.
 
     **Arguments:**
 
@@ -304,7 +304,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """The table for a narrow terminal: a row's texts are stacked in one cell."""
+    """Returns the table for a narrow terminal: a row's texts are stacked in one cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 

@@ -53,7 +53,7 @@ def plain_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) -> str:
-    """The summary and the table with their style, as shown in a notebook.
+    """Returns the summary and the table with their style, as shown in a notebook.
 
     **Arguments:**
 

@@ -26,7 +26,7 @@ _R = TypeVar("_R")
 
 
 def is_linear(value: Any) -> bool:
-    """Whether a Value is linear in its leaves.
+    """Returns whether a Value is linear in its leaves.
 
     It is if its type and every Value inside it declare so. A type that refuses to materialise may be treated
     as if it did.
@@ -36,7 +36,7 @@ def is_linear(value: Any) -> bool:
 
 
 def _is_its_leaves(value: Value) -> bool:
-    """Whether a Value can only be differentiated by its leaves.
+    """Returns whether a Value can only be differentiated by its leaves.
 
     This holds if it refuses to materialise, and its type does not say whether it is linear. Types that were
     written for quax do not.
@@ -77,7 +77,7 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def held(value: Value) -> list[Value]:
-    """The Values inside a Value, at any depth."""
+    """Returns the Values inside a Value, at any depth."""
     outer = [
         x for x in jtu.tree_leaves(value, is_leaf=lambda x: x is not value and is_value(x)) if is_value(x)
     ]
@@ -99,17 +99,17 @@ def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
 
 
 def has_tangent(aval: Any) -> bool:
-    """Whether a leaf has tangents. If not, it belongs to the pattern."""
+    """Returns whether a leaf has tangents. If not, it belongs to the pattern."""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Whether any leaf has no tangents."""
+    """Returns whether any leaf has no tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Whether two Values differ at most in the numbers of their differentiable leaves.
+    """Returns whether two Values differ at most in the numbers of their differentiable leaves.
 
     They have the same static fields and shapes, and their patterns are known to be equal.
     """
@@ -118,7 +118,7 @@ def same_pattern(x: Any, y: Any) -> bool:
 
 
 def have_leaves_alike(p: Sequence[Any], q: Sequence[Any]) -> bool:
-    """Whether the leaves have the same shapes, and their patterns are known to be equal."""
+    """Returns whether the leaves have the same shapes, and their patterns are known to be equal."""
     return len(p) == len(q) and all(map(_belong_together, p, q))
 
 
@@ -151,7 +151,7 @@ def as_cotangent(value: Any) -> Any:
 
 
 def is_derivative(x: Any, of: Value) -> bool:
-    """Whether the leaves of `x` are tangents or cotangents for the leaves of the Value `of`."""
+    """Returns whether the leaves of `x` are tangents or cotangents for the leaves of the Value `of`."""
     return (
         type(x) is type(of)
         and is_linear(of)

@@ -95,7 +95,7 @@ class LeafLayout:
         return self.avals[0] if self.treedef is None else aval_of(self.like)
 
     def has_structure_of(self, other: "LeafLayout") -> bool:
-        """Whether both are plain, or both are Values with the same class and statics."""
+        """Returns whether both are plain, or both are Values with the same class and statics."""
         return LeafLayout(self.treedef, ()) == LeafLayout(other.treedef, ())
 
     def has_form_of(self, other: "LeafLayout") -> bool:
@@ -104,7 +104,7 @@ class LeafLayout:
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "LeafLayout") -> bool:
-        """Whether anything in the other slot fits into this one unchanged."""
+        """Returns whether anything in the other slot fits into this one unchanged."""
         common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
         return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
@@ -116,7 +116,7 @@ class LeafLayout:
         return self.with_avals([strong(a) for a in self.avals])
 
     def dense(self, reason: str = "") -> "LeafLayout":
-        """The slot for the materialised array."""
+        """Returns the slot for the materialised array."""
         return self if self.treedef is None else LeafLayout(None, (self.aval,), reason=reason)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
@@ -133,17 +133,17 @@ class LeafLayout:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Whether `x` is a Value whose cotangents have its type."""
+    """Returns whether `x` is a Value whose cotangents have its type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
 
 
 def is_a_space(x: Any) -> bool:
-    """Whether any numbers form a Value as the leaves of `x`, and it is linear in them."""
+    """Returns whether any numbers form a Value as the leaves of `x`, and it is linear in them."""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Whether a Value in a predicate of control flow is read by its only leaf.
+    """Returns whether a Value in a predicate of control flow is read by its only leaf.
 
     This is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
     written for quax rely on this.
@@ -168,7 +168,7 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 @functools.lru_cache(maxsize=4096)
 def _gives_leaves_back(slot: LeafLayout) -> bool:
-    """Whether `materialise`, followed by its transpose, returns the leaves.
+    """Returns whether `materialise`, followed by its transpose, returns the leaves.
 
     If not, the cotangents of the leaves are not elements of the dense cotangent: for a repeated leaf,
     say, they are sums over several. If a type has a pattern, or refuses to materialise, we take its word.
@@ -216,7 +216,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
 
 
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
-    """Whether the rows of a Value without `leading_axis` consist of its leaves' rows.
+    """Returns whether the rows of a Value without `leading_axis` consist of its leaves' rows.
 
     This is never so if a static field has one entry per axis, since that entry would be wrong for a row.
     """
@@ -230,7 +230,7 @@ def has_rows_in_leaves(slot: LeafLayout) -> bool:
 
 
 def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
-    """The axis along which each leaf is sliced into rows, from the type or else from the leaves."""
+    """Returns the axis along which each leaf is sliced into rows, from the type or else from the leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -238,12 +238,12 @@ def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
 
 
 def row_aval(aval: Any) -> Any:
-    """The aval for one row of an array."""
+    """Returns the aval for one row of an array."""
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
 def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
-    """Whether the array's first `ndim` axes are also the first axes of every leaf."""
+    """Returns whether the array's first `ndim` axes are also the first axes of every leaf."""
     for _ in range(0 if slot.treedef is None else ndim):
         axes = axes_of_rows(slot)
         if axes is NotImplemented or any(axis != 0 for axis in axes):
@@ -254,7 +254,7 @@ def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
-    """Whether slicing the leaves along an axis (into halves, or rows) slices the Value.
+    """Returns whether slicing the leaves along an axis (into halves, or rows) slices the Value.
 
     Each leaf must have the shape of the array at any size, and its parts must materialise to the parts of the
     array. We try it with numbers. For a type that refuses to materialise, the shapes decide.

@@ -45,14 +45,15 @@ class StructureError(OperandMismatch):
 
 
 def without_placeholder(x: Any) -> Any:
-    """The plain array for which a guess stands (see core/plain_arrays.py); anything else unchanged."""
+    """Returns the plain array for which a guess stands (see core/plain_arrays.py); anything else
+    unchanged."""
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
 
 
 def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
-    """The slot to which both sides can be converted by `convert_to`."""
+    """Returns the slot to which both sides can be converted by `convert_to`."""
     if a.treedef is None and b.treedef is None:
         known = either(a.constant, b.constant)
         a, b = LeafLayout(None, a.avals, known), LeafLayout(None, b.avals, known)
@@ -133,7 +134,7 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value without the other's form: dense, under the policy."""
+    """Returns the result of `widen` for a Value without the other's form: dense, under the policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
@@ -158,12 +159,12 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: LeafLayout) -> LeafLayout:
-    """The slot of a Value after the Values inside it are made dense; an array's slot is unchanged."""
+    """Returns the slot of a Value after the Values inside it are made dense; an array's slot is unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialised, x), slot)
 
 
 def can_be_unified(x: Any, like: Any) -> bool:
-    """Whether there is a form to which both can be converted."""
+    """Returns whether there is a form to which both can be converted."""
     slots: list[LeafLayout] = []
     jax.eval_shape(lambda *both: slots.extend(flatten(both)[1]), x, like)
     first, second = slots
@@ -187,7 +188,7 @@ def _widened_in(context: Hashable, slot: LeafLayout, like: LeafLayout) -> LeafLa
 
 
 def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
-    """The slot of `change(x)` for the content `x` of a slot."""
+    """Returns the slot of `change(x)` for the content `x` of a slot."""
 
     def on_leaves(*leaves: Any) -> None:
         nonlocal out

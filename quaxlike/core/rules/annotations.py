@@ -58,13 +58,14 @@ class Annotation:
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Whether an operand dispatching as `cls`, with this aval, has an accepted dtype and shape."""
+        """Returns whether an operand dispatching as `cls`, with this aval, has an accepted dtype and
+        shape."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
 
     def implies(self, other: "Annotation") -> bool:
-        """Whether `other` accepts every dtype and shape accepted here."""
+        """Returns whether `other` accepts every dtype and shape accepted here."""
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
@@ -80,7 +81,7 @@ class Annotation:
         return all(is_accepted(cls, kind) for cls, kind in own)
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
-        """Whether no operand with this class has a dtype and shape accepted by both."""
+        """Returns whether no operand with this class has a dtype and shape accepted by both."""
         own, others = (
             [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
             for x in (self, other)
@@ -161,7 +162,7 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
 
 
 def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
-    """The value of a generic alias (`type A[T] = T | jax.Array`) with its parameters filled in."""
+    """Returns the value of a generic alias (`type A[T] = T | jax.Array`) with its parameters filled in."""
     given = dict(zip(alias.__type_params__, args, strict=False))
     value = alias.__value__
     if isinstance(value, TypeVar):
@@ -172,7 +173,7 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
-    """Whether a class describes plain operands other than `jax.Array`."""
+    """Returns whether a class describes plain operands other than `jax.Array`."""
     if cls in (object, jax.Array):
         return False
     if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):

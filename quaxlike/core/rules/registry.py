@@ -98,12 +98,12 @@ class Rule:
         return any(annotation.kinds for annotation in self.annotations(len(self.operands) + 1))
 
     def annotations(self, n: int) -> list[Annotation]:
-        """The annotations of `n` operands."""
+        """Returns the annotations of `n` operands."""
         own = list(self.operands.values())
         return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
 
     def is_like(self, other: "Rule") -> bool:
-        """Whether this applies to exactly the same operands as `other`."""
+        """Returns whether this applies to exactly the same operands as `other`."""
         if self.signature != other.signature:
             return False
         n = len(self.operands) + 1
@@ -225,7 +225,7 @@ _in_use = False
 
 
 def epoch() -> int:
-    """The number of registrations so far. Caches depending on rules are keyed on it."""
+    """Returns the number of registrations so far. Caches depending on rules are keyed on it."""
     return _epoch
 
 
@@ -510,7 +510,7 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
 
 
 def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
-    """Whether a function can be a rule for a primitive, as far as we know before it is used."""
+    """Returns whether a function can be a rule for a primitive, as far as we know before it is used."""
     params = compat.parameters_of(primitive)
     return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
@@ -564,7 +564,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """The currently executing code of a module."""
+    """Returns the currently executing code of a module."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:

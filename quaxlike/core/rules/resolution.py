@@ -57,7 +57,8 @@ class Resolver:
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
-        """The rules for `key`, best first. Each is tried if the previous one returned `NotImplemented`.
+        """Returns the rules for `key`, best first. Each is tried if the previous one returned
+        `NotImplemented`.
 
         A key is a primitive followed by one entry per operand: a Value's class, or None for anything
         else.
@@ -110,7 +111,7 @@ def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    """The resolver for these rule sets, as of the last registration."""
+    """Returns the resolver for these rule sets, as of the last registration."""
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
@@ -151,7 +152,7 @@ class RulesByOperands:
         self._orders: dict[tuple[Rule, ...], list[Callable[..., Any]]] = {}
 
     def matching(self, primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Callable[..., Any]]:
-        """The rules for these operands, best first."""
+        """Returns the rules for these operands, best first."""
         found = tuple(rule for rule in self._rules if _matches(rule, self._types.types, operands))
         if found not in self._orders:
             order = in_order(primitive, self._types, found)
@@ -167,12 +168,12 @@ class RulesByOperands:
 
 
 def depends_on_operands(rule: Rule) -> bool:
-    """Whether operand types alone do not tell if a rule matches."""
+    """Returns whether operand types alone do not tell if a rule matches."""
     return rule.depends_on_shapes or any(map(is_value_dependent, _hints(rule)))
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Whether a rule may match operands dispatching as these types."""
+    """Returns whether a rule may match operands dispatching as these types."""
     if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
@@ -180,7 +181,7 @@ def may_match(rule: Rule, types: "plum.Signature") -> bool:
 
 
 def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
-    """Whether the rule accepts `x`, which dispatches as `cls`, in place `i`."""
+    """Returns whether the rule accepts `x`, which dispatches as `cls`, in place `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
     by_value = cls is not jax.Array and is_value_dependent(annotation.hint)
@@ -221,7 +222,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 
 def _implies(a: Rule, b: Rule) -> bool:
-    """Whether rule `b` matches all operands of `a`."""
+    """Returns whether rule `b` matches all operands of `a`."""
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1
@@ -363,7 +364,7 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """The avals of the primitive's results for arrays with these shapes; None if unknown."""
+    """Returns the avals of the primitive's results for arrays with these shapes; None if unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
     except Exception:  # the primitive itself may not accept what its rule accepts

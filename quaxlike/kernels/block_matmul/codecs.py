@@ -97,7 +97,7 @@ class Codec:
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
     def range(self) -> tuple[float | int, float | int]:
-        """The smallest and the largest value."""
+        """Returns the smallest and the largest value."""
         if self.codes == "signed":
             return -127, 127
         if self.codes == "integer":
@@ -137,14 +137,14 @@ class Codec:
         return self.nearest(jnp.where(random * (second - first) < values - first, second, first))
 
     def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
-        """How many bytes, scales, outer scales, zeros and outer zeros a row has."""
+        """Returns how many bytes, scales, outer scales, zeros and outer zeros a row has."""
         blocks = -(-count // max(block, 1))
         groups = -(-blocks // self.group) if self.group else min(blocks, 1)
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few codecs)
     def cuts(self, count: int, block: int) -> bool:
-        """Whether rows of codes may be cut into (or joined from) parts with this many codes."""
+        """Returns whether rows of codes may be cut into (or joined from) parts with this many codes."""
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
             return whole
@@ -181,7 +181,7 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def stride(self, count: int, block: int) -> int:
-        """The number of planes: 1 if blocks do not contain equally many codes of each plane."""
+        """Returns the number of planes: 1 if blocks do not contain equally many codes of each plane."""
         stride = bitstream.stride_of(self.bits)
         return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
 
@@ -251,7 +251,8 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """The remaining factor for scales below 2**-126, the least normal number, which replaces them.
+        """Returns the remaining factor for scales below 2**-126, the least normal number, which replaces
+        them.
 
         Devices flush such scales to zero, even if their products with codes are normal.
         """

@@ -31,7 +31,7 @@ _LANES = 16
 
 
 def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
-    """The native product, or the reason why it does not support an operation."""
+    """Returns the native product, or the reason why it does not support an operation."""
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -46,7 +46,7 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
-    """Why the library cannot read a format; None if it can."""
+    """Explains why the library cannot read a format; None if it can."""
     (n, k), block = product.shape, product.block_size
     if not n * k:
         return "the weight has no elements"

@@ -55,7 +55,8 @@ def fused_refusal(
     partitioned: bool,
     low_rank: Any = None,
 ) -> str | None:
-    """Why a fused kernel does not support an operation, however many rows `x` has; None if it does."""
+    """Explains why a fused kernel does not support an operation, however many rows `x` has; None if it
+    does."""
     (n, k), block = product.shape, product.block_size
     # Codes that a thread decodes together share a scale: 64, 16, or 8 in a contracted row.
     unit = 8 if product.transpose else 16
@@ -121,14 +122,14 @@ def fused(
 
 
 def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str]:
-    """How scales and zero points are stored, for `Problem`."""
+    """Returns how scales and zero points are stored, for `Problem`."""
     of_scales = "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
     of_scales = of_scales if product.scales == "float" else product.scales
     return of_scales, "float32" if zeros is None else str(zeros.dtype)
 
 
 def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
-    """The arrays of scales and zero points, as kernels read them."""
+    """Returns the arrays of scales and zero points, as kernels read them."""
     arrays = [
         *(scales.operands() if isinstance(scales, NestedScales) else (scales,)),
         *(() if zeros is None else (zeros,)),
@@ -158,7 +159,7 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """The fused kernel: from arrays in `mosaic.emit`'s order to (splits, m, features) terms."""
+    """Returns the fused kernel: from arrays in `mosaic.emit`'s order to (splits, m, features) terms."""
     from . import mosaic
 
     return _kernel_of(
@@ -172,7 +173,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """The kernel that decodes rows. It takes arrays in `decode_rows.emit`'s order."""
+    """Returns the kernel that decodes rows. It takes arrays in `decode_rows.emit`'s order."""
     from . import decode_rows
 
     return _kernel_of(
@@ -212,7 +213,7 @@ def _kernel_of(
 
 
 def decodes(platform: str, x: Any, product: Product, *, partitioned: bool) -> bool:
-    """Whether a kernel can decode rows of this weight."""
+    """Returns whether a kernel can decode rows of this weight."""
     return (
         fused_refusal(platform, x, dataclasses.replace(product, transpose=False), partitioned=partitioned)
         is None
@@ -323,7 +324,7 @@ def _padded(z: Array) -> Array:
 
 
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
-    """How many rows of a weight to decode at a time.
+    """Returns how many rows of a weight to decode at a time.
 
     Large weights are split, so no dense copy exists. All chunks have the same nonzero length, a multiple
     of `aligned`.
@@ -334,7 +335,7 @@ def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:
-    """How many of `m` rows of activations to scale at a time.
+    """Returns how many of `m` rows of activations to scale at a time.
 
     A copy then takes at most a quarter of the size of an (n, k) weight, unless that is small. All chunks have
     the same length.

@@ -100,7 +100,7 @@ class Numbers:
             lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
 
     def read(self, words: list[Reg], index: Reg) -> Reg:
-        """The number at this index, from the copied words."""
+        """Returns the number at this index, from the copied words."""
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
@@ -123,7 +123,7 @@ class Numbers:
 def numbers_of(
     p: Problem, operands: list[MemoryRegion], shared: MemoryRegion
 ) -> tuple[Numbers, Numbers | None, list[MemoryRegion]]:
-    """The scales, the zero points (if any), and the arrays after them."""
+    """Returns the scales, the zero points (if any), and the arrays after them."""
     count = 4 if p.scales == "nested" else 1
     scales, rest = Numbers(p.scales, operands[:count], shared), operands[count:]
     if p.product.zeros is None:
@@ -132,7 +132,7 @@ def numbers_of(
 
 
 def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
-    """The shift to add to scaled values, from a zero point or minimum."""
+    """Returns the shift to add to scaled values, from a zero point or minimum."""
     factor = {"points": lambda: scale * -1.0, "minus": lambda: -1.0, "plus": lambda: 1.0}
     return zero * factor[product.zeros or ""]()
 

@@ -44,12 +44,12 @@ def shared_words(p: Problem, tiling: Tiling) -> int:
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
-    """How many steps' bytes a warp has in shared memory at a time."""
+    """Returns how many steps' bytes a warp has in shared memory at a time."""
     return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
 def ring_end(p: Problem, tiling: Tiling) -> int:
-    """Where tables and ring end in shared memory."""
+    """Returns where tables and ring end in shared memory."""
     return _tables(p) + stages(p, tiling) * _stage_bytes(p, tiling)
 
 
@@ -62,7 +62,7 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
 
 
 def stride(tiling: Tiling) -> int:
-    """The stride between two tokens' sums, in words."""
+    """Returns the stride between two tokens' sums, in words."""
     return tiling.rows + 4
 
 
@@ -138,7 +138,7 @@ class Warp:
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
     def feature(self, tile: int, e: int) -> Reg:
-        """The feature (within the block) of number `e` in a tile's accumulator."""
+        """Returns the feature (within the block) of number `e` in a tile's accumulator."""
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
@@ -152,11 +152,11 @@ class Warp:
         return lanes.minimum(part, parts - 1), part < parts
 
     def tile(self, step: Reg) -> tuple[Reg, Reg]:
-        """The first row and column of `W` in the warp's tile for a step."""
+        """Returns the first row and column of `W` in the warp's tile for a step."""
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
-        """Where the tile for a step begins in shared memory."""
+        """Returns where the tile for a step begins in shared memory."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
         return stage + self.warp * self.layout.bytes + _tables(self.p)
 
@@ -165,11 +165,11 @@ class Warp:
         self.tiles.fetch(self.base(step), *self.tile(step))
 
     def lines(self, i: int) -> list[tuple[Reg, Reg]]:
-        """The rows of a tile that this thread decodes in part `i`: places and row numbers."""
+        """Returns the rows of a tile that this thread decodes in part `i`: places and row numbers."""
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """The words with this thread's codes, in part `i` of a tile's row."""
+        """Returns the words with this thread's codes, in part `i` of a tile's row."""
         bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)

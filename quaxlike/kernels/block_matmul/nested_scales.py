@@ -98,7 +98,7 @@ class NestedScales:
 
 
 def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
-    """The float32 scales, however they are stored."""
+    """Returns the float32 scales, however they are stored."""
     if not isinstance(scale, NestedScales):
         return jnp.asarray(scale)
     table = scale.table

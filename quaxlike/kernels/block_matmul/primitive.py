@@ -191,7 +191,7 @@ def _partitioning(
 
 
 def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
-    """The parameters for a device's part of the weight."""
+    """Returns the parameters for a device's part of the weight."""
     return {"decode": decode, "product": decode.local(leaves, product), **params}
 
 

@@ -93,7 +93,7 @@ class Product:
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
-        """The other contraction with the same weight."""
+        """Returns the other contraction with the same weight."""
         return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype)
 
     def of_dtype(self, out_dtype: np.dtype) -> "Product":
@@ -277,7 +277,7 @@ class Rows:
         return [next(rest) if p else None for p in self.present]
 
     def _reads_scales(self, decoded: bool) -> bool:
-        """Whether kernels read stored scales directly."""
+        """Returns whether kernels read stored scales directly."""
         _, _, outer, _, outer_zero = self.present
         return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *E8M0)
 

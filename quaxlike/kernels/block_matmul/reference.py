@@ -26,7 +26,7 @@ _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
 
 
 def _multiplies_in(dtype: Any, rows: Any) -> bool:
-    """Whether to multiply this many rows in this dtype.
+    """Returns whether to multiply this many rows in this dtype.
 
     Processors with bfloat16 instructions are faster than in float32, and others about as fast.
     """
@@ -182,7 +182,7 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
-    """The number of tiles, and the (even) number of rows per tile. The rest is less than a tile."""
+    """Returns the number of tiles, and the (even) number of rows per tile. The rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
     # Never decode a large weight at once: XLA would keep it from the forward to the backward pass.

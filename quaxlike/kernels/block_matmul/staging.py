@@ -61,7 +61,7 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """The bytes per tile, with a place to copy to for each thread in the warp."""
+        """Returns the bytes per tile, with a place to copy to for each thread in the warp."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
@@ -84,7 +84,7 @@ class TileLayout:
         return self.rows * self.row_bytes + sum(f.bytes(self.rows) for fields in self.fields for f in fields)
 
     def starts(self, base: Reg) -> list[list[Reg]]:
-        """The offsets of a tile's fields."""
+        """Returns the offsets of a tile's fields."""
         at, out = self.rows * self.row_bytes, []
         for fields in self.fields:
             out.append([])
@@ -99,7 +99,7 @@ class TileLayout:
         return line * self.span % self.chunks
 
     def row(self, place: Reg) -> Reg:
-        """The tile's row at a place. Rows that threads read together are adjacent."""
+        """Returns the tile's row at a place. Rows that threads read together are adjacent."""
         return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
 
 
@@ -158,7 +158,7 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """The word in which a place's number begins."""
+        """Returns the word in which a place's number begins."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 

@@ -111,5 +111,5 @@ def tiling_for(p: Problem) -> Tiling:
 
 
 def blocks(p: Problem, tiling: Tiling) -> int:
-    """How many thread blocks the program launches."""
+    """Returns how many thread blocks the program launches."""
     return -(-p.product.free // tiling.rows) * p.groups * tiling.splits

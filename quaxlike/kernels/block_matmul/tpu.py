@@ -29,7 +29,7 @@ _ROWS_OF_X = 256  # per tile
 
 
 def choose(platform: str, x: Any, *, product: Product, partitioned: bool, **params: Any) -> Choice | str:
-    """How the operation runs on a TPU, or why it cannot."""
+    """Returns how the operation runs on a TPU, or why it cannot."""
     refusal = PARTITIONED if partitioned else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
@@ -116,7 +116,7 @@ class _Weight(NamedTuple):
         return self.product.block_size * self.product.bits // 8
 
     def specs(self, place: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """The block specs for the operands. `place` gives a tile's row and column in the grid."""
+        """Returns the block specs for the operands. `place` gives a tile's row and column in the grid."""
         import jax.experimental.pallas as pl
 
         scales_in_tile = self.tile_bytes // self.block_bytes
@@ -275,7 +275,7 @@ def _transposed(
 
 
 def _looks_up_along_sublanes(interpret: bool) -> bool:
-    """Whether the target TPU supports this (v5 and later do)."""
+    """Returns whether the target TPU supports this (v5 and later do)."""
     import jax.experimental.pallas.tpu as pltpu
 
     return interpret or pltpu.get_tpu_info().generation >= 5
@@ -305,5 +305,5 @@ def _dot(x: Array, w: Array, axis: int) -> Array:
 
 
 def _tile(size: int, largest: int) -> int:
-    """The largest power of two up to `largest` that divides a size."""
+    """Returns the largest power of two up to `largest` that divides a size."""
     return math.gcd(size, largest)

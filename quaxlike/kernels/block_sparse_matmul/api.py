@@ -102,7 +102,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 def _either(
     first: Callable[..., Choice | str], second: Callable[..., Choice | str]
 ) -> Callable[..., Choice | str]:
-    """The first kernel if it applies, else the second, which may support what the first does not."""
+    """Returns the first kernel if it applies, else the second, which may support what the first does not."""
 
     def choose(*operands: Any, **params: Any) -> Choice | str:
         choice = first(*operands, **params)

@@ -29,7 +29,7 @@ _STAGES = 3
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """How the product runs on a Hopper GPU, or why it cannot."""
+    """Returns how the product runs on a Hopper GPU, or why it cannot."""
     slots = (transposed_idx if transpose else col_idx).size
     refusal = _refusal(platform, x, blocks, blocks.shape[-1], slots, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
@@ -38,7 +38,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """How the sampled product runs on a Hopper GPU, or why it cannot."""
+    """Returns how the sampled product runs on a Hopper GPU, or why it cannot."""
     refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", sampled) if refusal is None else refusal
 
@@ -125,7 +125,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """The blocks of `y.T @ x` at `col_idx`, with one block of threads each, over all tokens."""
+    """Returns the blocks of `y.T @ x` at `col_idx`, with one block of threads each, over all tokens."""
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])

@@ -18,7 +18,7 @@ _ADDRESSED = 2**31  # bytes
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """How the product runs on such a GPU, or why it cannot."""
+    """Returns how the product runs on such a GPU, or why it cannot."""
     b, index = blocks.shape[-1], transposed_idx if transpose else col_idx
     sizes = x.size, blocks.size, index.size, math.prod(x.shape[:-1]) * index.shape[0] * b
     refusal = _refusal(platform, x, blocks, b, sizes, **params)
@@ -28,7 +28,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """How the sampled product runs on such a GPU, or why it cannot."""
+    """Returns how the sampled product runs on such a GPU, or why it cannot."""
     sizes = x.size, y.size, col_idx.size * block_size**2
     refusal = _refusal(platform, x, y, block_size, sizes, **params)
     return Choice("gpu", _HOW, sampled) if refusal is None else refusal
@@ -83,7 +83,7 @@ def matmul(
 def matmul_problem(
     x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool
 ) -> SparseProblem:
-    """The problem for `matmul`, with a two-dimensional `x`."""
+    """Returns the problem for `matmul`, with a two-dimensional `x`."""
     rows, slots, b, _ = blocks.shape
     index = transposed_idx if transpose else col_idx
     return SparseProblem(
@@ -102,7 +102,7 @@ def matmul_problem(
 def sampled(
     y: Array, x: Array, col_idx: Array, transposed_idx: Array, *, block_size: int, out_dtype: np.dtype
 ) -> Array:
-    """The blocks of `y.T @ x` at `col_idx`, each summed over all tokens."""
+    """Returns the blocks of `y.T @ x` at `col_idx`, each summed over all tokens."""
     del out_dtype  # that of x
     y, x = (z.reshape(-1, z.shape[-1]) for z in (y, x))
     p = sampled_problem(y, x, col_idx, transposed_idx, block_size)
@@ -110,7 +110,7 @@ def sampled(
 
 
 def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_size: int) -> SparseProblem:
-    """The problem for `sampled`, with two-dimensional `y` and `x`."""
+    """Returns the problem for `sampled`, with two-dimensional `y` and `x`."""
     return SparseProblem(
         "sampled",
         left=y.shape,
@@ -125,7 +125,7 @@ def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_siz
 
 
 def _kernel(p: SparseProblem) -> Callable[..., Array]:
-    """The kernel for a problem: a function from both operands and the index to the result."""
+    """Returns the kernel for a problem: a function from both operands and the index to the result."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from . import mma_program

@@ -192,7 +192,8 @@ class _Operand:
         self.line = lane % 8
 
     def _permuted(self, piece: Reg, row: Reg) -> Reg:
-        """The position of a piece in its row. Eight rows have the same piece in eight different banks."""
+        """Returns the position of a piece in its row. Eight rows have the same piece in eight different
+        banks."""
         width = min(8, self.pieces)
         return piece ^ row // (8 // width) % width
 
@@ -210,7 +211,7 @@ class _Operand:
             self.memory.copy_to(lanes.select(inside, offset, 0), self.shared, to, _PIECE, inside)
 
     def fragment(self, stage: Reg, first: Reg, k: int) -> list[Reg]:
-        """The fragment for contraction step `k` and 16 free indices from `first`, for `lanes.mma`.
+        """Returns the fragment for contraction step `k` and 16 free indices from `first`, for `lanes.mma`.
 
         This is a (16, 16) left operand, or two (16, 8) right operands.
         """

@@ -43,7 +43,7 @@ class SparseProblem(NamedTuple):
         return -(-contracted // DEPTH)
 
     def blocks(self, tiling: "SparseTiling") -> int:
-        """How many blocks of threads the program launches."""
+        """Returns how many blocks of threads the program launches."""
         return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
 
 

@@ -78,7 +78,7 @@ def sampled_reference(
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
-    """The blocks of `y.T @ x` at `col_idx`: the cotangent of the stored blocks."""
+    """Returns the blocks of `y.T @ x` at `col_idx`: the cotangent of the stored blocks."""
     y, x = _by_blocks(y, block_size), _with_zeros(_by_blocks(x, block_size))
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:

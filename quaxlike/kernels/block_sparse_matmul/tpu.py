@@ -17,14 +17,14 @@ _ROWS_OF_X = 512  # per tile
 
 
 def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
-    """How the product runs on a TPU, or why it cannot."""
+    """Returns how the product runs on a TPU, or why it cannot."""
     return _choice(matmul, platform, x, blocks, blocks.shape[-1], blocks.size, **params)
 
 
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """How the sampled product runs on a TPU, or why it cannot."""
+    """Returns how the sampled product runs on a TPU, or why it cannot."""
     return _choice(sampled, platform, x, y, block_size, col_idx.size, **params)
 
 
@@ -119,7 +119,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """The blocks of `y.T @ x` at `col_idx`, one after the other, each summed over tiles of tokens."""
+    """Returns the blocks of `y.T @ x` at `col_idx`, one after the other, each summed over tiles of tokens."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 

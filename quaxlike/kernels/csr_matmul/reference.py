@@ -51,7 +51,7 @@ def coo_matmul(
 
 
 def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
-    """The stored elements of `by_rows.T @ by_columns`: the cotangent of the weight's elements."""
+    """Returns the stored elements of `by_rows.T @ by_columns`: the cotangent of the weight's elements."""
     rows, columns = index[:2]
     y, _ = features_first(by_rows, sum_dtype(out_dtype))
     x, _ = features_first(by_columns, sum_dtype(out_dtype))
@@ -78,7 +78,7 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype for accumulating, given the result's dtype; int32 for booleans."""
+    """Returns the dtype for accumulating, given the result's dtype; int32 for booleans."""
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -61,7 +61,7 @@ class Built(NamedTuple):
 
 @functools.cache
 def library() -> Library | str:
-    """The library, or the reason why this process has none. Does not compile anything."""
+    """Returns the library, or the reason why this process has none. Does not compile anything."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
     try:
@@ -81,12 +81,12 @@ def library() -> Library | str:
 
 
 def library_on(platform: str) -> Library | str:
-    """The library, or the reason why products cannot use it on a platform."""
+    """Returns the library, or the reason why products cannot use it on a platform."""
     return library() if platform == "cpu" else f"native products run on CPUs, not on platform {platform!r}"
 
 
 def built_path() -> Path:
-    """The library's file for this source, jaxlib and processor, whether or not it exists.
+    """Returns the library's file for this source, jaxlib and processor, whether or not it exists.
 
     **Raises:** `NativeError` if the user has no folder for it.
     """
@@ -97,7 +97,7 @@ def built_path() -> Path:
 
 
 def installed_path() -> Path | None:
-    """The file from the wheel `quaxlike-cpu`, if one for this source is installed."""
+    """Returns the file from the wheel `quaxlike-cpu`, if one for this source is installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return None
@@ -106,7 +106,7 @@ def installed_path() -> Path | None:
 
 
 def packed_name() -> str:
-    """The name of the library's file in a wheel, for one platform and any jaxlib."""
+    """Returns the name of the library's file in a wheel, for one platform and any jaxlib."""
     return _name()
 
 

@@ -147,7 +147,7 @@ class ChatTemplate:
         names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
-            """Whether `name` has no effect: the text is the same without it."""
+            """Returns whether `name` has no effect: the text is the same without it."""
             if name in names:
                 return False
             try:
@@ -249,7 +249,7 @@ def _raise(message: str) -> None:
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
-    """The start and end of each answer in a conversation's text.
+    """Returns the start and end of each answer in a conversation's text.
 
     An answer starts where its prompt ends, and ends with its turn. `render` takes messages, and whether to
     append a prompt. Raises `ValueError` if an answer cannot be found.

@@ -133,7 +133,7 @@ def save_like(
 
 
 def is_published(mapping: Mapping[str, Any]) -> bool:
-    """Whether transformers can read these weights, in one of the formats that it knows."""
+    """Returns whether transformers can read these weights, in one of the formats that it knows."""
     values = [x for x in mapping.values() if is_value(x)]
     found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
     return len(found) < 2 and None not in found

@@ -58,7 +58,7 @@ def make_of(text: str) -> Callable[..., Any]:
 
 
 def is_own(settings: TrainSettings) -> bool:
-    """Whether PEFT's format cannot hold the adapter."""
+    """Returns whether PEFT's format cannot hold the adapter."""
     if isinstance(settings.adapter, Path):
         return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS

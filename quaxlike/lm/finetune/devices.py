@@ -51,7 +51,7 @@ def join(settings: RunSettings) -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints and writes the results of all processes."""
+    """Returns whether this process prints and writes the results of all processes."""
     return jax.process_index() == 0
 
 

@@ -272,7 +272,7 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
 
 
 def _is_talk(value: Any) -> bool:
-    """Whether a value is a list of messages, possibly as JSON text. Other JSON texts do not count."""
+    """Returns whether a value is a list of messages, possibly as JSON text. Other JSON texts do not count."""
     found = _from_json(value)
     return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
 

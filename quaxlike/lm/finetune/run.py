@@ -46,12 +46,13 @@ from .train import State, Training, steps_of, stored_for
 
 
 def merged(run: RunSettings) -> Path:
-    """Where the merged model is written: a folder in the output directory, or a GGUF file."""
+    """Returns where the merged model is written: a folder in the output directory, or a GGUF file."""
     return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
-    """Where the adapter is written: the folder with PEFT's files, or our own file if PEFT cannot hold it."""
+    """Returns where the adapter is written: the folder with PEFT's files, or our own file if PEFT cannot hold
+    it."""
     file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
@@ -243,7 +244,7 @@ def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, 
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
-    """The invocation tokens, or [] if the adapters are always active."""
+    """Returns the invocation tokens, or [] if the adapters are always active."""
     of_file: list[int] = []
     if isinstance(settings.adapter, Path):
         config = config_of(settings.adapter, settings)

@@ -223,7 +223,7 @@ class Settings:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a file; for a checkpoint folder, of its file names and contents."""
+    """Returns the SHA-256 of a file; for a checkpoint folder, of its file names and contents."""
     if not path.is_dir():
         with open_data(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -235,7 +235,7 @@ _read: dict[Path, bytes] = {}
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a file can be read only once: a pipe, a device, or `-` for the standard input."""
+    """Returns whether a file can be read only once: a pipe, a device, or `-` for the standard input."""
     return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
 
 

@@ -61,7 +61,7 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Whether an entry's value means that an option is unused."""
+    """Returns whether an entry's value means that an option is unused."""
     return value is None or value is False or value in ({}, [])
 
 

@@ -74,7 +74,7 @@ ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
 def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATTENTION) -> tuple[str, ...]:
-    """The kind of each layer, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    """Returns the kind of each layer, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
     are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
     if not are_known or len(types) != layers:
         raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")

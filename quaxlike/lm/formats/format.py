@@ -91,7 +91,7 @@ class Format:
         return self.methods[0]
 
     def accepts(self, value: Any) -> bool:
-        """Whether a Value can be saved in this format."""
+        """Returns whether a Value can be saved in this format."""
         return isinstance(value, self.types) and (not self.codec or value.codec == CODECS[self.codec])
 
 

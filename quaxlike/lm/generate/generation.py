@@ -496,7 +496,7 @@ def _is_memory(x: Any) -> bool:
 
 
 def _is_by_place(memory: Any) -> bool:
-    """Whether the memory lets a text continue from any earlier token in another way."""
+    """Returns whether the memory lets a text continue from any earlier token in another way."""
     return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 

@@ -87,7 +87,7 @@ class GgufFile(Mapping[str, Any]):
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
     def is_current(self) -> bool:
-        """Whether the files have not been replaced since they were opened."""
+        """Returns whether the files have not been replaced since they were opened."""
         return all(file.is_current() for file in self._files)
 
     @property
@@ -121,7 +121,7 @@ class GgufFile(Mapping[str, Any]):
 
 
 def holds_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file, or a folder with a GGUF file and no safetensors."""
+    """Returns whether `path` is a GGUF file, or a folder with a GGUF file and no safetensors."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
     if not path.is_file() or path.suffix == ".gguf":

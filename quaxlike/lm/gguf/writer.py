@@ -230,7 +230,7 @@ def _kind(
 
 
 def _is_stored(value: Any, kind: str) -> bool:
-    """Whether an array's codes and scales can be written unchanged as this type."""
+    """Returns whether an array's codes and scales can be written unchanged as this type."""
     if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
         return False
     whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0

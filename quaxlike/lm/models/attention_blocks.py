@@ -81,7 +81,7 @@ class Sight(NamedTuple):
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Whether all keys from `first` to `last` are outside every window.
+        """Returns whether all keys from `first` to `last` are outside every window.
 
         This only depends on positions, which a batch shares. So it remains a real branch under `vmap`.
         """

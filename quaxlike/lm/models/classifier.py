@@ -31,5 +31,5 @@ class AbstractClassifier(eqx.Module):
         """The layers: a list, or one layer whose arrays have a leading axis for all layers."""
 
     def entries(self) -> dict[str, Any]:
-        """The entries of `config.json` for the classification head."""
+        """Returns the entries of `config.json` for the classification head."""
         return {"architectures": [self.architecture], **self.labels.entries()}

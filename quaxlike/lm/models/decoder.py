@@ -192,7 +192,7 @@ class AbstractDecoder(Part, roles="model"):
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:
-        """Which layers [`quaxlike.balance`][] may fold into which; see `Family.folds`."""
+        """Returns which layers [`quaxlike.balance`][] may fold into which; see `Family.folds`."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:

@@ -17,7 +17,7 @@ from .rope import Rope, rope_for
 
 
 def is_text_tower(config: Mapping[str, Any]) -> bool:
-    """Whether the decoder is part of a multimodal model."""
+    """Returns whether the decoder is part of a multimodal model."""
     return _whole_of(config) is not None
 
 

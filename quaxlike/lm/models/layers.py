@@ -105,5 +105,5 @@ def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out
 
 
 def has_values(*arrays: Any) -> bool:
-    """Whether any array is a Value, or a tracer of a Value inside `quaxify`."""
+    """Returns whether any array is a Value, or a tracer of a Value inside `quaxify`."""
     return any(is_value(value_of(x)) for x in arrays)

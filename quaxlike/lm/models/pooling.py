@@ -122,5 +122,5 @@ def _modes(path: Path) -> tuple[str, ...]:
 
 
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
-    """The normalised mean over all tokens except padding. This is a common sentence embedding."""
+    """Returns the normalised mean over all tokens except padding. This is a common sentence embedding."""
     return Pooling()(x, seen)

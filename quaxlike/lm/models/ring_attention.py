@@ -147,12 +147,12 @@ class _Ring:
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Where the visiting blocks of keys start, in turn `i`."""
+        """Returns where the visiting blocks of keys start, in turn `i`."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
     def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
-        """Whether a block of queries attends to a block of keys, and a function for their mask."""
+        """Returns whether a block of queries attends to a block of keys, and a function for their mask."""
         (_, places, text), (_, _, seen, other) = queries, keys
         near = sight._replace(places=places, seen=seen, texts=None if text is None else (text, other))
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)

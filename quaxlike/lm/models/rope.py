@@ -45,7 +45,7 @@ class Rope(NamedTuple):
         return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
-        """The factor for each token's query, `(tokens,)`, or None."""
+        """Returns the factor for each token's query, `(tokens,)`, or None."""
         if not self.growth:
             return None
         steps = jnp.floor(positions.astype(jnp.float32) / self.step)
@@ -133,7 +133,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """How much to scale each frequency: from 0 for high ones to 1 for low ones."""
+    """Returns how much to scale each frequency: from 0 for high ones to 1 for low ones."""
 
     def at(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

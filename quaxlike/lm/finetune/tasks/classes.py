@@ -156,7 +156,8 @@ class Classes(AbstractTask):
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
-        """The loss of transformers. For several labels or for numbers, it averages over a text's labels."""
+        """Returns the loss of transformers. For several labels or for numbers, it averages over a text's
+        labels."""
         if self.labels.problem == SINGLE:
             return jnp.sum(cross_entropy(outputs, batch.labels))
         if self.labels.problem == MULTI:

@@ -112,7 +112,7 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """The next-token cross-entropy, summed over the learned tokens."""
+    """Returns the next-token cross-entropy, summed over the learned tokens."""
 
     def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)

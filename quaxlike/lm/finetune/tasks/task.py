@@ -45,7 +45,7 @@ class AbstractTask(eqx.Module):
     @classmethod
     @abc.abstractmethod
     def takes(cls, model: PyTree, folder: Path) -> bool:
-        """Whether this task can train the model from this checkpoint folder."""
+        """Returns whether this task can train the model from this checkpoint folder."""
 
     @classmethod
     def begun(
@@ -60,7 +60,7 @@ class AbstractTask(eqx.Module):
 
     @classmethod
     def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        """The parts of the model that are trained in full, in addition to the adapters."""
+        """Returns the parts of the model that are trained in full, in addition to the adapters."""
         return ()
 
     @classmethod
@@ -77,7 +77,7 @@ class AbstractTask(eqx.Module):
         """Selects the model's layers: a list, or one stacked layer."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
-        """The parts of the model that this task does not use. They get no adapters."""
+        """Returns the parts of the model that this task does not use. They get no adapters."""
         return ()
 
     def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
@@ -97,7 +97,7 @@ class AbstractTask(eqx.Module):
         """Computes the loss, summed over a batch."""
 
     def weight(self, batch: Batch) -> float:
-        """The number of terms in this sum: by default, the number of examples."""
+        """Returns the number of terms in this sum: by default, the number of examples."""
         return float(len(batch.ids))
 
     @abc.abstractmethod
