@@ -41,9 +41,10 @@ running = _Running()
 
 
 def has_operators(value: Any) -> bool:
-    """Returns whether this Value has operators here, if its type does not define any.
+    """Returns whether this Value has operators here, although its type does not define any.
 
-    It has them if a level dispatches on it. Inside a rule, so do the Values inside operands.
+    This is so if a running level dispatches on it. Inside a rule, the Values that operands hold have
+    operators, too.
     """
     if level_of(value) is not None:
         return True

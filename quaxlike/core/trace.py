@@ -320,7 +320,7 @@ class QuaxTrace(jax.core.Trace):
     # Between tracers and Values
 
     def enter(self, value: Value) -> ValueTracer:
-        """Boxes a Value from outside the level."""
+        """Boxes a Value from outside this level."""
         if hooks.following and self.tag.follow is None and hooks.following.asked_for_by(value):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, value)

@@ -197,7 +197,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
     def follows_rules(self) -> bool:
         """Returns whether the rules registered for this type apply to this value.
 
-        By default they do. If not, `default` is called, or the value is materialised.
+        By default they do. If not, `default` is called, or this value is materialised.
         """
         return True
 
@@ -205,7 +205,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """For each array leaf, its axis for the logical leading axis, or None if all rows share the leaf.
 
         This lets `lax.scan` and `lax.map` run over rows. Without it, leaves with the array's shape are sliced
-        along their first axis, provided that the slices materialise to the rows; otherwise the value is
+        along their first axis, provided that the slices materialise to the rows; otherwise this value is
         materialised.
         """
         return NotImplemented

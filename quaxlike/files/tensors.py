@@ -88,7 +88,7 @@ class Tensors(Mapping[str, np.ndarray]):
         self.files = tuple(files)
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
-        """Makes an error that names the file and a tensor, or another entry."""
+        """Makes an error that names this file and a tensor, or another entry."""
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:

@@ -69,7 +69,7 @@ class Marks:
         return [*self.begin[: len(self.begin) - own], *ids]
 
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
-        """Adds the end that the model should learn, unless the text already has it.
+        """Adds the end that this model should learn, unless the text already has it.
 
         An answer gets the chat template's end, if generation stops there. For Llama 3.1 this is `<|eot_id|>`,
         which is the last of three such tokens.

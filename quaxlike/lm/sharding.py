@@ -60,8 +60,8 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
     **Arguments:**
 
-    - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
-    - `mesh`: the mesh. It may be an abstract mesh.
+    - `model`: the model, which may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
+    - `mesh`: the mesh. This may be an abstract mesh.
     - `axis`: the mesh axis to shard over. Default: "model", "tensor" or "tp" if the mesh has one of them, or
         else the last axis.
 
@@ -109,7 +109,7 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
     - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s. Experts
         are the arrays below `experts`, stacks of matrices.
-    - `mesh`: the mesh. It may be an abstract mesh. It must have an axis "expert" or "ep", or else
+    - `mesh`: the mesh. This may be an abstract mesh. It must have an axis "expert" or "ep", or else
         "model", "tensor" or "tp".
 
     **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].

@@ -72,7 +72,7 @@ class Learner(abc.ABC):
 
         **Returns:** the traces, all zero.
 
-        **Raises:** `ValueError` if the learner does not support this step. The message says why.
+        **Raises:** `ValueError` if this learner does not support this step. The message says why.
         """
         step = self._traced(model, state, inputs).step
         return self._first_traces(step)

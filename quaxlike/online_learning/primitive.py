@@ -58,7 +58,7 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: a function `rule(x, g, weights, **params) -> dict`. It returns a cotangent for each
+        - `rule`: a function `rule(x, g, weights, **params) -> dict`. This returns a cotangent for each
             trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
 
         **Returns:** the rule.
@@ -83,7 +83,7 @@ class ETPPrimitive(DefinedPrimitive):
 
         **Arguments:**
 
-        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)`. It returns zeros of shape
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)`. This returns zeros of shape
             `(*y, num_states)`.
 
         **Returns:** the rule.

@@ -163,14 +163,14 @@ class DefinedPrimitive(Primitive):
             mlir.register_lowering(self, rule, platform=platform)
 
     def __call__(self, *args: Any, **params: Any) -> Any:
-        """Binds the primitive.
+        """Binds this primitive.
 
         **Arguments:**
 
         - `args`: the operands: arrays, or pytrees of arrays.
         - `params`: static parameters; hashable.
 
-        **Returns:** the result of the primitive's function.
+        **Returns:** the result of this primitive's function.
 
         **Raises:** `TypeError` for an operand other than an array, and for a parameter which is an
         array or cannot be hashed.

@@ -24,7 +24,7 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
     **Arguments:**
 
-    - `mesh`: the mesh. It may be an abstract mesh.
+    - `mesh`: the mesh. This may be an abstract mesh.
     - `axis`: the mesh axis, or axes, to shard over. Default: all axes that `over` does not use.
     - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Its shards are split
         further. Default: none.

@@ -40,7 +40,7 @@ def adapt(
     **Arguments:**
 
     - `model`: any pytree. Weights may be Values, such as 4-bit arrays.
-    - `make`: a function. It is called as `make(w, key=..., layout=...)` for each weight, and must return a
+    - `make`: a function. This is called as `make(w, key=..., layout=...)` for each weight, and must return a
         [`quaxlike.AdaptedArray`][] with the same shape as `w`. The [`quaxlike.Layout`][] says which axes of
         `w` are outputs and which are inputs. If `make` has a parameter `bias=None`, then it also receives the
         layer's bias, or None. If all adapters should share some arrays, give `make` an attribute `share`.

@@ -68,7 +68,7 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     **Arguments:**
 
     - `model`: a model with stacked adapters.
-    - `adapter_index`: an integer. It may be traced.
+    - `adapter_index`: an integer. This may be traced.
 
     **Returns:**
 

@@ -43,9 +43,9 @@ def balance(
 ) -> PyTree:
     """Rescales the inputs of layers, so that [`quaxlike.quantize`][] makes smaller errors (AWQ).
 
-    The columns of a weight that multiply large activations are scaled up, and the rows of the preceding layer
-    are scaled down by the same factors. This does not change what the model computes. Next, quantise the
-    model with the same scheme. Moments for `calibrate` have to be measured again on the balanced model.
+    This scales up the columns of a weight that multiply large activations, and scales down the preceding
+    layer's rows by the same factors. The model still computes the same. Next, quantise it with the same
+    scheme. If you calibrate as well, then measure the moments again on the balanced model.
 
     **Arguments:**
 

@@ -27,9 +27,11 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """Quantises a matrix as `like` is, so that its products with inputs of these moments, the sum of `x xᵀ`
-    over the inputs, `(in, in)`, change least. The diagonal alone, `(in,)`, is the importance of each input,
-    for codecs whose scales are searched for."""
+    """Quantises a matrix in the same format as `like`, such that its products with inputs change least.
+
+    `moments` is the sum of `x xᵀ` over these inputs, `(in, in)`. For codecs that search for scales, this may
+    be its diagonal, `(in,)`: the importance of each input.
+    """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
     if jnp.ndim(moments) < 2:
         return _by_importance(name, dense, like, moments, searches)

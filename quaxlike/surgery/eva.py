@@ -37,9 +37,12 @@ def input_moments(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the second moments of each layer's inputs: the sum of `x xᵀ` over all inputs `x`.
 
+    Use this for `calibrate` in [`quaxlike.quantize`][], for [`quaxlike.balance`][] and for
+    [`quaxlike.eva`][].
+
     **Arguments:**
 
-    - `fn`: a function. It is called as `fn(model, ...)` with data, and runs without compilation.
+    - `fn`: a function. This is called as `fn(model, ...)` with data, and runs without compilation.
     - `where`: which layers to measure, as for [`quaxlike.select`][]. Default: every linear layer.
     - `fan_in_fan_out`, `layout`: as for [`quaxlike.loraify`][].
 

@@ -58,7 +58,8 @@ def loraify(
     **Arguments:**
 
     - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
-    - `rank`: of the adapters. A rank above both sizes of a weight is taken, as in PEFT, with a warning.
+    - `rank`: the adapters' rank. If this is larger than both sizes of a weight, there is a warning, as in
+        PEFT.
     - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
     - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
@@ -181,7 +182,7 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """Makes a DoRA, with the norms of the rows as a parameter; they are bitwise equal in every layout."""
+    """Makes a DoRA, with the rows' norms as a parameter. These are bitwise equal in every layout."""
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
         as_matrix(lora, materialise(lora.w)),

@@ -19,7 +19,7 @@ from .trees import difference, map_arrays, named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """Adds a model's adapters into its weights.
+    """Adds a model's adapters into its weights. This makes inference as fast as without adapters.
 
     **Arguments:**
 
@@ -30,9 +30,9 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     **Returns:**
 
-    A model with the same structure as before it was adapted. A quantised weight is quantised again, with a
-    warning if `exact` lacks it, since that rounds what the adapter has learned. A model without adapters is
-    returned as it is, with a warning.
+    A model with the same structure as before it was adapted. A quantised weight is quantised again. Since
+    this rounds what the adapter has learned, there is a warning unless `exact` contains this weight. A model
+    without adapters is returned as it is, with a warning.
 
     **Raises:**
 

@@ -68,7 +68,7 @@ def quantize(
 
     - `model`: any pytree.
     - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec for [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. It may also be a recipe: a mapping
+        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. This may also be a recipe: a mapping
         from anything that `where` accepts to a scheme, to a pair of a scheme and its options, or to None for
         weights that stay unchanged. A weight follows the first rule that selects it. Recipes with a name are
         `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but leave out embeddings,

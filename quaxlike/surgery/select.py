@@ -181,8 +181,10 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """Returns the selected weights that can be adapted or quantised: no biases, norms or integers. With
-    `head`, those of the output layer too."""
+    """Returns the selected weights that can be adapted or quantised: no biases, norms or integers.
+
+    With `head`, this includes the output layer.
+    """
     excluded = _chosen(model, records, exclude) if exclude else ()
     also = output_layer(records) if head else []
     if head and not also:

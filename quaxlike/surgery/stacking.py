@@ -24,9 +24,9 @@ from .trees import path_of
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Stacks layers into one layer, along a new leading axis of each array.
 
-    Use it with `jax.lax.scan`: the compile time then does not depend on the number of layers. The parts of
-    adapters and quantised weights are stacked too, without any computation. Parts that all adapters share and
-    do not train, such as the random matrices of VeRA, are stored once.
+    Use this with `jax.lax.scan`: the compile time then does not depend on the number of layers. This also
+    stacks the parts of adapters and quantised weights, without any computation. Parts that all adapters share
+    and do not train, such as VeRA's random matrices, are stored once.
 
     **Arguments:**
 

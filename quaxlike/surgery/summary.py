@@ -57,7 +57,7 @@ class Summary:
 
     @property
     def size(self) -> int:
-        """How many elements the model's arrays have, without adapters."""
+        """How many elements this model's arrays have, without adapters."""
         return self._total("size")
 
     @property

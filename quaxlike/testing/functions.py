@@ -49,7 +49,7 @@ def check_program(
     - `"passes through"`: an array in a box. Primitives apply to the array, and their results are boxed again.
     - `"refuses"`: likewise, but it refuses to become an array, and so does everything computed from it.
     - `"metadata"`: likewise, with metadata next to the array, in a module with static fields.
-    - `"non-linear"`: the product of two leaves. It has no rules, so primitives make it dense.
+    - `"non-linear"`: the product of two leaves. This has no rules, so primitives make it dense.
     - `"stacked"`: the sum of two arrays in one leaf, which has another shape than the array. It has no rules.
     - `"half precision"`: a box with a bfloat16 array. It is compared with an array of this dtype. If the
         function gives different numbers for this array than for the original one, because it takes another
@@ -57,7 +57,7 @@ def check_program(
 
     **Arguments:**
 
-    - `fn`: the function. It returns a tree of arrays, and the same one for the same arguments.
+    - `fn`: the function. This returns a tree of arrays, and the same one for the same arguments.
     - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
     - `which`: the names of the kinds to try; or a dict with functions making a Value from an array (or
         return None if there is none for it). Default: all of the above.

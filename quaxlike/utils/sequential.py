@@ -29,7 +29,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
     **Arguments:**
 
-    - `func`: a function from pytrees to a pytree of arrays. It is traced at each call, and may close over
+    - `func`: a function from pytrees to a pytree of arrays. This is traced at each call, and may close over
         tracers. Collectives over a mapped axis raise an error.
 
     **Returns:**

@@ -77,7 +77,7 @@ def jit(
 
     **Arguments:**
 
-    - `fn`: a function or method. It is absent if this is used as a decorator with options.
+    - `fn`: a function or method. Omit this to get a decorator with options.
     - the others: as for `jax.jit`, with the same defaults. Only options that differ from their default are
         passed on.
 
@@ -146,8 +146,7 @@ def vectorize(
 
     **Arguments:**
 
-    - `pyfunc`: a function of arrays with the core shapes. It is absent if this is used as a decorator with
-        options.
+    - `pyfunc`: a function of arrays with the core shapes. Omit this to get a decorator with options.
     - `excluded`: indices or names of arguments that are not mapped over. Default: none.
     - `signature`: the core shapes, such as `"(m,n),(n)->(m)"`. Default: scalars.
 

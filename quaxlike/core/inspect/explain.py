@@ -158,11 +158,11 @@ class Report:
         return page.fragment(self.rows, _table(self.rows), self.summary)
 
     def to_html(self, path: str | pathlib.Path) -> None:
-        """Writes the report as a self-contained HTML page.
+        """Writes this report as a self-contained HTML page.
 
         **Arguments:**
 
-        - `path`: the file to write. It is replaced as a whole or not at all.
+        - `path`: the file to write. This is replaced as a whole or not at all.
         """
         page.write(path, self.rows, _table(self.rows), self.summary)
 

@@ -112,7 +112,7 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """Where the rule was written, as `file:line`."""
+        """Where this rule was written, as `file:line`."""
         code = self.written.__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 

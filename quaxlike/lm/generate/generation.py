@@ -61,7 +61,7 @@ def generate(
     - `top_k`: samples from the `top_k` likeliest tokens. Default: all tokens.
     - `top_p`: samples from the likeliest tokens with this total probability. Default: all tokens.
     - `key`: a PRNG key, for sampling.
-    - `on_token`: a function. It is called at each step with the new tokens of all texts, `(batch,)`, while
+    - `on_token`: a function. This is called at each step with the new tokens of all texts, `(batch,)`, while
         the next step runs.
     - `cache`: how to store keys and values: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][]. For
         example `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. With 4 bits or

@@ -273,7 +273,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store keys and values, as for [`quaxlike.lm.generate`][]. Default: in the model's
+        - `cache`: how to store keys and values, as for [`quaxlike.lm.generate`][]. Default: in this model's
             dtype.
 
         **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
