@@ -23,8 +23,8 @@ from ..core.quaxify import quaxify
 from ..core.values import is_value, materialise
 from ..files.errors import CheckpointError, listed, quoted
 from ..files.json_text import read_json_file
+from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
-from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import quantizers
 from ..surgery.trees import named_arrays, replace
@@ -138,7 +138,12 @@ def load(
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
-    arrays, loaded, rule = named_arrays(skeleton), dict[str, Any](), lambda name, leaf: None
+    def replicated(name: str, leaf: Any) -> None:
+        return None
+
+    arrays = named_arrays(skeleton)
+    loaded: dict[str, Any] = {}
+    rule: NamedRule = replicated
     if sharding is not None:
         rule = by_name(sharding, arrays)
     elif mesh is not None:
@@ -512,15 +517,22 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
     """Splits the model's arrays into a file's tensors, as `sources` names them."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
-        leaf = arrays[name]
-        parts = [in_published_layout(name, leaf)]
+        parts = [in_published_layout(name, arrays[name])]
         if len(files) > 1:
-            each, rows = len(files) // leaf.shape[0], leaf.shape[1]
-            cut = quaxify(lambda x, i, at, size=rows // each: x[i, at : at + size])
-            starts = range(0, rows, rows // each)
-            parts = [cut(leaf, i, at) for i in range(leaf.shape[0]) for at in starts]
+            parts = _matrices_of(arrays[name], len(files))
         out |= zip(files, parts, strict=True)
     return out
+
+
+def _matrices_of(stack: Any, count: int) -> list[Any]:
+    """Undoes `_joined`: cuts a stack into `count` matrices, each with a part of an expert's rows."""
+    experts, rows = stack.shape[:2]
+    size = rows * experts // count
+
+    def cut(stack: Any, expert: int, start: int) -> Any:
+        return stack[expert, start : start + size]
+
+    return [quaxify(cut)(stack, i, start) for i in range(experts) for start in range(0, rows, size)]
 
 
 def _joined(parts: list[Any], count: int) -> Any:

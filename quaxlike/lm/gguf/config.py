@@ -249,14 +249,12 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     **Raises:** `ValueError` for an unknown architecture, a missing entry, or an entry that GGUF cannot
     express.
     """
-    kind, known = (
-        config.get("model_type"),
-        [(family, x) for family in FAMILIES.values() if (x := family.gguf)],
-    )
-    family, own = next(((family, x) for family, x in known if x.model_type == kind), (None, None))
-    if family is None or own is None:
-        names = ", ".join(x.model_type for _, x in known)
+    kind = config.get("model_type")
+    known = {gguf.model_type: (family, gguf) for family in FAMILIES.values() if (gguf := family.gguf)}
+    if kind not in known:
+        names = ", ".join(known)
         raise ValueError(f"config.json has model_type={kind!r}; metadata of GGUF is known for {names}.")
+    family, own = known[kind]
     rope = _rope_parameters(config)
     config = {**config, "rope_theta": rope["rope_theta"]}
     heads = config.get("num_attention_heads")

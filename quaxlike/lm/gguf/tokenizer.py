@@ -90,8 +90,8 @@ def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     )
     begins = get("add_bos_token", model == "llama" or get("pre") in IGNORE_MERGES)
     ends = get("add_eos_token", False)
-    around = [_token(tokens, get(f"{name}_token_id"), name, damaged) for name, there in
-              (("bos", begins), ("eos", ends)) if there]  # fmt: skip
+    names = [name for name, is_added in (("bos", begins), ("eos", ends)) if is_added]
+    around = [_token(tokens, get(f"{name}_token_id"), name, damaged) for name in names]
     return {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         **parts, "post_processor": _template(around, bool(begins)) if around else None,
@@ -267,15 +267,21 @@ def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], li
     vocab, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocab, dict) or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise file_error(path, "vocab", "expected the numbers of tokens by their texts")
-    pairs = [tuple(m.split(" ")) if isinstance(m, str) else m for m in merges if isinstance(m, str | list)] \
-        if isinstance(merges, list) else []  # fmt: skip
-    strings = (len(pair) == 2 and all(isinstance(x, str) for x in pair) for pair in pairs)
-    if not isinstance(merges, list) or len(pairs) < len(merges) or not all(strings):
+    pairs = [_merge(merge) for merge in merges] if isinstance(merges, list) else [None]
+    if None in pairs:
         raise file_error(path, "merges", "expected pairs of tokens")
-    if odd := next((name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-                    if model.get(name)), None):  # fmt: skip
-        raise file_error(path, odd, f"llama.cpp does without; found {quoted(model[odd])}")
-    return vocab, [(a, b) for a, b in pairs]
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(option):
+            raise file_error(path, option, f"llama.cpp does without; found {quoted(model[option])}")
+    return vocab, [pair for pair in pairs if pair is not None]
+
+
+def _merge(merge: Any) -> tuple[str, str] | None:
+    """Reads a pair of tokens, a list or a text with a space; None if it is neither."""
+    match merge.split(" ") if isinstance(merge, str) else merge:
+        case [str(first), str(second)]:
+            return first, second
+    return None
 
 
 def _tokens(
