@@ -179,6 +179,7 @@ class AdaptedArray(GradientsArray):
         """
         fields = self.with_switches(fields, self.gradients)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
+            # Otherwise a rule that replaces the base, say by its slice, would silently freeze it.
             fields = {"gradients": strongest("pass", self.gradients), **fields}
         return replace_fields(self, **fields)
 
@@ -192,6 +193,7 @@ class AdaptedArray(GradientsArray):
         if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
             return NotImplemented
         w = widened(array, like.w)
+        # The array could not be lifted to the base's type, so both branches would differ.
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
@@ -201,6 +203,7 @@ class AdaptedArray(GradientsArray):
         """Lets gradients pass if they pass in `like`. Becomes dense if the axes differ."""
         if type(like) is not type(self):
             return NotImplemented
+        # Parts belong to other axes of the weight, so they cannot stand in for each other.
         if (self.out_axes, self.in_axes) != (like.out_axes, like.in_axes):
             return dense_when_incompatible(self)
         reach = gradients_through(like, self)
@@ -353,6 +356,7 @@ def _labels(
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
         if ndim is not None:
             parts[name] = words, ndim - sum(size.get(word, 1) for word in words)
+    # A part may have more batch axes than the base: several adapters share it.
     n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
     axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
     batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]

@@ -77,6 +77,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A copy: rules that a subclass registers must not apply to its parent.
         cls._several = dict(cls._several)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -92,6 +93,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
         """Applies the primitive to operands without this class's metadata. For use in rules."""
+        # Only this class is unwrapped. Other Values among the operands keep their own rules.
         arrays = [x.array if isinstance(x, cls) else x for x in operands]
         return quaxify(primitive.bind)(*arrays, **params)
 
@@ -166,6 +168,7 @@ def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
         element = jax.ShapeDtypeStruct((), xs[0].dtype)
         elements = (xs[0].with_array(element), element)
         arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
+    # Different metadata would describe only some of the elements.
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented
     return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))

@@ -87,6 +87,7 @@ class ArrayKind:
             return False
         if (self.first, self.last) == (other.first, other.last):
             return True
+        # We accept any number of axes and the other one does not.
         if self.last is not None and other.last is None:
             return False
         theirs = other._axes(len(self.first) + len(self.last or ()))

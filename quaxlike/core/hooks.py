@@ -56,6 +56,7 @@ def _naming(hook: str, method: Any) -> Any:
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
+            # The hook failed because of what JAX left out, and not because of a mistake in it.
             if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
                 raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
@@ -250,6 +251,7 @@ def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Calls `hook` with tracers in place of the shapes in a Value, so it can compute with them."""
 
     def on_shapes(value: Any) -> Any:
+        # The result may not be an array, and `eval_shape` returns only arrays.
         found: list[Any] = []
         with probing():
             jax.eval_shape(lambda value: found.append(hook(value)), value)

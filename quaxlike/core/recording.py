@@ -121,6 +121,7 @@ def endless(error: RecursionError) -> str | None:
     Little of Python's stack is left here, so we may not call anything which memoises errors, as beartype does
     for plum.
     """
+    # Endless recursion repeats the same few functions, so we count them.
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     often = {code: n for code, n in codes.items() if n > 5}
     rules = [rule for layer in active_layers.get() for rule in layer.looked_at] if often else []

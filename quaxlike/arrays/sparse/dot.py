@@ -92,6 +92,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
 
     def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
+        # Padding has a column one past the last, and reads this block of zeros.
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
         def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
@@ -144,6 +145,7 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     """Multiplies two sparse arrays with concrete patterns: we find pairs of elements ahead of time."""
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
+    # The number of pairs is a shape, so it has to be known while tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
     of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))

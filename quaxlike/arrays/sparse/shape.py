@@ -33,6 +33,7 @@ from .unstructured import SparseArray, fits_int32, flattened, smaller, unflatten
 @register("transpose")
 def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
+    # A batch axis moves among the sparse axes, so every element must carry its index along it.
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
     x = transpose_batch(x, permutation[:n])
@@ -40,6 +41,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
     return x.replace(
         indices=tuple(x.indices[axis] for axis in moved),
         sizes=tuple(x.sizes[axis] for axis in moved),
+        # The elements stay where they are. Only the meaning of rows and columns is exchanged.
         major=x.major if x.order is None or moved == [0, 1] else 1 - x.major,
     )
 
@@ -111,6 +113,7 @@ def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseA
     if all(axis < n for axis in dimensions):
         return x
     indices = [
+        # Reversed, the index of padding would become -1, and read the last element.
         jnp.where(x.is_stored, size - 1 - index, size) if axis + n in dimensions else index
         for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
     ]
@@ -132,6 +135,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
     before = 0
     for x in xs:
         indices = list(x.indices)
+        # Padding has the axis size as its index, and this axis has grown.
         indices[along] = jnp.where(x.is_stored, indices[along] + before, total)
         parts.append([x.data, *indices])
         before += x.sizes[along]
@@ -211,6 +215,8 @@ def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Seq
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
+        # The number of elements in a slice depends on their indices, so it cannot be a shape. We keep all
+        # elements, and turn the others into padding.
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
@@ -271,12 +277,14 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
 def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
+    # Without order, one row can be anywhere among the elements.
     if csr is None:
         return NotImplemented
     data, pointer, across = x.data, csr.row_ptr, csr.columns
     if axis != x.major:
         data, pointer, across = data[csr.by_column], csr.column_ptr, csr.rows[csr.by_column]
     width = min(size, x.nse)
+    # If the pattern is known, we reserve only as many places as the fullest line has elements.
     if not isinstance(pointer, jax.core.Tracer):
         width = int(np.diff(np.asarray(pointer)).max(initial=0))
     number = jnp.arange(width, dtype=jnp.int32).reshape((1,) * positions.ndim + (-1,))

@@ -42,6 +42,7 @@ def dot_stack(
     """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     num_batch, batch = w.ndim - 2, of_w.batch
+    # A kernel multiplies by whole matrices, along one of their two axes.
     if len(of_w.contracting) != 1 or any(axis >= num_batch for axis in batch):
         return NotImplemented
     (axis,) = of_w.contracting
@@ -54,6 +55,7 @@ def dot_stack(
     def product(w: Any, x: Array) -> Array:
         return matmul(w, x, axis - num_batch)
 
+    # Batch axes that only `w` has: every matrix multiplies the same `x`.
     for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
     y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the matrix's other axis)
@@ -171,6 +173,7 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
             f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
             stacklevel=4,  # beyond `from_dense` and `checked`
         )
+    # Stable, so that equal entries are chosen in the same way on every machine.
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)

@@ -161,6 +161,7 @@ def _custom_vjp(
         perturbed = [any(nz) for nz in per_slot(slots, pairs[1::2])]
         outs = _call(trace, fwd, [x for pair in zip(primals, perturbed, strict=True) for x in pair])
         _, res_tree, forwards = out_trees()
+        # JAX does not return residuals that are operands; it says which operands they are.
         n_stored = res_tree.num_leaves - sum(f is not None for f in forwards)
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
@@ -395,6 +396,7 @@ class _Results:
                 for x, has in zip(outs, has_tangents, strict=True)
             ]
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
+            # When staged, nobody had asked for a derivative, so a nonlinear result was allowed.
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned {slot.cls.__name__} when it was "

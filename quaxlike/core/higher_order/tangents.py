@@ -132,6 +132,7 @@ def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
     """Returns whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
+    # Symbolic zeros fit any Value.
     return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
 
 

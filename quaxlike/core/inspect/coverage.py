@@ -51,6 +51,7 @@ def _mentions(rule: Rule, cls: type[Value]) -> bool:
         hints.append(rule.signature.varargs)
     flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
     named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
+    # Nearly every rule accepts any Value somewhere. Listing these for each type would hide its own rules.
     return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
 
 
@@ -179,11 +180,13 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         slots.append(both)
     if more_specific(a, b) or more_specific(b, a):
         return False
+    # Each place may have several types. One combination without a better rule suffices.
     for operands in itertools.product(*slots):
         # Plain arrays never come to dispatch.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)
+        # A third rule may be a better match than both, and then decides.
         others = [r for r in registered if signature <= r.signature and not r.depends_on_shapes]
         order = in_order(a.primitive, signature, list({*others, a, b}))
         first = order[0]  # the others are tried only if a better match declines

@@ -121,6 +121,7 @@ class Report:
         ]
 
     def __str__(self) -> str:
+        # `rich` is an optional dependency.
         if importlib.util.find_spec("rich") is None:
             notes = _numbered(self.rows)
             return "\n".join([page.plain_table(_table(self.rows, notes)), *_listed(notes), "", self.summary])
@@ -142,6 +143,7 @@ class Report:
         notes = _numbered(self.rows)
         columns, *lines = _table(self.rows, notes)
         widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
+        # Folding every cell separately would break file names in the middle.
         if sum(widths) >= options.max_width:
             columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()

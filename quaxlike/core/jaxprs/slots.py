@@ -148,6 +148,7 @@ def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
     This is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
     written for quax rely on this.
     """
+    # A leaf with another shape or dtype cannot stand in for the array.
     form = [(a.shape, a.dtype) for a in slot.avals]
     if slot.treedef is None or form != [(slot.aval.shape, slot.aval.dtype)] or not refuses(slot.like):
         return False
@@ -173,6 +174,7 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
     If not, the cotangents of the leaves are not elements of the dense cotangent: for a repeated leaf,
     say, they are sums over several. If a type has a pattern, or refuses to materialise, we take its word.
     """
+    # We cannot invent numbers for a pattern: indices, for example, must be distinct and in bounds.
     if not all(map(has_tangent, slot.avals)):
         return True
     numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in any dtype
@@ -207,6 +209,8 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     with jax.core.eval_context():
         try:
             tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
+            # JAX's dead code elimination answers this exactly: a frozen leaf's tangent does not reach the
+            # result.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
         except Exception:  # a type may refuse in any way
@@ -260,8 +264,12 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
     array. We try it with numbers. For a type that refuses to materialise, the shapes decide.
     """
     shape = slot.aval.shape
+    # A leaf with another shape might still be sliced with the array, but only the type can know along which
+    # axis.
     if any(a.shape != shape for a in slot.avals):
         return False
+    # Small sizes of our own: the Value's arrays may be large, and at one size the parts might agree by
+    # accident.
     sizes = [2 + i for i in range(len(shape))]  # distinct, to tell the axes apart
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
     if not rows:
@@ -276,6 +284,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
         return False
     if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
+    # Irregular numbers, so that no accident makes wrong parts equal to the right ones.
     numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
 
     def cut(x: Any) -> list[Any]:
@@ -411,6 +420,7 @@ def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
                 f"{len(slot)} array leaves; found {len(specs)}."
             )
         return specs
+    # The type does not say. We only answer if slicing the leaves along these axes slices the array.
     sharded = [axis for axis, names in enumerate(spec) if names is not None]
     if not sharded:
         return tuple(spec if len(spec) <= a.ndim else jax.P() for a in slot.avals)

@@ -113,6 +113,7 @@ def fused(
     )
     tiling = tiling_for(problem)
     if tiling.splits > 1:
+        # Partial sums are added afterwards. In 16 bits, each of them would be rounded.
         problem = problem._replace(out_dtype="float32")
     if low_rank:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
@@ -286,6 +287,7 @@ def chunked(
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
     step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
+    # Terms of several chunks are added up, so they must not be rounded before.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
     def decoded(weight: list[Any], start: int, stop: int) -> Array:
@@ -362,6 +364,7 @@ def join_chunks(
     aval = jax.typeof(columns)
     axis %= columns.ndim
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
+    # Every element is written below, and zeros would cost another pass.
     y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
 

@@ -114,6 +114,7 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode,
 
 
 def _transpose(ct: Any, x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> Any:
+    # Cotangents for scales are left to the reference, which decodes them.
     if not ad.is_undefined_primal(x):
         return NotImplemented
     product = product.transposed(np.dtype(x.aval.dtype))
@@ -133,6 +134,7 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
     if nonzero(leaves_dot):
         return NotImplemented
     out_dtype, terms = params["product"].out_dtype, []
+    # One fused product for both tangents reads the weight once.
     if x_dot is not None and t_dot is not None:
         terms.append(lora_matmul_p(x_dot, *leaves, t_dot, b, **params))
     elif x_dot is not None:

@@ -110,6 +110,7 @@ def join(planes: list[Array], count: int) -> Array:
     if len(planes) == 1:
         return planes[0]
     width = planes[0].shape[-1]
+    # If the number of columns is not a multiple of the number of planes, the last planes are shorter.
     full = [jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, width - p.shape[-1])]) for p in planes]
     return jnp.stack(full, axis=-1).reshape(*planes[0].shape[:-1], -1)[..., :count]
 
@@ -130,6 +131,7 @@ class Nibbles:
         (n, k), block = product.shape, product.block_size
         packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
         code = jnp.arange(256)
+        # The first code of a byte is in the high nibble, as in bitsandbytes.
         tables = [leaves[2][c] for c in (code >> 4, code & 15)]
 
         def look_up(pairs: Any, scale: Any) -> Any:
@@ -145,6 +147,7 @@ class Nibbles:
 
         def unaligned(start: Array | int, rows: int) -> list[Array]:
             """Rows of `W` if rows begin in the middle of bytes; `start` is even."""
+            # An even row begins at a whole byte even if `k` is odd. Therefore tiles start at even rows.
             first, count = start * k // 2, (rows * k + 1) // 2
             pairs = lax.dynamic_slice_in_dim(packed, first, count)
             scale = absmax[(first + jnp.arange(count)) // (block // 2)]
@@ -165,6 +168,7 @@ class Nibbles:
             packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
         else:
             start, stop, _ = rows.indices(n)
+            # Callers start at multiples of `aligned`, so no byte and no block is cut in the middle.
             packed = packed[start * k // 2 : (stop * k + 1) // 2]
             absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
         dense = dequantize_codebook(

@@ -133,6 +133,7 @@ def _transpose(
         params["out_dtype"] = np.dtype(x.aval.dtype)
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
+    # Only stored blocks get a cotangent: the pattern is fixed, and a dense one would defeat the purpose.
     by_rows, by_columns = (x, ct) if transpose else (ct, x)
     ct_blocks = sampled_matmul_p(
         by_rows,

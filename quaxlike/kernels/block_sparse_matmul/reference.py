@@ -49,6 +49,7 @@ def transposed_index(
     column = flat[order]
     first = np.searchsorted(column, np.arange(columns + 1))
     width = np.diff(first).max(initial=0)
+    # Padding sorts behind all columns, into an extra row that is dropped at the end.
     transposed = np.full((columns + 1, width), flat.size, np.int32)
     order, column = order[: first[-1]], column[: first[-1]]
     transposed[column, np.arange(column.size) - first[column]] = order
@@ -182,6 +183,7 @@ def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             w, column = block
+            # Products with padding land in an extra column, whatever the padding contains.
             return acc.at[column].add(_dot(x_row, w, ((1,), (0,)))), None
 
         return lax.scan(add, acc, (row_blocks, columns))[0], None
@@ -205,6 +207,7 @@ def _zeros(shape: tuple[int, ...], x: Array) -> Array:
 
 
 def _if_stored(stored: Array, product: Array) -> Array:
+    # Not a product with 0: padding may contain NaN.
     return jnp.where(stored, product, jnp.zeros_like(product))
 
 
@@ -217,6 +220,7 @@ def _at(x: Array, index: Array) -> Array:
 
 
 def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
+    # Explicitly, since strict promotion would reject two dtypes.
     dtype = jnp.promote_types(x.dtype, w.dtype)
     return lax.dot_general(
         x.astype(dtype),

@@ -38,6 +38,7 @@ def coo_matmul(
 
     An element with an index out of bounds counts as zero.
     """
+    # The carry of a scan must vary over the same mesh axes as what is added to it.
     acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
     if 0 in (data.shape[0], x.shape[0]):
         return acc
@@ -79,6 +80,7 @@ def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
     """Returns the dtype for accumulating, given the result's dtype; int32 for booleans."""
+    # Sums of booleans count, and then any nonzero count is True.
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -112,6 +112,7 @@ def packed_name() -> str:
 
 def _name(*key: str) -> str:
     sources = b"".join(source.read_bytes() for source in _SOURCES)
+    # The name changes with everything that changes the code. So a stale library is never found.
     digest = hashlib.sha256(sources + "\0".join((*_FLAGS, *key)).encode()).hexdigest()
     return f"product-{digest[:24]}.so"
 
@@ -157,6 +158,7 @@ def build(*, again: bool = False) -> Built:
         compile_to(out)
         out.chmod(0o700)
         out.replace(path)
+    # This process may have asked before, and remembered that there was no library.
     library.cache_clear()
     return Built(path, time.perf_counter() - start, shlex.join(compiler))
 
