@@ -65,7 +65,7 @@ class ValueType(HiType):
     """The type that Values with one pytree structure share, or their tangents do."""
 
     treedef: Any
-    avals: tuple[Any, ...]  # of all leaves
+    avals: tuple[Any, ...]  # one per leaf
     is_tangent: bool = False
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class ValueType(HiType):
     def ndim(self) -> int:
         return len(self.shape)
 
-    # What the leaves are
+    # The leaves
 
     def leaves(self) -> list[tuple[Any, bool]]:
         """Returns the type of each leaf, and whether this type has that leaf too (a tangent has fewer)."""

@@ -458,5 +458,5 @@ def _matrices(x: AdaptedArray, lookup: Lookup, fill_value: Any) -> Any:
         if name not in keys
     }
     if any(part is None for part in parts.values()):
-        return NotImplemented  # a part would get a batch axis in front of a missing one
+        return NotImplemented  # some part lacks a batch axis behind the new one, so labels would be wrong
     return x.replace(**parts, **axes)

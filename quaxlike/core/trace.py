@@ -442,9 +442,9 @@ def value_types(operands: Sequence[Any]) -> list[type | None]:
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# What the interpreter itself does with primitives which carry code, and with structural ones, if no rule
-# matches. `higher_order` fills this. Keyed by the primitive's name (JAX does not export all of them), or by
-# its attribute `family`.
+# The interpreter's own rules for primitives which carry code or only move data. They apply if no registered
+# rule matches, and `higher_order` adds them. Keys are names, because JAX does not export every primitive; a
+# primitive with an attribute `family` has that as its key.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

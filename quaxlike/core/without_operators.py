@@ -23,8 +23,8 @@ from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
 
-# What messages call the operators: binary operators (which Python may also look up on the right operand),
-# comparisons, and the rest. `__index__` is missing, since JAX would take a Value that has it for a static
+# Operators as messages write them: binary ones (which Python may also look up on the right operand),
+# comparisons, and the rest. We leave out `__index__`, since JAX would take a Value that has it for a static
 # index.
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},

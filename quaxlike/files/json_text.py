@@ -12,7 +12,7 @@ from .errors import file_error
 from .open_file import OpenFile, check_regular
 
 _MAX_BYTES = 64 << 20  # far more than any configuration or index
-_MAX_LEVELS = 64  # of nested lists and objects
+_MAX_LEVELS = 64  # for nested lists and objects: deeper ones could exhaust Python's stack
 
 
 def read_json(path: Path, text: bytes | str, what: str) -> dict[str, Any]:

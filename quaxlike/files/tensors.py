@@ -54,7 +54,7 @@ class TensorInfo(NamedTuple):
     file: OpenFile
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # from the start of the file
+    offset: int  # in bytes, from the start of the file
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ class Declared:
     """
 
     shape: tuple[int, ...] | None = None
-    ndims: tuple[int, ...] = ()  # of the fields, without the shared axes
+    ndims: tuple[int, ...] = ()  # each field's, without the shared axes
     shared: int = 0  # the number of shared axes
     dtype: Any = None
 

@@ -46,7 +46,10 @@ def of_chosen(
 
 @dataclasses.dataclass(frozen=True)
 class Jvp:
-    """Tangents of the parent's results. Operands: primals, [results], tangents."""
+    """The form of a primitive that computes tangents for another primitive, its parent.
+
+    Its operands are the parent's primals, its results if they are needed, and tangents.
+    """
 
     nonzero: tuple[bool, ...]
     """For each parent operand, whether it has a tangent here."""

@@ -19,10 +19,10 @@ from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 from ..arrays.quantized.search import SEARCHED
 
-_DAMPING = 0.01  # of the mean of the diagonal
+_DAMPING = 0.01  # times the diagonal's mean; without damping, correlated inputs make the matrix singular
 _AT_ONCE = 128  # columns per block; errors are propagated once per block
-_SWEEPS = 2  # of coordinate descent over the columns
-_ROUNDS = 2  # of optimising scales, then codes
+_SWEEPS = 2  # coordinate descent over the columns
+_ROUNDS = 2  # optimising scales, then codes
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 

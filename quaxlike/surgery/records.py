@@ -212,7 +212,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     def note(module: Any, path: str, params: Any) -> None:
         for name, x in named_arrays(params).items():
-            if len(x.shape) < 2 or "." in name:  # of an inner module
+            if len(x.shape) < 2 or "." in name:  # this belongs to an inner module
                 continue
             layout = weight_axes.by_class(module, name, tuple(x.shape))
             if isinstance(layout, Layout):

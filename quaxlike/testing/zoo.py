@@ -135,8 +135,8 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# Where each asks for an array. Both hold who needs it in a local variable `what`. We unwrap them, since
-# a type checker may wrap them.
+# The two functions that ask for an array. Each has a local variable `what`, which says who needs it. We
+# unwrap them, since a run-time type checker may have wrapped them.
 _BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
 _BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 

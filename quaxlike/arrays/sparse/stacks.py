@@ -154,7 +154,7 @@ def check_values(x: Any, chooses: str, name: str) -> None:
         )
 
 
-# How far, as a share of it, the density may be from the one that was asked for.
+# A density may differ by this share from the requested one, without a warning.
 _NEAR = 0.05
 
 

@@ -168,7 +168,7 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
-# For each jitted function: its implementation, and keywords with which it may have been called.
+# Implementations of jitted functions, with the keywords that a call may have.
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),

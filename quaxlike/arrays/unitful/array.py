@@ -58,7 +58,7 @@ _PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
-# What people write for units, for advice in errors.
+# Other names for units. Errors suggest the symbol.
 _NAMES = {
     **{"metre": "m", "meter": "m", "kilogram": "kg", "second": "s", "sec": "s", "ampere": "A", "kelvin": "K"},
     **{"mole": "mol", "candela": "cd", "radian": "rad", "hertz": "Hz", "newton": "N", "pascal": "Pa"},

@@ -40,7 +40,8 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# What a guard may pass through on its way to a division (see `guarded`), besides moving elements.
+# A guard may pass through these primitives on its way to a division (see `guarded`), and through primitives
+# that move elements.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS
@@ -60,8 +61,8 @@ def _units(operands: Sequence[Any]) -> str:
 
 # One array ----------------------------------------------------------------------------------------
 
-# For each result, the power of the operand's unit; one number applies to all results. Further operands are
-# indices and the like.
+# Each result's unit is a power of the operand's unit. A single number applies to all results. Any other
+# operands are indices and the like.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(

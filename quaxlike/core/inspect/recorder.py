@@ -29,8 +29,8 @@ class Event:
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # What ran inside, directly or in a jaxpr of the primitive. The key is that jaxpr, so if it
-    # is traced several times (a loop's body, for its carry), the last time counts.
+    # Events that ran inside, directly or in a jaxpr of the primitive. They are stored under this jaxpr: if it
+    # is traced several times (a loop's body, for its carry), the last trace replaces the others.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -263,9 +263,10 @@ class Checked:
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        self._right: set[Any] = set()  # trusted parameters; while tracing, with avals
-        self._is_trusted = False  # with any parameters
-        # A trace, and the parameters trusted in it.
+        # Parameters for which a result has been checked. While tracing, avals belong to the key.
+        self._right: set[Any] = set()
+        self._is_trusted = False  # whether this holds for any parameters
+        # A trace, and the parameters checked in it. Within one trace, we do not compare avals again.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -148,7 +148,7 @@ def _transpose(
 
 
 def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx  # for derivatives
+    del transposed_idx  # only derivatives need this
     return sampled_reference(y, x, col_idx, **params)
 
 

@@ -73,7 +73,7 @@ def matmul(
     out_dtype: np.dtype,
 ) -> Array:
     """Runs the kernel. The two contractions read different indices, and tiles as stored or transposed."""
-    del out_dtype  # that of x
+    del out_dtype  # always the dtype of `x`
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     p = matmul_problem(x, blocks, col_idx, transposed_idx, transpose=transpose)
     y = _kernel(p)(x, blocks.reshape(p.right), transposed_idx if transpose else col_idx)
@@ -103,7 +103,7 @@ def sampled(
     y: Array, x: Array, col_idx: Array, transposed_idx: Array, *, block_size: int, out_dtype: np.dtype
 ) -> Array:
     """Returns the blocks of `y.T @ x` at `col_idx`, each summed over all tokens."""
-    del out_dtype  # that of x
+    del out_dtype  # always the dtype of `x`
     y, x = (z.reshape(-1, z.shape[-1]) for z in (y, x))
     p = sampled_problem(y, x, col_idx, transposed_idx, block_size)
     return _kernel(p)(y, x, col_idx).reshape(*col_idx.shape, block_size, block_size)

@@ -22,7 +22,7 @@ _MOST_ROWS = 32
 # gathering two vectors for each stored element (measured: 85 ns for an element with 128 terms, compared with
 # 1.7 ns for an element of a dense product).
 _DENSE_FROM = 0.02
-# How many rows, and elements, of the product to compute at a time, and how many of these to read at once.
+# The product is computed in pieces with this many rows and elements, and reads this many elements at once.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, Shaped
 from ..multilinear import accumulator_dtype, varying_zeros
 from ..padded import add_at, get_at
 
-# How many numbers to gather at a time.
+# Numbers to gather at a time: 1 MiB in float32.
 _PIECE = 2**18
 # The assumed number of columns if it is symbolic.
 _OPEN_WIDTH = 64
@@ -43,7 +43,7 @@ def coo_matmul(
     if 0 in (data.shape[0], x.shape[0]):
         return acc
 
-    @jax.checkpoint  # so that gathered rows are not residuals
+    @jax.checkpoint  # or the gathered rows would be residuals, as large as a dense product
     def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         into, out_of, data = piece
         return add_at(acc, (into,), data[:, None] * get_at(x, (out_of,), 0)), None

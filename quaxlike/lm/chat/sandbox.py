@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX = 1 << 23  # characters of a text, entries of a list
-_MAX_BITS = 1 << 16  # of a number
+_MAX_BITS = 1 << 16  # for integers: a template could otherwise compute a power that fills the memory
 # Operations with results that may be much larger than their operands.
 _PADDING = (
     "center",

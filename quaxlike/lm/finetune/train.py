@@ -25,7 +25,7 @@ from .devices import Devices
 from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
-#: What `--remat` saves of each layer for the backward pass.
+#: Policies for `--remat`: which results of a layer are stored for the backward pass.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": dots_with_no_batch_dims_saveable,

@@ -147,7 +147,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
         return _STRING, encode_text(value)
     if isinstance(value, list | tuple):
         value = _array(value)
-    if isinstance(value, list):  # of texts, or of arrays
+    if isinstance(value, list):  # texts or arrays; numbers have become an array above
         parts = [_encode(x) for x in value]
         return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(raw for _, raw in parts)
     if type(value) in (bool, int, float):

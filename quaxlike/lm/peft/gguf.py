@@ -105,7 +105,7 @@ def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.n
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
     if not isinstance(cut, LoraArray) or (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):
         raise ValueError(f"{name}: the parts that llama.cpp stores one by one are no LoRA of their own.")
-    lead = cut.shape[:-2]  # of experts: llama.cpp has an adapter for each
+    lead = cut.shape[:-2]  # experts: llama.cpp has a separate adapter for each
 
     def in_float32(leaf: Any) -> np.ndarray:
         dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)

@@ -281,7 +281,7 @@ def _read_whole(
     return file.read_as(key, stored, leaf.shape)
 
 
-# What PEFT inserts between a layer's name and the names of its original arrays.
+# PEFT inserts this between a layer's name and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
