@@ -1,4 +1,4 @@
-"""Lazy imports of names, and imports of moved modules."""
+"""Imports names lazily, and finds moved modules."""
 
 import importlib
 import importlib.abc
@@ -13,13 +13,13 @@ def lazily(
     namespace: dict[str, Any],
     names: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a package with lazy imports.
+    """Makes `__getattr__` and `__dir__` for a package with lazy imports.
 
     **Arguments:**
 
-    - `package`: the `__name__` of the package.
+    - `package`: the package's `__name__`.
     - `modules`: submodules to import on first use.
-    - `namespace`: the `globals()` of the package, where names are cached.
+    - `namespace`: the package's `globals()`, where names are cached.
     - `names`: a mapping from submodules to names imported from them on first use.
     """
     known = frozenset(modules)

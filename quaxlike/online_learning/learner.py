@@ -138,7 +138,7 @@ class Learner(abc.ABC):
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
 
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
-        """Returns derivatives of the loss with respect to last states, but not through the next states.
+        """Differentiates the loss with respect to last states, but not through the next states.
 
         These are not zero if the output, or an op's input, reads the last states directly.
         """

@@ -1,4 +1,4 @@
-"""`lora_plus`: a larger learning rate for the parts of adapters that start at zero."""
+"""`lora_plus`: a larger learning rate for adapter parts that start at zero."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from ..core.values import replace_fields
 
 @checked
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
-    """Sets a separate learning rate for the matrices `b` of LoRAs, by multiplying their updates.
+    """Sets a separate learning rate for each LoRA's matrix `b`, by multiplying its updates.
 
     With the same learning rate for both matrices, `b` learns too slowly in wide layers: it starts at zero,
     and its best learning rate is larger. For your own adapters, the class lists the parts in `faster`. Put
-    this transformation at the end of a chain.
+    this transformation last in a chain.
 
     **Arguments:**
 
-    - `ratio`: the ratio of both learning rates. Default: 16.
+    - `ratio`: the learning rate of `b`, relative to all others. Default: 16.
 
     **Returns:**
 
-    A transformation. Its `init` raises a `ValueError` if none of the trained parameters is affected.
+    A transformation. Its `init` raises a `ValueError` if this affects no trained parameter.
 
     !!! example
 
@@ -62,7 +62,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Returns whether `x` is an adapter, or the trained half of a partitioned adapter."""
+    """Returns whether `x` is an adapter, or a partitioned adapter's trained half."""
     return isinstance(x, AdaptedArray)
 
 

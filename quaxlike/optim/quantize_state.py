@@ -33,7 +33,7 @@ _MOMENTS: dict[str, Moment | None] = {
 
 
 class QuantizedState(NamedTuple):
-    """The state of [`quaxlike.optim.quantize_state`][].
+    """The state for [`quaxlike.optim.quantize_state`][].
 
     **Attributes:**
 
@@ -59,9 +59,9 @@ def quantize_state(
     """Quantises an optimiser's moments. Each update materialises them, and rounds the new moments.
 
     First moments are rounded by `scheme`. Second moments are never negative, and updates are divided by their
-    square root. A linear code would round all small moments of a block to zero, and the updates would be as
-    large as the learning rate divided by `eps`. So we quantise the roots of second moments instead, to one
-    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence a root is at least 1/256 of the
+    square root. A linear code would round a block's small moments to zero, and the updates would be as
+    large as the learning rate divided by `eps`. So we quantise the roots of these moments instead, to one
+    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence this is at least 1/256 of the
     largest root in its block, and elements with a smaller root get a smaller update than in float32. All
     scales are float32, as gradients may underflow in float16.
 
@@ -69,26 +69,26 @@ def quantize_state(
 
     - `transformation`: any transformation or chain from optax, including masks, partitions, injected
         hyperparameters, and extra arguments.
-    - `scheme`: the codec of first moments. It is a codec of [`quaxlike.BlockArray`][] with one floating-point
-        scale per block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`, `"int4_block"` …
-        Second moments have the same number of bits. Default: `"q8_0"`.
-    - `block_size`: the number of elements that share a scale. Default: as in the codec; 32 for `"q8_0"`.
+    - `scheme`: the codec for first moments. This is a codec for [`quaxlike.BlockArray`][] with one
+        floating-point scale per block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`,
+        `"int4_block"` … Second moments get as many bits. Default: `"q8_0"`.
+    - `block_size`: how many elements share a scale. Default: as in the codec; 32 for `"q8_0"`.
     - `min_size`: arrays with fewer elements stay dense. Default: 4096.
-    - `moments`: a mapping for further fields, or to override a field. The keys are names of fields, or of
+    - `moments`: a mapping for further fields, or to override a field. Keys name fields, or
         classes and fields (`"MyState.velocity"`). The values are `"linear"`, `"root"` for numbers that are
         never negative, or None to keep the field dense. Default: none.
     - `stochastic`: whether to use stochastic rounding, which is unbiased. Changes below half a step then
         still have an effect on average. Default: False.
-    - `seed`: the seed of stochastic rounding. Default: 0.
+    - `seed`: the seed for stochastic rounding. Default: 0.
 
-    In optax's own states, we know the names of fields with moments: `mu`, `nu`, `trace`, `v_row` … All other
+    In optax's own states, we know which fields hold moments: `mu`, `nu`, `trace`, `v_row` … All other
     fields stay dense, such as copies of parameters (`z` in schedule-free optimisers) and accumulated
     gradients.
 
     **Returns:** a transformation. Its state is a [`quaxlike.optim.QuantizedState`][].
 
     **Raises:** `ValueError` if the scheme is not supported. `init` also raises it if the state has large
-    arrays, but none of them is in a known field.
+    arrays, but not in a known field.
 
     !!! example
 
@@ -111,7 +111,7 @@ def quantize_state(
     inner = optax.with_extra_args_support(transformation)
 
     def rounded(state: PyTree, key: Any) -> PyTree:
-        """Quantises the large moments of a state."""
+        """Quantises a state's large moments."""
         numbers = itertools.count()
 
         def leaf(kind: Moment | None, x: Any) -> Any:
@@ -155,7 +155,7 @@ def quantize_state(
 
 
 def _codec(scheme: str) -> Codec:
-    """Returns the codec of first moments, with float32 scales."""
+    """Returns the codec for first moments, with float32 scales."""
     allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
     if scheme not in allowed:
         hint = did_you_mean(scheme.lower(), allowed, cutoff=0.5)
@@ -177,7 +177,7 @@ def dense(state: PyTree) -> PyTree:
 
 
 def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """Calls `change(kind, array)` for each array, with the kind of its field."""
+    """Calls `change(kind, array)` for each array, with its field's kind."""
     children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     if jtu.treedef_is_leaf(structure):
         return change(None, state)

@@ -29,7 +29,7 @@ Rule = NamedRule | Mapping[str, jax.P]
 
 @checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
-    """Finds a partition spec for each array in a model, including parts of Values.
+    """Finds a partition spec for each array in a model, including parts of Values. Use this to shard a model.
 
     A rule applies to logical arrays. For example, a spec for a weight of shape `(out, in)` works for a plain
     array, for 4-bit codes with scales, and for both of these with an adapter.

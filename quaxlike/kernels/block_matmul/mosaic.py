@@ -17,7 +17,7 @@ the contraction; `mma.sync` contracts 16 numbers at a time.
     (`staging`), and waits for no other warp.
 
 Warps that share features add their sums through shared memory. If there are too few features to keep a GPU
-busy, blocks of threads split the contraction, too. Each writes its float32 sum, and these are added
+busy, thread blocks split the contraction, too. Each writes its float32 sum, and these are added
 afterwards, always in the same order.
 """
 

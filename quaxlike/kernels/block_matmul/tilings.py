@@ -94,7 +94,7 @@ _TILINGS = (
     (2, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=2)),
     (8, 1, Tiling(row_tiles=2, row_warps=1, k_warps=8, unroll=1)),
 )
-# For `x @ W`: blocks of threads have this many columns, and split the rows.
+# For `x @ W`: thread blocks have this many columns, and split the rows.
 _TRANSPOSED = Tiling(row_tiles=4, row_warps=2, k_warps=4, unroll=1)
 _ENOUGH_BLOCKS, _MOST_SPLITS = 256, 8
 

@@ -1,6 +1,6 @@
 """The block-sparse matmul on Hopper GPUs.
 
-A block of threads computes one column of tiles of the result's feature blocks: for each stored block, it
+A thread block computes one column of tiles of the result's feature blocks: for each stored block, it
 multiplies a tile of tokens by this block on the tensor cores. One warpgroup only prefetches the tiles that
 the others will need, at the places given by the index.
 
@@ -125,7 +125,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """Returns the blocks of `y.T @ x` at `col_idx`, with one block of threads each, over all tokens."""
+    """Returns the blocks of `y.T @ x` at `col_idx`, with one thread block each, over all tokens."""
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])
@@ -155,7 +155,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """The work for a block of threads: both operands' tiles per step, and where the result goes."""
+    """The work for a thread block: both operands' tiles per step, and where the result goes."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]
@@ -183,7 +183,7 @@ def _product(
     **Arguments:**
 
     - `tiles`: the shapes of both operands' tiles.
-    - `place`: what a block of threads computes, given the index in global memory.
+    - `place`: what a thread block computes, given the index in global memory.
     - `matrices`: the matrices that a warpgroup multiplies, given two tiles in shared memory and its own rows.
     - `own_rows`, `width`: the part of the result for each of the `warpgroups` that multiply.
     - `steps`: how many pairs of tiles to sum.

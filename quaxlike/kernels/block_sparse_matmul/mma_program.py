@@ -1,6 +1,6 @@
 """The block-sparse products on any GPU since compute capability 8.0, thread by thread.
 
-A block of threads computes a tile of the result: in each step it multiplies a tile of either operand on the
+A thread block computes a tile of the result: in each step it multiplies a tile of either operand on the
 tensor cores (`mma.sync`).
 
 - *Tiles are copied as they are stored* (`cp.async`), from the places in the index to a ring of stages in
@@ -88,7 +88,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
 
 class _Work(NamedTuple):
-    """The work for a block of threads.
+    """The work for a thread block.
 
     **Attributes:**
 
@@ -106,7 +106,7 @@ class _Work(NamedTuple):
 
 def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, slots = p.block_size, p.slots
-    # Blocks of threads with the same tokens are adjacent, so the L2 cache serves all but one.
+    # Thread blocks with the same tokens are adjacent, so the L2 cache serves all but one.
     feature_tiles, parts = p.indexed[0] * b // tiling.width, b // tiling.width
     feature_tile = lanes.block_index() % feature_tiles
     token = lanes.block_index() // feature_tiles * tiling.height

@@ -43,13 +43,13 @@ class SparseProblem(NamedTuple):
         return -(-contracted // DEPTH)
 
     def blocks(self, tiling: "SparseTiling") -> int:
-        """Returns how many blocks of threads the program launches."""
+        """Returns how many thread blocks the program launches."""
         return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseTiling:
-    """The tile of the result that a block of threads computes.
+    """The tile of the result that a thread block computes.
 
     **Attributes:**
 
