@@ -49,7 +49,7 @@ def why_not_own(*paths: Path) -> str | None:
 def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     """Enables JAX's compilation cache for a command, and reports this in a line.
 
-    Call it before JAX compiles anything. The user's settings for JAX (`JAX_COMPILATION_CACHE_DIR`,
+    Call this before JAX compiles anything. The user's settings for JAX (`JAX_COMPILATION_CACHE_DIR`,
     `JAX_ENABLE_COMPILATION_CACHE`) take precedence unless `where` is given. Compiled programs use the
     instruction set of the processor, but JAX's cache key does not contain it. So each kind of processor has a
     separate folder, in case several machines share a home.

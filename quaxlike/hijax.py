@@ -223,7 +223,7 @@ def as_hitype(cls: Any) -> type[HiValue]:
 
     **Returns:**
 
-    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. Call it with a Value to make an instance. The same
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. Call this with a Value to make an instance. The same
     `cls` always gives the same class.
 
     !!! example

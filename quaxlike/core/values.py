@@ -344,6 +344,8 @@ def kind_of(x: Any) -> str:
 def is_value(x: Any) -> bool:
     """Returns whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
+    Use this in `jax.tree.map` over models, so that a Value is one leaf and not a subtree.
+
     A Value with missing parts, such as a half made by `eqx.partition`, stands for no array. It does not count
     as a Value here, but as an ordinary pytree.
     """

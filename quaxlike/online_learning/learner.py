@@ -86,7 +86,7 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Runs one step, and differentiates its loss. Call it under `jax.jit`.
+        """Runs one step, and differentiates its loss. Call this under `jax.jit`.
 
         A sequence's gradient is the sum over its steps. The step is evaluated in several ways. The
         compiler merges these, but side effects such as printing happen several times.

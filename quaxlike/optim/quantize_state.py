@@ -58,10 +58,12 @@ def quantize_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Quantises an optimiser's moments. Each update materialises them, and rounds the new moments.
 
+    With 8 bits, this takes about a quarter of the memory of AdamW's state.
+
     First moments are rounded by `scheme`. Second moments are never negative, and updates are divided by their
     square root. A linear code would round a block's small moments to zero, and the updates would be as
     large as the learning rate divided by `eps`. So we quantise the roots of these moments instead, to one
-    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence this is at least 1/256 of the
+    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence a root is at least 1/256 of the
     largest root in its block, and elements with a smaller root get a smaller update than in float32. All
     scales are float32, as gradients may underflow in float16.
 

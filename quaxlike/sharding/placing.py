@@ -48,7 +48,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
     numbers stay the same, but they take 4.5 instead of 4.13 bits per weight (in blocks of 64).
 
     **Returns:** the model with a `jax.P` for each array, also inside Values, and None for leaves that are
-    not arrays. Pass it to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
+    not arrays. Pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
 
     **Raises:** `ValueError` if a pattern matches nothing (the message lists near misses), or if a spec does
     not fit an array or a Value.
@@ -142,6 +142,9 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 @checked
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Shards a model over a mesh.
+
+    Call this once, before training or generation. Inside `jax.jit`, use
+    [`constrain`][quaxlike.sharding.constrain] instead.
 
     Doubly quantised scales become float32 if their rows are sharded, as their blocks span several rows: see
     [`specs_for`][quaxlike.sharding.specs_for].

@@ -20,6 +20,8 @@ from .trees import difference, named_arrays, replace
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     """Puts the adapters of several models side by side on the base of the first.
 
+    Use this to serve many adapters with one copy of the weights, each request with its own adapter.
+
     **Arguments:**
 
     - `models`: models with the same base and different adapters. Ranks and adapted layers may differ.
@@ -115,6 +117,8 @@ def combine_adapters(
     rank: int | None = None,
 ) -> PyTree:
     """Combines several adapters into one: their weighted sum, on the base of the first model.
+
+    Use this to serve several trained adapters as one, or to interpolate between them.
 
     **Arguments:**
 

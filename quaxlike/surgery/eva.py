@@ -75,6 +75,9 @@ def input_maxima(
 ) -> Callable[..., dict[str, jax.Array]]:
     """Measures the largest magnitude of each layer's inputs, for the `maxima` of [`quaxlike.quantize`][].
 
+    With this, a layer uses one static scale for its inputs, and does not search for their maximum in every
+    call.
+
     **Arguments:** as for [`quaxlike.input_moments`][].
 
     **Returns:**
@@ -133,6 +136,9 @@ def _measured(
 @checked
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
     """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros.
+
+    Adapters then learn first about the directions in which inputs vary most. In the paper, this takes
+    fewer steps than a random start. It needs a few batches of data.
 
     **Arguments:**
 

@@ -15,6 +15,8 @@ from .quantize import quantize_array
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
     """Quantises the base, and initialises the adapter with an approximation of the rounding error.
 
+    The adapted model then starts closer to the unquantised one. This helps most with few bits.
+
     **Arguments:**
 
     - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.

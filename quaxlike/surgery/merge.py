@@ -71,6 +71,8 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     """Subtracts adapters from the weights they were merged into.
 
+    This undoes [`quaxlike.merge`][], for example to exchange the adapter of a model that is running.
+
     **Arguments:**
 
     - `merged`: the model that [`quaxlike.merge`][] returned.

@@ -219,7 +219,7 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     **Returns:**
 
     A table with `rows`, each with `path`, `rule`, `scheme`, `options`, `shape`, `dense_bytes` and
-    `stored_bytes`. Print it.
+    `stored_bytes`. Print this.
 
     **Raises:**
 

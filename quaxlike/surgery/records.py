@@ -191,7 +191,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     **Returns:**
 
-    A dict from names of parameters, without the collection (`params`), to layouts. Pass it as `layout=` to
+    A dict from names of parameters, without the collection (`params`), to layouts. Pass this as `layout=` to
     [`quaxlike.loraify`][] and similar functions.
 
     **Raises:**

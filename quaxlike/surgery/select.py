@@ -24,6 +24,9 @@ _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
     """Selects a model's arrays by name.
 
+    Call this to check what `where` means in [`quaxlike.loraify`][], [`quaxlike.quantize`][] and similar
+    functions, before you use it there.
+
     **Arguments:**
 
     - `model`: any pytree, such as an Equinox module, or a flat or nested dict of arrays. A Value counts as

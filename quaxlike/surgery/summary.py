@@ -141,6 +141,8 @@ def _axes(layout: Layout | None) -> str:
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """Tabulates a model's arrays: type, shape, dense and stored size, and how much of each is trained.
 
+    Print this after each step of surgery, to see that it did what you meant.
+
     **Arguments:**
 
     - `model`: any pytree. A Value in it counts as one array.
@@ -149,7 +151,7 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     **Returns:**
 
     A table with `rows` and the totals `size`, `trainable`, `trainable_share`, `logical_bytes` and
-    `stored_bytes`, and with the `recipe` by which weights are quantised. Print it.
+    `stored_bytes`, and with the `recipe` by which weights are quantised. Print this.
 
     !!! example
 

@@ -21,6 +21,9 @@ from .trees import listing, named_arrays, replace
 def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
     """Says which leaves of an adapted model to train.
 
+    Pass this to `eqx.partition` before you differentiate. Gradients and optimiser states then exist for the
+    adapters only.
+
     **Arguments:**
 
     - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. This warns if the model

@@ -27,6 +27,8 @@ from ..core.values import is_value
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     """Turns a key path into the dotted name of the leaf, as in state dicts.
 
+    All functions that take names of arrays or layers use these names.
+
     **Arguments:**
 
     - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.

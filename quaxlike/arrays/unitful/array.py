@@ -253,7 +253,7 @@ def _fraction(power: Any) -> Fraction:
 UNKNOWN = any_unit = _unit("any unit")
 """A wildcard: takes the unit of whatever it is added to or compared with.
 
-Use it for tolerances on states with several units: `1e-6 * any_unit`.
+Use this for tolerances on states with several units: `1e-6 * any_unit`.
 """
 # The unit of derivatives by bare numbers inside a Unitful: matches any unit, and never changes.
 ANY = _unit("any")

@@ -25,6 +25,8 @@ from .page import plain_table
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
     """Lists the rules for a type, sorted by primitive.
 
+    Use this to see what a type already supports before you write a rule.
+
     **Arguments:**
 
     - `cls`: a subclass of [`quaxlike.Value`][].
@@ -90,6 +92,8 @@ class RulesDiff:
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
     """Compares two types: which primitives can one handle, and the other cannot?
 
+    This is useful when you write a type that should support everything another one does.
+
     **Arguments:**
 
     - `first`, `second`: subclasses of [`quaxlike.Value`][].
@@ -120,6 +124,9 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
     """Checks for pairs of rules which match the same operands, with neither being the better match.
+
+    Call this in the tests of a package that registers rules: an ambiguity is then found before any user meets
+    it.
 
     **Arguments:**
 

@@ -149,7 +149,7 @@ class Rule:
 class RuleSet:
     """A private set of rules, layered over the global one.
 
-    Pass it to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a nested
+    Pass this to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a nested
     `quaxify` inherits it.
 
     !!! example

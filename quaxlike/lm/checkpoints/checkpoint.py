@@ -162,6 +162,9 @@ def read(
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
     """Opens a checkpoint, and reads each weight when it is accessed.
 
+    Use this instead of [`quaxlike.lm.read`][] if you need only some weights, or if they do not fit into
+    memory together.
+
     **Arguments:** as for `read`.
 
     **Returns:** a mapping from names to arrays, with attributes `config`, `metadata` and `format`.

@@ -32,6 +32,9 @@ def write(
 ) -> None:
     """Writes weights by name; [`quaxlike.lm.read`][] reads them back bit for bit.
 
+    This is for weights without a model of ours. For a model from [`quaxlike.lm.load`][], use
+    [`quaxlike.lm.save`][].
+
     **Arguments:**
 
     - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4, it may be a folder, for

@@ -33,6 +33,8 @@ def with_classifier(
 ) -> PyTree:
     """Gives a model a new classification layer.
 
+    Use this to train a classifier or a reward model from a decoder or an encoder.
+
     [`quaxlike.lm.save`][] writes the result as the corresponding class of transformers, such as
     `LlamaForSequenceClassification`.
 

@@ -72,7 +72,7 @@ class Pooling(eqx.Module):
         concatenated.
     - `normalize`: whether to divide the result by its norm. Default: True.
 
-    Call it with vectors `(tokens, hidden)` and `seen` `(tokens,)`, which is False for padding. It returns
+    Call this with vectors `(tokens, hidden)` and `seen` `(tokens,)`, which is False for padding. This returns
     `(len(modes) * hidden,)`.
     """
 
