@@ -86,7 +86,7 @@ class ALoRAArray(AdaptedArray):
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """The weight for tokens on which the adapter acts."""
+        """Returns the weight for tokens on which the adapter acts."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -127,7 +127,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _rows(w: ALoRAArray, found: list[int]) -> Any:
-    """The factors for the rows that multiply `w`; the axes have these sizes."""
+    """Returns the factors for the rows that multiply `w`; the axes have these sizes."""
     if w.active is None:
         raise ValueError(
             f"An activated LoRA acts on the tokens from {list(w.invocation)} on, and it is not known where "

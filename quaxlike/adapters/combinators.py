@@ -41,7 +41,7 @@ class Combinator(AdaptedArray):
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
-    """The weight's shape, with the batch axes of all parts in front."""
+    """Returns the weight's shape, with the batch axes of all parts in front."""
     own = labels_of(x)
     sizes: dict[int, int] = {}
     for name, labels in own.items():
@@ -51,7 +51,7 @@ def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
-    """The labels of axes counted from the end."""
+    """Returns the labels of axes counted from the end."""
     return [x.ndim + axis for axis in axes]
 
 
@@ -101,7 +101,7 @@ class SumArray(Combinator):
         return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
 
     def adds_nothing(self) -> bool:
-        """Whether a change whose arrays are zero is."""
+        """Returns whether a change whose arrays are zero is."""
         return not is_value(self.delta) or bool(self.delta.linear)
 
 
@@ -144,7 +144,7 @@ class ScaledArray(Combinator):
         return self.with_base(weight)
 
     def factors(self) -> list[Any]:
-        """The existing factors, each with all axes of the array."""
+        """Returns the existing factors, each with all axes of the array."""
         own = labels_of(self)
         return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
 
@@ -183,7 +183,7 @@ class RotatedArray(Combinator):
     part_axes: ClassVar[Mapping[str, str]] = {"rotation": "rows columns"}
 
     def rotated(self) -> Labels:
-        """The labels of the rotated axes."""
+        """Returns the labels of the rotated axes."""
         return axes_of(self, self.out_axes if self.of_outputs else self.in_axes)
 
     def materialise(self) -> jax.Array:
@@ -243,7 +243,7 @@ class HadamardArray(Combinator):
         return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
 
     def arranged(self) -> Any:
-        """The factor, with all axes in order."""
+        """Returns the factor, with all axes in order."""
         own = labels_of(self)["factor"]
         return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
 
@@ -261,5 +261,5 @@ def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
 
 
 def spread(x: AdaptedArray, w: Any) -> Any:
-    """The base with all batch axes."""
+    """Returns the base with all batch axes."""
     return w if w.shape == x.shape else quaxify(jnp.broadcast_to)(w, x.shape)

@@ -63,7 +63,7 @@ class DeLoRAArray(MethodArray):
 
 
 def _norm(x: Any, axis: int) -> Any:
-    """The norm, with zero gradient at zero."""
+    """Returns the norm, with zero gradient at zero."""
     squares = jnp.sum(x * x, axis)
     some = squares > 0
     return jnp.where(some, jnp.sqrt(jnp.where(some, squares, jnp.ones_like(squares))), squares)

@@ -89,7 +89,7 @@ class ScaledBias(TransparentValue):
         return multiply(materialise(self.base), self.factor)
 
     def merged(self) -> jax.Array:
-        """The product, with gradients to both parts."""
+        """Returns the product, with gradients to both parts."""
         return multiply(materialise(self.w), self.factor)
 
     def unmerged(self, weight: jax.Array) -> "ScaledBias":

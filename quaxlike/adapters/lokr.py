@@ -130,7 +130,7 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The limit for factors, and whether PEFT would make first matrices low-rank at these ranks."""
+    """Returns the limit for factors, and whether PEFT would make first matrices low-rank at these ranks."""
     shapes: dict[str, Any] = {}  # both matrices' shapes, without the window
     for name, layer in layers.items():
         x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)

@@ -128,7 +128,7 @@ def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArr
 
 
 def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
-    """The factors `a` and `b` of a low-rank matrix, with input and output axes."""
+    """Returns the factors `a` and `b` of a low-rank matrix, with input and output axes."""
     start = "embedding_" if layer.kind == "embedding" else ""
     into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
     a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
@@ -291,7 +291,7 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
 
 
 def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How all adapters started, and which tokens invoke them."""
+    """Returns how all adapters started, and which tokens invoke them."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
         return {"init_lora_weights": _started(layers)}
@@ -317,8 +317,8 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 
 
 def _started(layers: Mapping[str, Written]) -> str | bool:
-    """The entry `init_lora_weights`. Raises a `ValueError` if it cannot represent what was taken out of the
-    base.
+    """Returns the entry `init_lora_weights`. Raises a `ValueError` if it cannot represent what was taken out
+    of the base.
     """
     names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
     if not names:
@@ -342,7 +342,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
 
 def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
-    """The adapter that gives the same weight on another base `w`."""
+    """Returns the adapter that gives the same weight on another base `w`."""
     if x.w is w or eqx.tree_equal(x.w, w) is True:
         return x.replace(taken=None)
 
@@ -380,7 +380,8 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
 
 
 def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
-    """The embeddings with trained tokens. By default this is the input embedding, whatever its name."""
+    """Returns the embeddings with trained tokens. By default this is the input embedding, whatever its
+    name."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
 

@@ -16,7 +16,7 @@ KINDS = ("linear", "matrix", "conv", "grouped conv")
 
 
 def is_effective(layer: Layer) -> bool:
-    """Whether a kernel's change has Tucker form."""
+    """Returns whether a kernel's change has Tucker form."""
     return layer.option("use_effective_conv2d") and math.prod(layer.window) > 1
 
 

@@ -37,7 +37,8 @@ class MethodArray(AdaptedArray):
 
     @abc.abstractmethod
     def composed(self) -> Any:
-        """The same array as a `SumArray`, `ScaledArray`, `RotatedArray` or [`quaxlike.LoraArray`][]."""
+        """Returns the same array as a `SumArray`, `ScaledArray`, `RotatedArray` or
+        [`quaxlike.LoraArray`][]."""
 
     def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
         """Puts another kind of adapter on the same weight."""

@@ -179,7 +179,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """The block size that all layers share, or else their number of blocks; the other is 0."""
+    """Returns the block size that all layers share, or else their number of blocks; the other is 0."""
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:
         raise ValueError(

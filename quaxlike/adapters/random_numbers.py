@@ -34,7 +34,7 @@ class Generator:
         return np.where(out == ends[1], ends[0], out)
 
     def permutation(self, n: int, first: int) -> np.ndarray:
-        """The `first` entries of `torch.randperm(n)`."""
+        """Returns the `first` entries of `torch.randperm(n)`."""
         moved: dict[int, int] = {}
         for k, word in enumerate(self._words(min(first, n - 1))):
             j = k + int(word) % (n - k)

@@ -143,7 +143,7 @@ class Layer:
         return self._file.read(self._keys[part], shape, integers=integers)
 
     def error(self, part: str | None, problem: str) -> ValueError:
-        """The error for a problem with this tensor, or with the layer's first one."""
+        """Makes the error for a problem with this tensor, or with the layer's first one."""
         if part is not None:
             self.shape_of(part)
         return self._file.error(self._keys[part or next(iter(self._keys))], problem)
@@ -154,7 +154,7 @@ class Layer:
         return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
 
     def missing_for_all(self, name: str) -> ValueError:
-        """The error for a missing tensor that belongs to all layers."""
+        """Makes the error for a missing tensor that belongs to all layers."""
         key = f"{ROOT}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
 
@@ -314,7 +314,7 @@ class Method(NamedTuple):
         return self.peft_type.lower()
 
     def refusal(self, name: str, kind: str, description: str | None = None) -> str:
-        """Why a layer of this kind cannot be adapted."""
+        """Explains why a layer of this kind cannot be adapted."""
         if kind in self.others:
             return f"{name} is {self.others[kind]}"
         found = description or f"of kind {kind!r}"
@@ -327,7 +327,7 @@ def as_written(x: float) -> float | int:
 
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """The last components of these names, unless other names end with them, too; else whole names."""
+    """Returns the last components of these names, unless other names end with them, too; else whole names."""
 
     def last(name: Any) -> Any:
         return name.rpartition(".")[2]

@@ -62,7 +62,7 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 
 
 def read_shared(layers: Sequence[Layer], given: Mapping[str, Any], part: str, drawn: Any) -> Any:
-    """The shared matrices, and their seed if the file omits them. `part` has one row per rank."""
+    """Returns the shared matrices, and their seed if the file omits them. `part` has one row per rank."""
     if not layers:
         return None
     options = layers[0].options

@@ -104,7 +104,7 @@ def _write_vera(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fits_vera(layers: Sequence[Written]) -> bool:
-    """Whether PEFT would draw the same matrices for these layers."""
+    """Returns whether PEFT would draw the same matrices for these layers."""
     sizes = zip(*((x.array.num_inputs, x.array.num_outputs) for x in layers), strict=True)
     n, m = map(max, sizes)
     return (layers[0].array.a.shape[-1], len(layers[0].array.b)) == (n, m)

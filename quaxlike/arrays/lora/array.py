@@ -171,7 +171,7 @@ class LoraArray(AdaptedArray):
         return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
-        """Whether zeros suffice. They do not for DoRA, nor with dropout."""
+        """Returns whether zeros suffice. They do not for DoRA, nor with dropout."""
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
@@ -273,7 +273,7 @@ class LoraArray(AdaptedArray):
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
 
     def _kind(self) -> Any:
-        """The properties that cannot be changed."""
+        """Returns the properties that cannot be changed."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
 
@@ -317,18 +317,18 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
-    """The labels of `w`, `a` and `b`: for each axis, the corresponding axis of the whole array."""
+    """Returns the labels of `w`, `a` and `b`: for each axis, the corresponding axis of the whole array."""
     w, a, b, *_ = labels_of(lora).values()
     return w, a, b
 
 
 def parts_of(lora: LoraArray) -> dict[str, Labels]:
-    """The labels of each array except the key, by field name."""
+    """Returns the labels of each array except the key, by field name."""
     return {name: own for name, own in labels_of(lora).items() if name != "key"}
 
 
 def has_all_axes(x: LoraArray) -> bool:
-    """Whether each part has all batch axes."""
+    """Returns whether each part has all batch axes."""
     batch = set(range(x.ndim)) - matrix_labels(x)
     return all(batch <= set(own) for own in labels(x))
 
@@ -380,14 +380,14 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 
 
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
-    """The factor for the rows in DoRA, `magnitude / norm`, and its labels."""
+    """Returns the factor for the rows in DoRA, `magnitude / norm`, and its labels."""
     norm, out = row_norm(lora)
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
 
 
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
-    """The row norms of `w + s * b @ a`, and their labels.
+    """Returns the row norms of `w + s * b @ a`, and their labels.
 
     The sum is not formed: |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b, row by row.
     """
@@ -415,7 +415,7 @@ class DropoutWarning(UserWarning):
 
 
 def drops(lora: LoraArray) -> bool:
-    """Whether dropout is on."""
+    """Returns whether dropout is on."""
     return lora.key is not None and lora.dropout > 0
 
 

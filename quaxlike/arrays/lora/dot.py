@@ -103,13 +103,13 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
-    """Whether only axes of `b` are summed over, so that `b` comes first; otherwise `a` does."""
+    """Returns whether only axes of `b` are summed over, so that `b` comes first; otherwise `a` does."""
     n = lora.ndim
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
 
 def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """The `params` for a product in this dtype, which may be wider than the base's."""
+    """Returns the `params` for a product in this dtype, which may be wider than the base's."""
     preferred = params["preferred_element_type"]
     if preferred is not None:
         preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))

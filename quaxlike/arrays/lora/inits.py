@@ -89,7 +89,7 @@ def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """The base as a matrix. Raises if an initialisation cannot take a part of it."""
+    """Returns the base as a matrix. Raises if an initialisation cannot take a part of it."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is of type "

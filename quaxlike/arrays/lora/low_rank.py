@@ -17,7 +17,7 @@ from .trainable import LoraBias, TrainableArray, TransparentValue
 def as_lora(
     name: str, x: AdaptedArray, rank: int, axes: Callable[[], tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[Any, tuple[float, float] | None]:
-    """The best LoRA approximation to an adapter, with at most this rank.
+    """Returns the best LoRA approximation to an adapter, with at most this rank.
 
     A fully trained array does not have low rank, so it is kept.
 
@@ -70,7 +70,7 @@ def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[in
 
 
 def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The singular vectors and values of `scaling * b @ a`, without forming it."""
+    """Returns the singular vectors and values of `scaling * b @ a`, without forming it."""
     dtype = in_float32(lora.a.dtype)
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
@@ -86,7 +86,7 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def is_other_bias(x: Any) -> bool:
-    """Whether this is an adapted bias that a LoRA can only hold as its own bias."""
+    """Returns whether this is an adapted bias that a LoRA can only hold as its own bias."""
     return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
 
 

@@ -44,12 +44,12 @@ def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
 
 
 def factored(lora: "LoraArray", delta: jax.Array, rank: int) -> "LoraArray":
-    """The adapter with `scaling` 1 that best approximates `delta`, which has the same axes."""
+    """Returns the adapter with `scaling` 1 that best approximates `delta`, which has the same axes."""
     return from_svd(lora, *svd(as_matrix(lora, delta), rank))
 
 
 def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "LoraArray":
-    """The adapter with `scaling` 1 that has these singular vectors and values."""
+    """Returns the adapter with `scaling` 1 that has these singular vectors and values."""
     factors = with_factors(lora, *halves(u, s, vt))
     return factors.replace(alpha=float(factors.rank), rslora=False)
 
@@ -57,7 +57,7 @@ def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "L
 def svd(
     w: jax.Array, rank: int | None, randomised: tuple[Any, int] | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first singular vectors and values of matrices, or all of them.
+    """Returns the first singular vectors and values of matrices, or all of them.
 
     Given a key and a number of iterations, this uses subspace iteration (Halko et al., 2011).
     """

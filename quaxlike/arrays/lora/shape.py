@@ -100,7 +100,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 
 def statics(x: LoraArray) -> Any:
-    """The statics that stacked adapters must share."""
+    """Returns the statics that stacked adapters must share."""
     return x.rank, x.alpha, x.rslora, x.dropout
 
 

@@ -116,7 +116,7 @@ class LoraBias(TransparentValue):
         return self._sum(self.base)
 
     def merged(self) -> jax.Array:
-        """The sum, with gradients to both parts."""
+        """Returns the sum, with gradients to both parts."""
         return self._sum(self.w)
 
     def unmerged(self, weight: jax.Array) -> "LoraBias":
@@ -185,7 +185,7 @@ class TrainableRows(TransparentValue):
         return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
-        """The matrix including the trained rows."""
+        """Returns the matrix including the trained rows."""
         return self.materialise()
 
     def unmerged(self, weight: jax.Array) -> "TrainableRows":

@@ -74,19 +74,19 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """The inverse: structured if one of these types can represent it, else dense."""
+        """Returns the inverse: structured if one of these types can represent it, else dense."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
-        """The sign and the logarithm of the absolute value of the determinant."""
+        """Returns the sign and the logarithm of the absolute value of the determinant."""
 
     @abc.abstractmethod
     def det(self) -> Any:
-        """The determinant, differentiable even where it is zero."""
+        """Returns the determinant, differentiable even where it is zero."""
 
     @abc.abstractmethod
     def diagonal_elements(self) -> Any:
-        """The elements on the diagonal; shape `(*batch, min(m, n))`."""
+        """Returns the elements on the diagonal; shape `(*batch, min(m, n))`."""
 
     # Questions that other types ask. If a method declines, we ask the other operand, and then make the arrays
     # dense.
@@ -99,7 +99,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return None
 
     def diagonal_block(self: _M, rows: slice) -> _M | NotImplementedType:
-        """The block with these rows and the same columns, if it has this type."""
+        """Returns the block with these rows and the same columns, if it has this type."""
         return NotImplemented
 
     def plus(self: _M, other: "StructuredMatrix", add: Callable[[Any, Any], Any]) -> _M | NotImplementedType:

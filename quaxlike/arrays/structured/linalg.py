@@ -228,7 +228,7 @@ def _call_of_derivative(
 
 
 def _source(jaxpr: Any) -> Any:
-    """What remains of a jitted function after transforms have rewritten its jaxpr."""
+    """Returns what remains of a jitted function after transforms have rewritten its jaxpr."""
     return compat.debug_info_of(jaxpr).func_src_info
 
 

@@ -163,7 +163,7 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(x, base=base, u=quaxify(lambda u: add(u, jnp.zeros_like(u)))(x.u))
 
     def full_base(self) -> Any:
-        """The base with all batch axes, in the matrix's dtype."""
+        """Returns the base with all batch axes, in the matrix's dtype."""
         base = self.converted(self.dtype).base
         return base if base.shape == self.shape else quaxify(jnp.broadcast_to)(base, self.shape)
 
@@ -212,7 +212,7 @@ class LowRankUpdate(StructuredMatrix):
         return jnp.linalg.det(self._capacitance()) * of_base
 
     def _capacitance(self) -> Any:
-        """The (rank by rank) capacitance matrix `I + v.T @ inv(base) @ u`."""
+        """Returns the (rank by rank) capacitance matrix `I + v.T @ inv(base) @ u`."""
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 

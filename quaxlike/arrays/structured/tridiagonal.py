@@ -98,7 +98,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """The three diagonals by rows, padded to the length of the middle one."""
+        """Returns the three diagonals by rows, padded to the length of the middle one."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)

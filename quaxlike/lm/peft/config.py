@@ -45,7 +45,7 @@ class AdapterConfig(NamedTuple):
         return self.options.get(name)
 
     def targets(self, layer: str) -> bool:
-        """Whether the adapter is on this layer. This is not defined for `"all-linear"`."""
+        """Returns whether the adapter is on this layer. This is not defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
@@ -57,11 +57,11 @@ class AdapterConfig(NamedTuple):
         return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
 
     def saves(self, name: str) -> bool:
-        """Whether an array is part of `modules_to_save`."""
+        """Returns whether an array is part of `modules_to_save`."""
         return self._saves(name.rpartition(".")[0] or name)
 
     def _saves(self, layer: str) -> bool:
-        """Whether the layer, or a module around it, is saved.
+        """Returns whether the layer, or a module around it, is saved.
 
         As in PEFT, a name only has to end with an entry: `norm` matches `input_layernorm`.
         """

@@ -347,7 +347,8 @@ class _File:
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:
-        """Whether the embedding and the output layer in `bases` are equal, or only one of them exists."""
+        """Returns whether the embedding and the output layer in `bases` are equal, or only one of them
+        exists."""
 
         def whole(key: Any) -> Any:
             return np.asarray(self.tensors[key])

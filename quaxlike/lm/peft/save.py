@@ -352,7 +352,7 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Whether a model's embeddings differ from its checkpoint."""
+    """Returns whether a model's embeddings differ from its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 

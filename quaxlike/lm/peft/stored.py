@@ -95,7 +95,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Whether a matrix or a stack is a bare parameter, and not a layer's weight."""
+    """Returns whether a matrix or a stack is a bare parameter, and not a layer's weight."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -103,7 +103,7 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
-    """Whether the adapter targets this array."""
+    """Returns whether the adapter targets this array."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)
 
 
