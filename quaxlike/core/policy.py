@@ -256,7 +256,7 @@ _WHEN = "Raised when it had to be materialised, by"
 def _strictest(values: Sequence[Value]) -> Mode:
     """Returns the strictest policy among the types, including nested Values."""
     found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
-    # One operand's type may forbid what another allows. The stricter one wins, so nothing is lost unnoticed.
+    # One operand's type may forbid what another allows. The stricter one wins.
     return max(found | {"allow"}, key=_MODES.index)
 
 

@@ -94,7 +94,7 @@ def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
     """Makes dense only what is not linear: some parts, or the whole value if its type is not."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
-    # A part may have stayed nonlinear: its dense form, for example, may be another Value.
+    # If the type itself is not linear, dense parts do not make it so.
     return value if is_linear(value) else to_dense(value)
 
 
