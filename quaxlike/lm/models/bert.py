@@ -158,8 +158,19 @@ class Bert(eqx.Module):
 class AbstractBertClassifier(AbstractClassifier):
     """BERT with a layer that classifies, and what the models with one share."""
 
-    bert: eqx.AbstractVar[Bert]
-    classifier: eqx.AbstractVar[eqx.nn.Linear]
+    bert: Bert
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: Any) -> None:
+        bert, classifier = jax.random.split(key)
+        self.bert = Bert(config, pooled=not self.of_tokens, key=bert)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+        self.labels = config.labels
+
+    @property
+    def architecture(self) -> str:
+        return type(self).__name__
 
     @property
     def head_parts(self) -> tuple[str, ...]:
@@ -173,42 +184,16 @@ class AbstractBertClassifier(AbstractClassifier):
 class BertForSequenceClassification(AbstractBertClassifier):
     """The logits of one sequence's classes."""
 
-    bert: Bert
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
-    def __init__(self, config: BertConfig, *, key: Any) -> None:
-        bert, classifier = jax.random.split(key)
-        self.bert, self.labels = Bert(config, key=bert), config.labels
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
-
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
 
-    @property
-    def architecture(self) -> str:
-        return "BertForSequenceClassification"
-
 
 class BertForTokenClassification(AbstractBertClassifier):
     """The logits of the classes of one sequence's tokens."""
 
-    bert: Bert
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
     of_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: BertConfig, *, key: Any) -> None:
-        bert, classifier = jax.random.split(key)
-        self.bert, self.labels = Bert(config, pooled=False, key=bert), config.labels
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.bert(ids, seen, types))
-
-    @property
-    def architecture(self) -> str:
-        return "BertForTokenClassification"

@@ -205,9 +205,20 @@ class PredictionHead(eqx.Module):
 class AbstractModernBertClassifier(AbstractClassifier):
     """ModernBERT with two layers that classify, and what the models with them share."""
 
-    model: eqx.AbstractVar[ModernBert]
-    head: eqx.AbstractVar[PredictionHead]
-    classifier: eqx.AbstractVar[eqx.nn.Linear]
+    model: ModernBert
+    head: PredictionHead
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        body, head, classifier = jax.random.split(key, 3)
+        self.model, self.labels = ModernBert(config, key=body), config.labels
+        self.head = PredictionHead(config, key=head)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    @property
+    def architecture(self) -> str:
+        return type(self).__name__
 
     @property
     def head_parts(self) -> tuple[str, ...]:
@@ -221,47 +232,17 @@ class AbstractModernBertClassifier(AbstractClassifier):
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
     """The logits of one sequence's classes."""
 
-    model: ModernBert
-    head: PredictionHead
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
-    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
-        body, head, classifier = jax.random.split(key, 3)
-        self.model, self.labels = ModernBert(config, key=body), config.labels
-        self.head = PredictionHead(config, key=head)
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
-
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
         hidden = self.model(ids, seen)
         # transformers takes the first place, be it padding or not.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 
-    @property
-    def architecture(self) -> str:
-        return "ModernBertForSequenceClassification"
-
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
     """The logits of the classes of one sequence's tokens."""
 
-    model: ModernBert
-    head: PredictionHead
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
     of_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
-        body, head, classifier = jax.random.split(key, 3)
-        self.model, self.labels = ModernBert(config, key=body), config.labels
-        self.head = PredictionHead(config, key=head)
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.head(self.model(ids, seen)))
-
-    @property
-    def architecture(self) -> str:
-        return "ModernBertForTokenClassification"
