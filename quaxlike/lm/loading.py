@@ -132,7 +132,7 @@ def load(
 
     def made(name: str, leaf: Any) -> Any:
         """A weight, or rows of it, in the form that the model stores."""
-        leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
+        leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
@@ -443,10 +443,6 @@ def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     published = getattr(model, "tensors_of", lambda name: [name])
     parts = {name: published(name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
-
-
-#: Formats in which embeddings are quantised, so that no weight determines the dtype of activations.
-_ALL_QUANTISED = ("gguf", "mlx")
 
 
 # Arrays of a model, each made up of one tensor in a file or of the matrices of experts in turn ----

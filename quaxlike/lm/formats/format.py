@@ -64,6 +64,8 @@ class Format:
     - `without_effect`: further settings in files. They contain nothing else we need.
     - `by_rows`: whether `weights` can read a window of rows as if it were a file. The first axis of each
         tensor then consists of rows, or tiles of rows, or is shared by all rows.
+    - `quantises_embeddings`: whether embeddings are quantised too, so that no weight determines the dtype of
+        activations.
     - `detect`: a function that recognises the format without settings.
     - `settings`: a function from `config.json` and the folder to the settings, if they are not in
         `quantization_config`; it returns None if there are none.
@@ -80,6 +82,7 @@ class Format:
     used: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
     by_rows: bool = False
+    quantises_embeddings: bool = False
     detect: Callable[[Tensors], bool] = lambda tensors: False
     settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
     write: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
