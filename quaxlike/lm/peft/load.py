@@ -35,6 +35,7 @@ from ..models.vocabulary import EMBEDDINGS, OF_TOKENS, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
     Stored,
+    biases_of,
     file_name,
     is_parameter,
     is_targeted,
@@ -513,12 +514,8 @@ def _trained_in_full(
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
-    if config.option("bias") == "all":
-        wanted += [new for new in floats if new.endswith(".bias") and new not in wanted]
-    elif config.option("bias") == "lora_only":
-        wanted += [
-            new for new in (f"{layer}.bias" for layer in file.adapters) if new in held and new not in wanted
-        ]
+    biases = biases_of(config.option("bias"), floats, file.adapters)
+    wanted += [new for new in biases if new not in wanted]
     for new in wanted:
         if new not in file.trained:
             raise file.error(

@@ -30,7 +30,7 @@ from ..families import FAMILIES, HEADS, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
-from .stored import is_parameter, stored_as, why_unsupported, wrapped_names
+from .stored import biases_of, is_parameter, stored_as, why_unsupported, wrapped_names
 
 
 @checked
@@ -450,10 +450,9 @@ def _trained_config(
                 "Name the module in `modules_to_save`."
             )
     biases = {new for new in trained if new.rpartition(".")[0] not in modules}
-    everywhere = {new for new in names if new.endswith(".bias") and new.rpartition(".")[0] not in modules}
-    of_adapted = {new for new in everywhere if new.removesuffix(".bias") in adapters}
-    modes = {"none": set(), "lora_only": of_adapted, "all": everywhere} if biases else {"none": set()}
-    bias = next((mode for mode, those in modes.items() if those == biases), None)
+    others = [new for new in names if new.rpartition(".")[0] not in modules]
+    modes = ("none", "lora_only", "all")
+    bias = next((mode for mode in modes if {*biases_of(mode, others, adapters)} == biases), None)
     if bias is None:
         raise ValueError(
             "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "
