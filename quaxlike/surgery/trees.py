@@ -186,8 +186,9 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
     return hint.lstrip() or f"There are {listing(arrays)}."
 
 
-def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
+def listing(arrays: Mapping[str, Any]) -> str:
     """The first few of these names, with shapes."""
+    at_most = 8
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"

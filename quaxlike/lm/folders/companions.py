@@ -128,11 +128,11 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
     return out
 
 
-def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> dict[str, list[int]]:
+def named_ends(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
     """The tokens that end a text, by the files that name some: `generation_config.json`, which counts first,
     and `config.json`.
 
-    **Raises:** `CheckpointError` if these are not tokens, whose numbers are below `limit`.
+    **Raises:** `CheckpointError` if these are not tokens, whose numbers are below 2³¹.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
@@ -140,15 +140,10 @@ def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> d
     for name, entries in ((path.name, settings), ("config.json", config)):
         ends = entries.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(end) is int and 0 <= end < limit for end in ends):
+        if not all(type(end) is int and 0 <= end < 2**31 for end in ends):
             raise CheckpointError(
                 f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens."
             )
         if ends:
             found[name] = ends
     return found
-
-
-def ends_of(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> list[int]:
-    """The tokens that end a text: those of the first of `named_ends`."""
-    return next(iter(named_ends(folder, config, limit).values()), [])
