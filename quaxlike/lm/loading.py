@@ -27,7 +27,7 @@ from ..sharding.placing import Rule as SpecRule
 from ..sharding.placing import by_name
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import quantizers
-from ..surgery.trees import named_arrays, replace
+from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
@@ -216,7 +216,7 @@ def save(
         config = dict(open_checkpoint(source).config)
     else:
         config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
-    model = model.unstacked() if hasattr(model, "unstacked") else model
+    model = unstacked(model)
     mixture = None if quantize is None else mixture_of(model, quantize)
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
@@ -413,8 +413,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
     **Raises:** `CheckpointError` for a missing or superfluous one.
     """
-    published = getattr(model, "tensors_of", lambda name: [name])
-    config = getattr(model, "config", None)
+    published, config = partial(tensors_of, model), getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = lambda name: [name]  # not one by one: so many names would not fit the file
     text = text_tensors(names)
@@ -440,8 +439,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     """The tensors that a model with a new head is written as: those of a checkpoint without it, with which
     they may share only the beginning of their names."""
-    published = getattr(model, "tensors_of", lambda name: [name])
-    parts = {name: published(name) for name in named_arrays(model)}
+    parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
 
 

@@ -138,6 +138,16 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
     )
 
 
+def tensors_of(model: PyTree, name: str) -> list[str]:
+    """The tensors of published files that make up an array, as the model's method `tensors_of` says."""
+    return model.tensors_of(name) if hasattr(model, "tensors_of") else [name]
+
+
+def unstacked(model: PyTree) -> PyTree:
+    """The model with its layers one by one, if it has a method `unstacked`."""
+    return model.unstacked() if hasattr(model, "unstacked") else model
+
+
 # Layers by name -----------------------------------------------------------------------------------
 
 # The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The layer's name means this

@@ -25,7 +25,7 @@ from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
-from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
+from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
 from ..families import FAMILIES, HEADS, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
@@ -92,8 +92,8 @@ def save_adapter(
     (`gradients="train"`, [`quaxlike.train_scales`][]), then save the base too, and pass `base=model`.
     """
     if base is not None:
-        model = _relative_to_base(_unstacked(model), _unstacked(base))
-    model = _rewritten(_unstacked(model))
+        model = _relative_to_base(unstacked(model), unstacked(base))
+    model = _rewritten(unstacked(model))
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
         rename = {"model": body} if body else None
@@ -314,11 +314,6 @@ def _without_head(model: PyTree, published: str) -> Rename:
             begins = f"{inside}." if inside else ""
             return lambda name: begins + name.removeprefix(body)
     return None
-
-
-def _unstacked(model: PyTree) -> PyTree:
-    """Undoes `stack_layers`."""
-    return model.unstacked() if hasattr(model, "unstacked") else model
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
