@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..families import SEQUENCES, TOKENS
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import Config
@@ -170,7 +171,7 @@ class AbstractBertClassifier(AbstractClassifier):
 
     @property
     def architecture(self) -> str:
-        return type(self).__name__
+        return "Bert" + (TOKENS if self.of_tokens else SEQUENCES)
 
     @property
     def head_parts(self) -> tuple[str, ...]:

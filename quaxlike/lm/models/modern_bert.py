@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..families import SEQUENCES, TOKENS
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import ATTENTION, Config, kinds_of, refused, whole
@@ -218,7 +219,7 @@ class AbstractModernBertClassifier(AbstractClassifier):
 
     @property
     def architecture(self) -> str:
-        return type(self).__name__
+        return "ModernBert" + (TOKENS if self.of_tokens else SEQUENCES)
 
     @property
     def head_parts(self) -> tuple[str, ...]:
