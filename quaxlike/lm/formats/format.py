@@ -16,6 +16,7 @@ import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import CheckpointError, file_error, quoted
+from ...files.json_text import read_json_file
 from ...files.tensors import TensorInfo, Tensors
 from ...sharding.reading import RowReader
 
@@ -265,6 +266,24 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
     return value or {}
+
+
+def settings_in(
+    name: str, method: str, key: str | None = None
+) -> Callable[[Settings, Path], Settings | None]:
+    """Makes `Format.settings` for a method whose program writes them to a file of their own.
+
+    `key` is the entry of that file that holds them. Default: the file is the settings.
+    """
+
+    def read(config: Settings, folder: Path) -> Settings | None:
+        file = folder / name
+        if config.get("quantization_config") is not None or not file.is_file():
+            return None
+        found = read_json_file(file, "the configuration")
+        return {"quant_method": method, **(found if key is None else settings(found, key, file))}
+
+    return read
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
