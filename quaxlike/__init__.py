@@ -199,7 +199,7 @@ _MODULES = (
         "optim",
     ),
     *("primitives", "sharding", "surgery", "testing", "utils"),
-    *("interop", "models"),  # the old locations, until 0.1
+    *("interop", "models"),  # the old locations, until 0.3
 )
 
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)

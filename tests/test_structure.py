@@ -92,10 +92,7 @@ def test_nothing_is_compiled_while_tests_are_collected(compiled_while_collected:
     assert compiled_while_collected == {}
 
 
-_PRODUCT = """
-import sys, jax, jax.numpy as jnp, quaxlike as ql
-w = ql.NF4Array.quantize(jax.random.normal(jax.random.key(0), (256, 256)))
-w, x = ql.LoraArray(w, a=jnp.ones((8, 256)), b=jnp.ones((256, 8))), jnp.ones((256, 4))
+_VISITED = """
 for _ in range(2):
     files = set()
     sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
@@ -103,14 +100,38 @@ for _ in range(2):
     sys.setprofile(None)
     print(*sorted(file for file in files if file.startswith(ql.__path__[0])), sep=",")
 """
+_OWN_TYPE = """
+import sys, jax, jax.numpy as jnp, quaxlike as ql
+
+class Scaled(ql.ArrayValue):
+    array: jax.Array
+    scale: jax.Array
+
+    def materialise(self):
+        return self.array * self.scale
+
+@ql.register("dot_general")
+def dot(x: Scaled, y: jax.Array, **params):
+    return jax.lax.dot_general(x.array, y, **params) * x.scale
+
+w, x = Scaled(jnp.ones((3, 4)), jnp.array(2.0)), jnp.ones((4, 5))
+"""
+_LORA_OVER_NF4 = """
+import sys, jax, jax.numpy as jnp, quaxlike as ql
+w = ql.NF4Array.quantize(jax.random.normal(jax.random.key(0), (256, 256)))
+w, x = ql.LoraArray(w, a=jnp.ones((8, 256)), b=jnp.ones((256, 8))), jnp.ones((256, 4))
+"""
 
 
 @pytest.mark.slow
-def test_a_product_visits_few_files(tmp_path):
-    """LoRA over NF4, without native products: the first product in a process, and a repeated one."""
+@pytest.mark.parametrize(
+    ("made", "first", "repeated"), [(_OWN_TYPE, 15, 8), (_LORA_OVER_NF4, 30, 10)], ids=["own", "LoRA of NF4"]
+)
+def test_a_product_visits_few_files(tmp_path, made, first, repeated):
+    """The first product in a process, and a repeated one, without native products."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "QUAXLIKE_NATIVE": ""}
-    command = [sys.executable, "-c", _PRODUCT]
+    command = [sys.executable, "-c", made + _VISITED]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    first, repeated = (line.split(",") for line in run.stdout.splitlines())
-    assert len(first) <= 30, first
-    assert len(repeated) <= 10, repeated
+    visited = [line.split(",") for line in run.stdout.splitlines()]
+    for files, limit in zip(visited, (first, repeated), strict=True):
+        assert len(files) <= limit, files

@@ -1,5 +1,6 @@
 """RandLoRA: a full-rank change, from random matrices that all layers share."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -107,23 +108,16 @@ def randlora(
     return x.on(RandLoRAArray, a, b, x.zeros(rank, bases), gamma, **options)
 
 
-draws(
-    randlora,
-    lambda generator, n, m, options: randlora_projections(
-        generator, min(n, m), max(n, m), options["rank"], options["sparsity"]
-    ),
-)
+def _drawn(generator: Generator, n: int, m: int, rank: int, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    return randlora_projections(generator, min(n, m), max(n, m), rank, _sparsity(options))
 
 
-def _prepare_randlora(layers: Sequence[Layer], given: Mapping[str, Any]) -> Any:
-    def drawn(generator: Generator, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        n, m = sorted((max(x.inputs for x in layers), max(x.outputs for x in layers)))
-        return randlora_projections(generator, n, m, options["r"], _sparsity(options))
-
-    return read_shared(layers, given, "scale", drawn)
+draws(randlora, _drawn)
 
 
 def _sparsity(options: Mapping[str, Any]) -> str:
+    if "sparsity" in options:  # those of `randlora`, and not of a file
+        return options["sparsity"]
     return "very_sparse" if options["very_sparse"] else "sparse" if options["sparse"] else "dense"
 
 
@@ -168,6 +162,6 @@ RANDLORA = Method(
         "fan_in_fan_out": flag(),
     },
     read=_read_randlora, write=_write_randlora,
-    shared={"a": "randlora_A", "b": "randlora_B"}, prepare=_prepare_randlora,
+    shared={"a": "randlora_A", "b": "randlora_B"}, prepare=functools.partial(read_shared, "scale", _drawn),
     write_shared=lambda layers: write_shared(layers, lambda layers: True),
 )  # fmt: skip

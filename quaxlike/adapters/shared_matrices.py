@@ -36,8 +36,8 @@ def given_matrices(method: str, a: Any, b: Any) -> tuple[Any, Any]:
 def draws(make: Any, draw: Callable[..., Any]) -> None:
     """Gives `make` the function `share`, which `adapt` calls first.
 
-    It draws the matrices for all weights by `draw(generator, inputs, outputs, options)`, with the largest
-    numbers of inputs and outputs.
+    It draws the matrices for all weights by `draw(generator, inputs, outputs, rank, options)`, with the
+    largest numbers of inputs and outputs.
     """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 
@@ -55,14 +55,21 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
         if seed is None:
             seed = 0 if key is None else int(jax.random.bits(key) >> 1)
         dtype = common_dtype(jax.ShapeDtypeStruct((), jnp.float32), *(w for w, _ in weights))
-        a, b = (jnp.asarray(x, dtype) for x in draw(Generator(seed), inputs, outputs, options))
+        a, b = (
+            jnp.asarray(x, dtype) for x in draw(Generator(seed), inputs, outputs, options["rank"], options)
+        )
         return {"a": a, "b": b, "seed": seed}
 
     make.share = share
 
 
-def read_shared(layers: Sequence[Layer], given: Mapping[str, Any], part: str, drawn: Any) -> Any:
-    """Returns the shared matrices, and their seed if the file omits them. `part` has one row per rank."""
+def read_shared(
+    part: str, draw: Callable[..., Any], layers: Sequence[Layer], given: Mapping[str, Any]
+) -> Any:
+    """Returns the shared matrices, and their seed if the file omits them.
+
+    `part` has one row per rank; `draw` is as for `draws`.
+    """
     if not layers:
         return None
     options = layers[0].options
@@ -75,7 +82,8 @@ def read_shared(layers: Sequence[Layer], given: Mapping[str, Any], part: str, dr
                 raise layers[0].missing_for_all(name)
         return given["a"], given["b"], None
     seed = options["projection_prng_key"]
-    a, b = drawn(Generator(seed), options)
+    inputs, outputs = max(x.inputs for x in layers), max(x.outputs for x in layers)
+    a, b = draw(Generator(seed), inputs, outputs, options["r"], options)
     return jnp.asarray(a), jnp.asarray(b), seed
 
 

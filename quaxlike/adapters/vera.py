@@ -1,5 +1,6 @@
 """VeRA: trains vectors next to random matrices that all layers share."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -77,15 +78,11 @@ def vera(
     return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
 
 
-draws(vera, lambda generator, n, m, options: vera_projections(generator, n, m, options["rank"]))
+def _drawn(generator: Generator, n: int, m: int, rank: int, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    return vera_projections(generator, n, m, rank)
 
 
-def _prepare_vera(layers: Sequence[Layer], given: Mapping[str, Any]) -> Any:
-    def drawn(generator: Generator, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        n, m = max(x.inputs for x in layers), max(x.outputs for x in layers)
-        return vera_projections(generator, n, m, options["r"])
-
-    return read_shared(layers, given, "scale_a", drawn)
+draws(vera, _drawn)
 
 
 def _read_vera(layer: Layer) -> Any:
@@ -118,6 +115,6 @@ VERA = Method(
         "fan_in_fan_out": flag(),
     },
     read=_read_vera, write=_write_vera, informative=("d_initial", "init_weights"),
-    shared={"a": "vera_A", "b": "vera_B"}, prepare=_prepare_vera,
+    shared={"a": "vera_A", "b": "vera_B"}, prepare=functools.partial(read_shared, "scale_a", _drawn),
     write_shared=lambda layers: write_shared(layers, _fits_vera),
 )  # fmt: skip

@@ -73,12 +73,12 @@ _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
 
 
-def _smooth(losses: list[float], decay: float = 0.9) -> Float[np.ndarray, " steps"]:
+def _smooth(losses: list[float]) -> Float[np.ndarray, " steps"]:
     """Computes the exponential moving average, starting from the first loss."""
     smoothed = np.empty(len(losses))
     mean = losses[0]
     for i, value in enumerate(losses):
-        mean = decay * mean + (1 - decay) * value
+        mean = 0.9 * mean + 0.1 * value
         smoothed[i] = mean
     return smoothed
 

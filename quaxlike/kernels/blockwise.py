@@ -199,22 +199,17 @@ def _quantize(
 
 @functools.partial(jax.jit, inline=True)
 def quantize_scales(
-    absmax: Float32[ArrayLike, " blocks"], offset: Float32[ArrayLike, ""] | None = None
+    absmax: Float32[ArrayLike, " blocks"],
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
     """Quantises block scales ("double quantisation"): 8 bits each instead of 32.
 
-    We subtract the offset, scale blocks of 256 by their largest magnitude, and store codes of the signed
+    We subtract their mean, scale blocks of 256 by their largest magnitude, and store codes of the signed
     dynamic 8-bit map, found in the same way as in bitsandbytes on a CPU.
 
-    **Arguments:**
-
-    - `absmax`: the scales to quantise.
-    - `offset`: the number to subtract; the mean of the scales if None.
-
-    **Returns:** the codes, the scales for blocks of scales, and the offset.
+    **Returns:** the codes, the scales for blocks of scales, and the mean.
     """
     absmax = jnp.asarray(absmax)
-    offset = jnp.mean(absmax) if offset is None else jnp.asarray(offset, jnp.float32)
+    offset = jnp.mean(absmax)
     centred = absmax - offset
     blocks = pad_to_blocks(centred, NESTED_BLOCK)
     nested = _absmax(blocks)

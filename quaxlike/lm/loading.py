@@ -27,7 +27,7 @@ from ..sharding.placing import NamedRule, by_name
 from ..sharding.placing import Rule as SpecRule
 from ..sharding.reading import RowReader, read_onto
 from ..surgery.quantize import quantizers
-from ..surgery.trees import named_arrays, replace
+from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
@@ -134,7 +134,7 @@ def load(
 
     def made(name: str, leaf: Any) -> Any:
         """Converts a weight, or some of its rows, to the array in the model."""
-        leaf = leaf.astype(jnp.float32) if weights.format in _ALL_QUANTISED else leaf
+        leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
@@ -223,7 +223,7 @@ def save(
         config = dict(open_checkpoint(source).config)
     else:
         config = text_tower(read_json_file(Pair(source).config_path(), "the configuration"))
-    model = model.unstacked() if hasattr(model, "unstacked") else model
+    model = unstacked(model)
     mixture = None if quantize is None else mixture_of(model, quantize)
     arrays, names = named_arrays(model), list(text_tensors(open_checkpoint(source)))
     if not arrays:
@@ -423,8 +423,7 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
     **Raises:** `CheckpointError` if a tensor is missing or superfluous.
     """
-    published = getattr(model, "tensors_of", _own_name)
-    config = getattr(model, "config", None)
+    published, config = partial(tensors_of, model), getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
         published = _own_name  # the file is too small for one tensor per expert
     text = text_tensors(names)
@@ -453,17 +452,12 @@ def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
     An array gets the checkpoint's names for it. The new head keeps its own name, even if tensors in the
     checkpoint begin alike.
     """
-    published = getattr(model, "tensors_of", _own_name)
-    parts = {name: published(name) for name in named_arrays(model)}
+    parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
 
 
 def _own_name(name: str) -> list[str]:
     return [name]
-
-
-#: Formats that quantise embeddings. Then no weight determines in which dtype the model computes.
-_ALL_QUANTISED = ("gguf", "mlx")
 
 
 # Reading arrays. An array is one tensor of the file, or a stack of experts -------------------------

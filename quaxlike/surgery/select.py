@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._checked import check_option, checked
 from .records import Layouts, Record, how_to_state_layout, records_of
-from .trees import layer_of, listing, matches, suggestion
+from .trees import layer_of, listing, matches, suggestion, tensors_of
 from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
@@ -122,7 +122,7 @@ def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
     own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]
-    published = getattr(model, "tensors_of", lambda name: [name])(name)
+    published = tensors_of(model, name)
     forms = [own, published if len(published) > 1 else []]
     return [form for form in forms if form and not any(part in arrays for part in form)]
 

@@ -140,6 +140,16 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
     )
 
 
+def tensors_of(model: PyTree, name: str) -> list[str]:
+    """The tensors of published files that make up an array, as the model's method `tensors_of` says."""
+    return model.tensors_of(name) if hasattr(model, "tensors_of") else [name]
+
+
+def unstacked(model: PyTree) -> PyTree:
+    """The model with its layers one by one, if it has a method `unstacked`."""
+    return model.unstacked() if hasattr(model, "unstacked") else model
+
+
 # Layers by name -----------------------------------------------------------------------------------
 
 # The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The layer's name means this
@@ -188,8 +198,9 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
     return hint.lstrip() or f"There are {listing(arrays)}."
 
 
-def listing(arrays: Mapping[str, Any], at_most: int = 8) -> str:
+def listing(arrays: Mapping[str, Any]) -> str:
     """Returns the first few of these names, with shapes."""
+    at_most = 8
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"

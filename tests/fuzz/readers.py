@@ -24,7 +24,7 @@ from quaxlike.lm.finetune.run import read_data
 from quaxlike.lm.finetune.settings import DataSettings, FinetuneError, Settings, TrainSettings
 from quaxlike.lm.finetune.state import RunDirectory
 from quaxlike.lm.finetune.tasks import NextToken
-from quaxlike.lm.folders.companions import ends_of
+from quaxlike.lm.folders.companions import named_ends
 from quaxlike.lm.generate.run import GenerateError
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.lm.text import TextTokenizer
@@ -160,7 +160,7 @@ def _generation(folder: Path) -> None:
 
 
 def _read_ends(folder: Path) -> None:
-    ends_of(folder, read_json_file(folder / "config.json", "the configuration"))
+    named_ends(folder, read_json_file(folder / "config.json", "the configuration"))
 
 
 def _read_configuration(folder: Path) -> None:

@@ -130,11 +130,6 @@ def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
     return KeyArray.from_jax(jax.random.key(seed, impl=_implementation(impl)))
 
 
-@register(["random_split", "random_fold_in", "random_clone"])
-def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
-    return KeyArray.from_jax(primitive.bind(x.to_jax(), *rest, **params))
-
-
 @register(["random_bits", "random_gamma"])
 def _numbers(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
     return primitive.bind(x.to_jax(), *rest, **params)
@@ -145,8 +140,8 @@ def _random_unwrap(x: KeyArray, **params: Any):
     return x.data
 
 
-@register([*REARRANGEMENTS, "dynamic_slice", "gather"])
-def _moved(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
+@register([*REARRANGEMENTS, "dynamic_slice", "gather", "random_split", "random_fold_in", "random_clone"])
+def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params: Any):
     out = primitive.bind(x.to_jax(), *rest, **params)
     return [*map(KeyArray.from_jax, out)] if primitive.multiple_results else KeyArray.from_jax(out)
 

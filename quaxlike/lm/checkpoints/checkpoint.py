@@ -47,6 +47,8 @@ class Checkpoint(Mapping[str, Any]):
     - `metadata`: the text entries of a safetensors header, or the keys and values of a GGUF file. Numbers
         without a Python type are NumPy scalars.
     - `format`: the detected format: "gptq", "gguf", … or "safetensors".
+    - `quantises_embeddings`: whether embeddings are quantised too, so that no weight determines the dtype of
+        activations.
     - `longest_axis`: the size of the longest axis of the stored tensors. As codes may be packed, axes of
         weights are at most 32 times as long.
     """
@@ -61,11 +63,13 @@ class Checkpoint(Mapping[str, Any]):
         dtype: DTypeLike | None,
         shapes: Iterable[tuple[int, ...]],
         rows: Mapping[str, Callable[[], RowReader]] | None = None,
+        quantises_embeddings: bool = False,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
         self._rows = rows or {}
         self.format = format
+        self.quantises_embeddings = quantises_embeddings
         self.config = config
         self.metadata = metadata
         # Ignore tensors without elements: they can have axes of any size in a small file.
@@ -178,8 +182,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = N
         thunks = {name: lambda name=name: gguf[name] for name in gguf}
         config = config or gguf.config
         return Checkpoint(
-            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes
-        )
+            thunks, format="gguf", config=config, metadata=gguf.metadata, dtype=dtype, shapes=gguf.shapes,
+            quantises_embeddings=True,
+        )  # fmt: skip
     return _of_tensors(opened, config, settings, dtype)
 
 
@@ -219,6 +224,7 @@ def _of_tensors(
         weights, format="safetensors" if format is None else str(settings.get("quant_method", format.name)),
         config=config, metadata=tensors.metadata, dtype=dtype, rows=rows,
         shapes=(info.shape for info in tensors.info.values()),
+        quantises_embeddings=format is not None and format.quantises_embeddings,
     )  # fmt: skip
 
 

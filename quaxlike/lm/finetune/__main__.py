@@ -11,8 +11,8 @@ from ..._arguments import Parser, importing_extra
 from .._allocator import keep_memory
 from .._interrupts import interrupts_deferred, status_of, take_interrupt
 from .options import options, settings_of
-from .saved import Saved
 from .settings import FinetuneError, Settings
+from .state import Saved
 from .tasks import TASKS
 
 _ABOUT = f"""\

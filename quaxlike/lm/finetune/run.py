@@ -38,9 +38,8 @@ from .adapter import config_of, continued, how_to_load, is_own, make_of, types_o
 from .data import Example, Tokens, pack, read_examples, split
 from .devices import Devices, Follower, is_main_process
 from .report import Metrics, shown
-from .saved import Saved
 from .settings import DataSettings, FinetuneError, RunSettings, Settings, TrainSettings, forget_streams
-from .state import RunDirectory
+from .state import RunDirectory, Saved
 from .tasks import AbstractTask, begun, kind_for, task_for
 from .train import State, Training, steps_of, stored_for
 

@@ -1,5 +1,6 @@
 """Checkpoints of a run. The same command resumes from them."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,33 @@ from ...files import safetensors
 from ...files.json_text import read_json_file
 from ...surgery.trees import path_of
 from .options import options
-from .saved import CHECKPOINT, Saved
 from .settings import FinetuneError, Settings
 
+CHECKPOINT = "checkpoint.safetensors"
 _WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
+
+
+@dataclasses.dataclass
+class Saved:
+    """The newest checkpoint of a run. `str` says what happened to an interrupted run."""
+
+    output: Path
+    step: int | None = None
+    """The checkpoint's step, 0 if there is none; None until the run has looked for it."""
+    here: bool = True
+    """Whether this process saves."""
+
+    def __str__(self) -> str:
+        if not self.here:
+            return "Stopped."
+        file = self.output / CHECKPOINT
+        if self.step:
+            return (
+                f"Stopped. The same command resumes from the last checkpoint, after step {self.step}: {file}"
+            )
+        if self.step is None and file.exists():  # possibly from other settings
+            return f"Stopped before the run began; {file} is as it was."
+        return "Stopped. Nothing was saved yet: the same command begins with the first step."
 
 
 class RunDirectory:

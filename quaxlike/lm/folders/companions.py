@@ -134,10 +134,10 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
     return out
 
 
-def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> dict[str, list[int]]:
+def named_ends(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Finds the tokens that end a text, by file: `generation_config.json` first, then `config.json`.
 
-    **Raises:** `CheckpointError` if they are not token ids below `limit`.
+    **Raises:** `CheckpointError` if they are not token ids below 2³¹.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}
@@ -145,15 +145,10 @@ def named_ends(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> d
     for name, entries in ((path.name, settings), ("config.json", config)):
         ends = entries.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(end) is int and 0 <= end < limit for end in ends):
+        if not all(type(end) is int and 0 <= end < 2**31 for end in ends):
             raise CheckpointError(
                 f"{folder} has eos_token_id={quoted(ends)}; expected the numbers of tokens."
             )
         if ends:
             found[name] = ends
     return found
-
-
-def ends_of(folder: Path, config: Mapping[str, Any], limit: int = 2**31) -> list[int]:
-    """Returns the tokens that end a text, from the first file that states any."""
-    return next(iter(named_ends(folder, config, limit).values()), [])

@@ -5,14 +5,12 @@ ModelOpt, <https://github.com/NVIDIA/TensorRT-Model-Optimizer>.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...arrays.quantized import Codec
 from ...files.errors import quoted
-from ...files.json_text import read_json_file
 from ...files.tensors import Tensors, are_sizes
 from ...kernels.block_matmul.codecs import E2M1
 from .format import (
@@ -25,7 +23,7 @@ from .format import (
     StoredWeight,
     layers,
     per_row,
-    settings,
+    settings_in,
     small_floats,
     spread_tiles,
     weights_of,
@@ -112,17 +110,9 @@ def read_nvfp4(layer: StoredLayer, packed: str, outer: np.ndarray, *, over: bool
     return small_floats(raw, scale.view(np.uint8), codec=codec, block=16, outer=rows, count=k)
 
 
-def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Reads the settings of ModelOpt. They are in a separate file."""
-    file = folder / "hf_quant_config.json"
-    if config.get("quantization_config") is not None or not file.is_file():
-        return None
-    own = settings(read_json_file(file, "the configuration"), "quantization", file)
-    return {"quant_method": "modelopt", **own}
-
-
 FORMAT = Format(
-    ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True, settings=_settings,
+    ("fp8", "fbgemm_fp8", "mxfp8", "modelopt"), weights, by_rows=True,
+    settings=settings_in("hf_quant_config.json", "modelopt", "quantization"),
     used=("weight_block_size",),
     # These are about activations and caches, or follow from the dtypes of tensors.
     without_effect=(

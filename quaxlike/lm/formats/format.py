@@ -16,6 +16,7 @@ import numpy as np
 
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...files.errors import CheckpointError, file_error, quoted
+from ...files.json_text import read_json_file
 from ...files.tensors import TensorInfo, Tensors
 from ...sharding.reading import RowReader
 
@@ -64,6 +65,8 @@ class Format:
     - `without_effect`: further settings in files. They contain nothing else we need.
     - `by_rows`: whether `weights` can read a window of rows as if it were a file. The first axis of each
         tensor then consists of rows, or tiles of rows, or is shared by all rows.
+    - `quantises_embeddings`: whether embeddings are quantised too, so that no weight determines the dtype of
+        activations.
     - `detect`: a function that recognises the format without settings.
     - `settings`: a function from `config.json` and the folder to the settings, if they are not in
         `quantization_config`; it returns None if there are none.
@@ -80,6 +83,7 @@ class Format:
     used: tuple[str, ...] = ()
     without_effect: tuple[str, ...] = ()
     by_rows: bool = False
+    quantises_embeddings: bool = False
     detect: Callable[[Tensors], bool] = lambda tensors: False
     settings: Callable[[Settings, Path], Settings | None] = lambda config, folder: None
     write: Callable[[Path, Mapping[str, Any]], tuple[dict[str, np.ndarray], dict[str, Any]]] | None = None
@@ -262,6 +266,24 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
     return value or {}
+
+
+def settings_in(
+    name: str, method: str, key: str | None = None
+) -> Callable[[Settings, Path], Settings | None]:
+    """Makes `Format.settings` for a method whose program writes them to a file of their own.
+
+    `key` is the entry of that file that holds them. Default: the file is the settings.
+    """
+
+    def read(config: Settings, folder: Path) -> Settings | None:
+        file = folder / name
+        if config.get("quantization_config") is not None or not file.is_file():
+            return None
+        found = read_json_file(file, "the configuration")
+        return {"quant_method": method, **(found if key is None else settings(found, key, file))}
+
+    return read
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:

@@ -6,14 +6,12 @@ Source: the layouts of AutoGPTQ and GPTQModel, <https://github.com/ModelCloud/GP
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..._patterns import PatternError, startmatch
 from ...files.errors import quoted
-from ...files.json_text import read_json_file
 from ...files.tensors import Tensors
 from ...kernels.bits import unpack
 from ..folders.entries import warn_of_unknown
@@ -29,6 +27,7 @@ from .format import (
     layers,
     num_words,
     settings,
+    settings_in,
     stream,
     weight,
 )
@@ -122,16 +121,9 @@ def _zeros(packed: np.ndarray, bits: int, n: int, plus_one: bool) -> np.ndarray:
     return fields[:, :n]
 
 
-def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Reads the settings of AutoGPTQ. They are in a separate file."""
-    file = folder / "quantize_config.json"
-    if config.get("quantization_config") is not None or not file.is_file():
-        return None
-    return {"quant_method": "gptq", **read_json_file(file, "the configuration")}
-
-
 FORMAT = Format(
-    ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"), settings=_settings,
+    ("gptq",), weights, codes=(".qweight", ".qzeros", ".g_idx"),
+    settings=settings_in("quantize_config.json", "gptq"),  # AutoGPTQ
     used=("bits", "group_size", "desc_act", "checkpoint_format", "format", "is_marlin_format", "dynamic"),
     # These are about the method and program of quantisation and about kernels, or follow from the tensors.
     without_effect=(

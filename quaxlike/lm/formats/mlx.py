@@ -65,4 +65,11 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | No
     return {**other, "quant_method": "mlx", **own}
 
 
-FORMAT = Format(("mlx",), weights, by_rows=True, settings=_settings, used=("bits", "group_size", "mode"))
+FORMAT = Format(
+    ("mlx",),
+    weights,
+    by_rows=True,
+    quantises_embeddings=True,
+    settings=_settings,
+    used=("bits", "group_size", "mode"),
+)

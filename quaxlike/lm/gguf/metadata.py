@@ -80,15 +80,15 @@ class Cursor:
             raise file_error(self.path, None, f"a name at byte {self.at:,} is not UTF-8: {error}") from None
 
 
-def read_value(cursor: Cursor, depth: int = 0) -> Any:
+def read_value(cursor: Cursor) -> Any:
     """Reads a type and a value: a number, a text or a list.
 
     Numbers are NumPy scalars if `encode_value` would otherwise change their type.
     """
-    return _value(cursor, cursor.number("<u4"), depth)
+    return _value(cursor, cursor.number("<u4"))
 
 
-def _value(cursor: Cursor, kind: int, depth: int) -> Any:
+def _value(cursor: Cursor, kind: int, depth: int = 0) -> Any:
     if kind == _STRING:
         raw = cursor.take(cursor.number("<u8"))
         return raw.decode(errors="replace")  # a token may be a part of a character

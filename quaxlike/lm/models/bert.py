@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..families import SEQUENCES, TOKENS
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import Config
@@ -159,8 +160,19 @@ class Bert(eqx.Module):
 class AbstractBertClassifier(AbstractClassifier):
     """BERT with a classification layer: code for both classifiers."""
 
-    bert: eqx.AbstractVar[Bert]
-    classifier: eqx.AbstractVar[eqx.nn.Linear]
+    bert: Bert
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: BertConfig, *, key: Any) -> None:
+        bert, classifier = jax.random.split(key)
+        self.bert = Bert(config, pooled=not self.of_tokens, key=bert)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+        self.labels = config.labels
+
+    @property
+    def architecture(self) -> str:
+        return "Bert" + (TOKENS if self.of_tokens else SEQUENCES)
 
     @property
     def head_parts(self) -> tuple[str, ...]:
@@ -174,42 +186,16 @@ class AbstractBertClassifier(AbstractClassifier):
 class BertForSequenceClassification(AbstractBertClassifier):
     """Computes the class logits of a text."""
 
-    bert: Bert
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
-    def __init__(self, config: BertConfig, *, key: Any) -> None:
-        bert, classifier = jax.random.split(key)
-        self.bert, self.labels = Bert(config, key=bert), config.labels
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
-
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
 
-    @property
-    def architecture(self) -> str:
-        return "BertForSequenceClassification"
-
 
 class BertForTokenClassification(AbstractBertClassifier):
     """Computes the class logits of each token in a text."""
 
-    bert: Bert
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
     of_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: BertConfig, *, key: Any) -> None:
-        bert, classifier = jax.random.split(key)
-        self.bert, self.labels = Bert(config, pooled=False, key=bert), config.labels
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.bert(ids, seen, types))
-
-    @property
-    def architecture(self) -> str:
-        return "BertForTokenClassification"

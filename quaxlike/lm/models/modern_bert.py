@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ..families import SEQUENCES, TOKENS
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
 from ..folders.model_config import ATTENTION, Config, kinds_of, refused, whole
@@ -208,9 +209,20 @@ class PredictionHead(eqx.Module):
 class AbstractModernBertClassifier(AbstractClassifier):
     """ModernBERT with a classification head: code for both classifiers."""
 
-    model: eqx.AbstractVar[ModernBert]
-    head: eqx.AbstractVar[PredictionHead]
-    classifier: eqx.AbstractVar[eqx.nn.Linear]
+    model: ModernBert
+    head: PredictionHead
+    classifier: eqx.nn.Linear
+    labels: Labels = eqx.field(static=True)
+
+    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
+        body, head, classifier = jax.random.split(key, 3)
+        self.model, self.labels = ModernBert(config, key=body), config.labels
+        self.head = PredictionHead(config, key=head)
+        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
+
+    @property
+    def architecture(self) -> str:
+        return "ModernBert" + (TOKENS if self.of_tokens else SEQUENCES)
 
     @property
     def head_parts(self) -> tuple[str, ...]:
@@ -224,47 +236,17 @@ class AbstractModernBertClassifier(AbstractClassifier):
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
     """Computes the class logits of a text."""
 
-    model: ModernBert
-    head: PredictionHead
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
-    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
-        body, head, classifier = jax.random.split(key, 3)
-        self.model, self.labels = ModernBert(config, key=body), config.labels
-        self.head = PredictionHead(config, key=head)
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
-
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
         hidden = self.model(ids, seen)
         # Like transformers, we take the first position even if it is padding.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 
-    @property
-    def architecture(self) -> str:
-        return "ModernBertForSequenceClassification"
-
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
     """Computes the class logits of each token in a text."""
 
-    model: ModernBert
-    head: PredictionHead
-    classifier: eqx.nn.Linear
-    labels: Labels = eqx.field(static=True)
-
     of_tokens: ClassVar[bool] = True
-
-    def __init__(self, config: ModernBertConfig, *, key: Any) -> None:
-        body, head, classifier = jax.random.split(key, 3)
-        self.model, self.labels = ModernBert(config, key=body), config.labels
-        self.head = PredictionHead(config, key=head)
-        self.classifier = eqx.nn.Linear(config.hidden_size, config.num_labels, key=classifier)
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens classes"]:
         return each(self.classifier, self.head(self.model(ids, seen)))
-
-    @property
-    def architecture(self) -> str:
-        return "ModernBertForTokenClassification"

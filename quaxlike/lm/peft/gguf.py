@@ -15,7 +15,7 @@ from ...arrays.lora import LoraArray
 from ...core.quaxify import quaxify
 from ...core.values import is_value, materialise
 from ...files.errors import CheckpointError
-from ...surgery.trees import named_arrays
+from ...surgery.trees import named_arrays, unstacked
 from ..checkpoints.checkpoint import open_checkpoint
 from ..gguf.config import keys_of
 from ..gguf.metadata import as_python
@@ -53,7 +53,7 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         ```
     """
     path, source = Path(path), Path(source)
-    whole = _unstacked(model)
+    whole = unstacked(model)
     adapters = {name: x for name, x in named_arrays(whole).items() if isinstance(x, AdaptedArray)}
     if not adapters:
         raise ValueError("The model has no adapters to save.")
@@ -112,7 +112,3 @@ def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.n
         return np.broadcast_to(dense, (*lead, *dense.shape[-2:]))
 
     return in_float32(cut.a), in_float32(cut.b)
-
-
-def _unstacked(model: Any) -> Any:
-    return model.unstacked() if hasattr(model, "unstacked") else model

@@ -8,6 +8,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from ...files.errors import CheckpointError, file_error, hub_hint
 from ...files.tensors import Tensors, open_tensors
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router, select
-from ...surgery.trees import layer_of, named_arrays, replace, suggestion
+from ...surgery.trees import layer_of, named_arrays, replace, suggestion, tensors_of
 from ...surgery.weight_axes import MATRIX
 from ..families import HEADS, names_of
 from ..folders.file_pair import consistent
@@ -35,6 +36,7 @@ from ..models.vocabulary import EMBEDDINGS, OF_TOKENS, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
     Stored,
+    biases_of,
     file_name,
     is_parameter,
     is_targeted,
@@ -131,9 +133,8 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         leave_out_other_parts(file)
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
-    tensors_of = getattr(model, "tensors_of", lambda name: [name])
     if rename is None:  # rename layers to their names in published files
-        published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(name)) == 1}
+        published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
 
             def in_tower(name: str) -> str:
@@ -159,7 +160,9 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         for new, (name, leaf) in arrays.items()
         if leaf is not None and is_parameter(new, leaf.shape, layouts.get(name))
     ]
-    apart = separate_experts(file.adapters, {new: arrays[new][0] for new in parameters}, tensors_of)
+    apart = separate_experts(
+        file.adapters, {new: arrays[new][0] for new in parameters}, partial(tensors_of, model)
+    )
     apart = {new: {layer: file.adapters.pop(layer, {}) for layer in own} for new, own in apart.items()}
     targets = config.option("target_parameters") or ()
     file.adapters = renamed_parameters(file.adapters, parameters, targets)
@@ -514,12 +517,8 @@ def _trained_in_full(
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
-    if config.option("bias") == "all":
-        wanted += [new for new in floats if new.endswith(".bias") and new not in wanted]
-    elif config.option("bias") == "lora_only":
-        wanted += [
-            new for new in (f"{layer}.bias" for layer in file.adapters) if new in held and new not in wanted
-        ]
+    biases = biases_of(config.option("bias"), floats, file.adapters)
+    wanted += [new for new in biases if new not in wanted]
     for new in wanted:
         if new not in file.trained:
             raise file.error(

@@ -25,12 +25,12 @@ from ...arrays.lora import LoraArray, LoraBias, TrainableArray, TrainableRows
 from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
-from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
+from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
 from ..families import FAMILIES, HEADS, IN_TOWER, names_of
 from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
-from .stored import is_parameter, stored_as, why_unsupported, wrapped_names
+from .stored import biases_of, is_parameter, stored_as, why_unsupported, wrapped_names
 
 
 @checked
@@ -92,8 +92,8 @@ def save_adapter(
     (`gradients="train"`, [`quaxlike.train_scales`][]), then save the base too, and pass `base=model`.
     """
     if base is not None:
-        model = _relative_to_base(_unstacked(model), _unstacked(base))
-    model = _rewritten(_unstacked(model))
+        model = _relative_to_base(unstacked(model), unstacked(base))
+    model = _rewritten(unstacked(model))
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
         rename = {"model": body} if body else None
@@ -316,11 +316,6 @@ def _without_head(model: PyTree, published: str) -> Rename:
     return None
 
 
-def _unstacked(model: PyTree) -> PyTree:
-    """Undoes `stack_layers`."""
-    return model.unstacked() if hasattr(model, "unstacked") else model
-
-
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
     """Returns a layer's layout. If it is not known, we use the adapter's layout."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
@@ -450,10 +445,9 @@ def _trained_config(
                 "Name the module in `modules_to_save`."
             )
     biases = {new for new in trained if new.rpartition(".")[0] not in modules}
-    everywhere = {new for new in names if new.endswith(".bias") and new.rpartition(".")[0] not in modules}
-    of_adapted = {new for new in everywhere if new.removesuffix(".bias") in adapters}
-    modes = {"none": set(), "lora_only": of_adapted, "all": everywhere} if biases else {"none": set()}
-    bias = next((mode for mode, those in modes.items() if those == biases), None)
+    others = [new for new in names if new.rpartition(".")[0] not in modules]
+    modes = ("none", "lora_only", "all")
+    bias = next((mode for mode in modes if {*biases_of(mode, others, adapters)} == biases), None)
     if bias is None:
         raise ValueError(
             "PEFT's files hold the biases of all layers, of the adapted ones or of none; here are trained: "

@@ -12,7 +12,7 @@ adapters of their own.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -100,6 +100,13 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
         return False
     lead = len(layout.batch_shape(tuple(shape)))
     return layout.kind in ("linear", "matrix") and (len(shape), lead) in ((2, 0), (3, 1))
+
+
+def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
+    """Returns the biases that the option `bias` means: of all layers, of the adapted `layers`, or none."""
+    if mode not in ("all", "lora_only"):
+        return []
+    return [x for x in names if x.endswith(".bias") and (mode == "all" or x.removesuffix(".bias") in layers)]
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:

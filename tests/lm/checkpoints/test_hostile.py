@@ -16,7 +16,7 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import UnsupportedConfigError, bitsandbytes, peft
-from quaxlike.lm.folders.companions import ends_of
+from quaxlike.lm.folders.companions import named_ends
 from quaxlike.lm.models import DecoderConfig
 from quaxlike.lm.text import TextTokenizer
 from tests.fixtures import fixture
@@ -167,7 +167,7 @@ def test_tokenisers_that_panic(tmp_path):
 @pytest.mark.parametrize("ends", ["2", [[2]], [True], -1])
 def test_ends_that_are_no_tokens(ends, tmp_path):
     with pytest.raises(CheckpointError, match="expected the numbers of tokens"):
-        ends_of(tmp_path, {"eos_token_id": ends})
+        named_ends(tmp_path, {"eos_token_id": ends})
 
 
 @pytest.mark.parametrize("value", [1e300, "\ud800", object()])

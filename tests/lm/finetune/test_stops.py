@@ -11,8 +11,7 @@ import pytest
 
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm.finetune import run as finetune_run
-from quaxlike.lm.finetune.saved import Saved
-from quaxlike.lm.finetune.state import RunDirectory
+from quaxlike.lm.finetune.state import RunDirectory, Saved
 from quaxlike.lm.finetune.train import Training
 from tests.lm.finetune.test_finetune import log_of, run  # noqa: F401 (a fixture)
 
