@@ -1,6 +1,6 @@
 """AdaLoRA: a low-rank change in the form of a singular value decomposition."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -23,7 +23,7 @@ class AdaLoRAArray(MethodArray):
     - `a`: shape `(..., rank, inputs)`; several input axes are flattened.
     - `b`: shape `(..., outputs, rank)`, likewise.
     - `e`: shape `(..., rank)`.
-    - `scaling`: the factor for this change. Default: 1.
+    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -42,15 +42,16 @@ class AdaLoRAArray(MethodArray):
     a: Any
     b: Any
     e: Any
-    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scaling: Any = eqx.field(default=1.0, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {"a": "rank columns", "b": "rows rank", "e": "rank"}
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def adds_nothing(self) -> bool:
         return True
 
     def composed(self) -> LoraArray:
-        return self.low_rank((self.scaling * self.e)[..., None] * self.a, self.b)
+        return self.low_rank(self.scaled("e")[..., None] * self.a, self.b)
 
 
 @starts

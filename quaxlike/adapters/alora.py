@@ -62,7 +62,7 @@ class ALoRAArray(AdaptedArray):
     key: Any = None
     active: Any = None
     invocation: tuple[int, ...] = eqx.field(static=True, kw_only=True)
-    alpha: float | None = eqx.field(static=True, default=None, kw_only=True)
+    alpha: Any = eqx.field(default=None, kw_only=True)
     rslora: bool = eqx.field(static=True, default=False, kw_only=True)
     dropout: float = eqx.field(static=True, default=0.0, kw_only=True)
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
@@ -73,11 +73,12 @@ class ALoRAArray(AdaptedArray):
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank in", "b": "out rank", "key": "", "active": "tokens"
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = LoraArray.numbers
 
     def __check_init__(self) -> None:
         if not self.invocation:
             raise ValueError("ALoRAArray takes one or more tokens as `invocation`; found none.")
-        self.lora()  # raises for shapes that do not fit
+        object.__setattr__(self, "alpha", self.lora().alpha)  # raises for shapes that do not fit
 
     @classmethod
     def of(cls, lora: LoraArray, invocation: Sequence[int]) -> "ALoRAArray":

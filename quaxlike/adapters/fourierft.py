@@ -10,7 +10,19 @@ import numpy as np
 from .combinators import SumArray
 from .method import MethodArray
 from .random_numbers import Generator
-from .record import Layer, Method, Option, Weight, Written, by_pattern, count, flag, number, starts
+from .record import (
+    Layer,
+    Method,
+    Option,
+    Weight,
+    Written,
+    as_written,
+    by_pattern,
+    count,
+    flag,
+    number,
+    starts,
+)
 
 
 class FourierFTArray(MethodArray):
@@ -21,7 +33,7 @@ class FourierFTArray(MethodArray):
     - `w`: the base, an array or a Value.
     - `spectrum`: the coefficients, `(..., n)`.
     - `places`: their places in the flattened spectrum `(outputs, inputs)`, integers `(..., n)`.
-    - `scaling`: the factor for this change. Default: 1.
+    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
     - `seed`: the seed with which PEFT draws these places; its files have the seed instead. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
@@ -40,10 +52,11 @@ class FourierFTArray(MethodArray):
 
     spectrum: Any
     places: Any
-    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scaling: Any = eqx.field(default=1.0, kw_only=True)
     seed: int | None = eqx.field(static=True, default=None, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {"spectrum": "n", "places": "n"}
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def trained(self) -> Sequence[str]:
         return ("spectrum", *(["w"] if self.gradients == "train" else []))
@@ -52,11 +65,11 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        spectrum, places = jnp.broadcast_arrays(self.spectrum, self.places)  # places may be shared
+        spectrum, places = jnp.broadcast_arrays(self.scaled("spectrum"), self.places)  # places may be shared
         shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
         flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
         whole = jnp.reshape(flat, (*shape[:-1], self.num_outputs, self.num_inputs))
-        return self.on(SumArray, self.scaling * jnp.fft.ifft2(whole).real)
+        return self.on(SumArray, jnp.fft.ifft2(whole).real)
 
 
 @starts
@@ -94,7 +107,8 @@ def _write_fourierft(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
             "PEFT's files of FourierFT have no places of frequencies but those that `random_loc_seed` gives; "
             f"{layer.name} has others. Make it with these places and `seed`."
         )
-    return {"spectrum": x.spectrum}, {"n_frequency": n, "scaling": x.scaling, "random_loc_seed": x.seed}
+    scaling = float(as_written(layer.path, x.scaling))
+    return {"spectrum": x.spectrum}, {"n_frequency": n, "scaling": scaling, "random_loc_seed": x.seed}
 
 
 FOURIERFT = Method(

@@ -1,6 +1,6 @@
 """GraLoRA: a separate low-rank change for each block of a weight."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -26,7 +26,7 @@ class GraLoRAArray(MethodArray):
         rank, outputs / k)`.
     - `general_a`, `general_b`: a low-rank change of the whole weight, like `a` and `b` in
         [`quaxlike.LoraArray`][]. Default: None.
-    - `scaling`: the factor for this change. Default: 1.
+    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -46,11 +46,12 @@ class GraLoRAArray(MethodArray):
     b: Any
     general_a: Any = None
     general_b: Any = None
-    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scaling: Any = eqx.field(default=1.0, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "k in_group rank", "b": "k rank out_group", "general_a": "h columns", "general_b": "rows h"
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def adds_nothing(self) -> bool:
         return True
@@ -58,14 +59,15 @@ class GraLoRAArray(MethodArray):
     def composed(self) -> LoraArray:
         k, rank, size = self.b.shape[-3:]
         # The whole rank is (n, j, q): the input group, the output group, and a block's rank.
-        b = jnp.reshape(self.scaling * self.b, (*self.b.shape[:-3], k, k, rank // k, size))
+        b = self.scaled("b")
+        b = jnp.reshape(b, (*b.shape[:-3], k, k, rank // k, size))
         eye = jnp.eye(k, dtype=b.dtype)
         b = jnp.einsum("...jnqo,jl->...jonlq", b, eye)
         b = jnp.reshape(b, (*b.shape[:-5], k * size, k * rank))
         x = self.low_rank(BlockDiagonalMatrix(jnp.matrix_transpose(self.a)), b)
         if self.general_a is None:
             return x
-        return self.low_rank(self.general_a, self.scaling * self.general_b).with_base(x)
+        return self.low_rank(self.general_a, self.scaled("general_b")).with_base(x)
 
 
 @starts
@@ -90,7 +92,7 @@ def _write_gralora(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     x = layer.array
     k, r, h = *x.b.shape[-3:-1], 0 if x.general_a is None else x.general_a.shape[-2]
     parts = {"a": x.a, "b": x.b, "general_a": x.general_a, "general_b": x.general_b}
-    options = {"r": r, "hybrid_r": h, "gralora_k": k, "alpha": as_written(x.scaling * (r + h))}
+    options = {"r": r, "hybrid_r": h, "gralora_k": k, "alpha": as_written(layer.path, x.scaling * (r + h))}
     return {name: part for name, part in parts.items() if part is not None}, options
 
 

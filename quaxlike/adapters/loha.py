@@ -1,7 +1,7 @@
 """LoHa: the elementwise product of two low-rank matrices."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -32,7 +32,7 @@ class LoHaArray(MethodArray):
     - `b_1`, `b_2`: shape `(..., r, inputs)`; several input axes are flattened.
     - `core_1`, `core_2`: for convolution kernels in Tucker form, `(r, r, *window)`. Then each low-rank matrix
         is `core` multiplied by `a` and by `b`, which has shape `(r, channels)`. Default: None.
-    - `scaling`: the factor for this change. Default: 1.
+    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -54,29 +54,30 @@ class LoHaArray(MethodArray):
     b_2: Any
     core_1: Any = None
     core_2: Any = None
-    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scaling: Any = eqx.field(default=1.0, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {
         "a_1": "rows r", "b_1": "r columns", "a_2": "rows r", "b_2": "r columns",
         "core_1": "r s height width", "core_2": "r s height width",
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def adds_nothing(self) -> bool:
         return True
 
     def composed(self) -> Any:
-        rank = self.a_1.shape[-1] * self.a_2.shape[-1]
+        rank, b_1 = self.a_1.shape[-1] * self.a_2.shape[-1], self.scaled("b_1")
         if (
             self.core_1 is None
             and rank * (self.num_outputs + self.num_inputs) < self.num_outputs * self.num_inputs
         ):
-            a = self.b_1[..., :, None, :] * self.b_2[..., None, :, :]
+            a = b_1[..., :, None, :] * self.b_2[..., None, :, :]
             b = self.a_1[..., :, :, None] * self.a_2[..., :, None, :]
             a = jnp.reshape(a, (*a.shape[:-3], rank, a.shape[-1]))
-            return self.low_rank(self.scaling * a, jnp.reshape(b, (*b.shape[:-2], rank)))
+            return self.low_rank(a, jnp.reshape(b, (*b.shape[:-2], rank)))
         matrices = [tucker(core, a, b) for core, a, b in (
-            (self.core_1, self.a_1, self.b_1), (self.core_2, self.a_2, self.b_2))]  # fmt: skip
-        return self.on(SumArray, self.scaling * matrices[0] * matrices[1])
+            (self.core_1, self.a_1, b_1), (self.core_2, self.a_2, self.b_2))]  # fmt: skip
+        return self.on(SumArray, matrices[0] * matrices[1])
 
 
 @starts
@@ -105,7 +106,7 @@ def _write_loha(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     if effective:
         parts |= {"a_1": x.a_1.T, "a_2": x.a_2.T}
     r = x.a_1.shape[-1]
-    options = {"r": r, "alpha": as_written(x.scaling * r)}
+    options = {"r": r, "alpha": as_written(layer.path, x.scaling * r)}
     return parts, options | ({"use_effective_conv2d": effective} if math.prod(layer.window) > 1 else {})
 
 

@@ -1,7 +1,7 @@
 """LoKr: a Kronecker product; its factors may have low rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -36,7 +36,8 @@ class LoKrArray(MethodArray):
     - `first_b`, `second_b`: their second factors, `(..., r, i_1)` and `(..., r, i_2)`. Default: None.
     - `core`: for convolution kernels in Tucker form, `(r, r, *window)`. Then the second matrix is `core`
         multiplied by `second` and by `second_b`, which has shape `(r, channels)`. Default: None.
-    - `alpha`, `rank`: `scaling = alpha / rank`, whatever ranks the matrices have. Default: 1.
+    - `alpha`, `rank`: `scaling = alpha / rank`, whatever ranks the matrices have; `alpha` is constant in
+        differentiation. Default: 1.
     - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
 
     !!! example
@@ -57,21 +58,28 @@ class LoKrArray(MethodArray):
     first_b: Any = None
     second_b: Any = None
     core: Any = None
-    alpha: float = eqx.field(static=True, default=1.0, kw_only=True, converter=float)
+    alpha: Any = eqx.field(default=1.0, kw_only=True)
     rank: int = eqx.field(static=True, default=1, kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {
         "first": "o_1 i_1", "second": "o_2 i_2", "first_b": "r i_1", "second_b": "r i_2",
         "core": "r s height width",
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = ("alpha",)
+
+    @property
+    def scaling(self) -> Any:
+        """The factor for this change."""
+        return self.alpha / self.rank
 
     def adds_nothing(self) -> bool:
         return True
 
     def composed(self) -> SumArray:
-        first = self.first if self.first_b is None else tucker(None, self.first, self.first_b)
+        first = self.scaled("first")
+        first = first if self.first_b is None else tucker(None, first, self.first_b)
         second = self.second if self.second_b is None else tucker(self.core, self.second, self.second_b)
-        return self.on(SumArray, KroneckerMatrix(self.alpha / self.rank * first, second))
+        return self.on(SumArray, KroneckerMatrix(first, second))
 
 
 @starts
@@ -118,7 +126,7 @@ def _read_lokr(layer: Layer) -> Any:
 
 def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     x, window = layer.array, layer.window
-    options = {"r": x.rank, "alpha": as_written(x.alpha)}
+    options = {"r": x.rank, "alpha": as_written(layer.path, x.alpha)}
     parts = {"first_b": x.first_b, "second_b": x.second_b, "core": x.core}
     parts["first" if x.first_b is None else "first_a"] = x.first
     if x.second_b is None:

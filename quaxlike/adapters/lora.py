@@ -11,11 +11,11 @@ import numpy as np
 from ..arrays.layout import Layout
 from ..arrays.lora.array import RANK, LoraArray, labels
 from ..arrays.lora.inits import initialise, taken_by
-from ..arrays.lora.matrices import as_matrix, halves, svd, with_factors
+from ..arrays.lora.matrices import as_matrix, halves, scaling_of, svd, with_factors
 from ..arrays.lora.trainable import LoraBias, TrainableRows
 from ..core.values import is_value
 from .alora import ALoRAArray
-from .record import Layer, Method, Option, Weight, Written, by_pattern, flag, number, starts
+from .record import Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
 # Initialisations that keep the base; initialisations that move a part of it into the adapter, which follows
 # from the base alone; and prefixes of those that change it in any other way.
@@ -240,7 +240,7 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         x = x.lora()
     options = {
         "r": x.rank,
-        "lora_alpha": int(x.alpha) if x.alpha == int(x.alpha) else x.alpha,
+        "lora_alpha": as_written(layer.path, x.alpha),
         "lora_dropout": x.dropout,
         "use_rslora": x.rslora,
         "use_dora": x.magnitude is not None,
@@ -365,7 +365,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
             f"`base` and the adapted base differ in {name} by more than an initialisation of rank {x.rank} "
             f"takes out (the rest is {share:.1g} of the weight)."
         )
-    other = with_factors(x, *halves(u, s / x.scaling, vt))
+    other = with_factors(x, *halves(u, s / scaling_of(x, s), vt))
     _, a_labels, b_labels = labels(x)
     return x.replace(
         a=jnp.concatenate([x.a, other.a], a_labels.index(RANK)),

@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 from jaxtyping import ArrayLike
 
 from ..arrays import precedence
-from ..arrays.adapted import AdaptedArray
+from ..arrays.adapted import AdaptedArray, constant, labels_of
+from ..arrays.dot_axes import arrange
 from ..arrays.lora.array import LoraArray
 from ..core.jaxprs.evaluate import cached_trace
 from ..core.jaxprs.unify import widened
@@ -35,6 +36,10 @@ class MethodArray(AdaptedArray):
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
+    # The factor for the change, if a method has one: one of its `numbers`, or computed from it. Without an
+    # annotation, as in `AdaptedArray`.
+    scaling = 1.0
+
     @abc.abstractmethod
     def composed(self) -> Any:
         """Returns the same array as a `SumArray`, `ScaledArray`, `RotatedArray` or
@@ -44,6 +49,13 @@ class MethodArray(AdaptedArray):
         """Puts another kind of adapter on the same weight."""
         shared = ("gradients", "out_axes", "in_axes")
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
+
+    def scaled(self, name: str) -> Any:
+        """A part (a field), multiplied by the scaling."""
+        own, of_scaling = labels_of(self)[name], labels_of(self)[self.numbers[0]]
+        part, scaling = getattr(self, name), constant(jnp.asarray(self.scaling))
+        more = [*(i for i in of_scaling if i not in own), *own]
+        return arrange(part, own, more) * arrange(scaling.astype(part.dtype), of_scaling, more)
 
     @property
     def num_outputs(self) -> int:

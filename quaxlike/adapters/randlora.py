@@ -41,7 +41,7 @@ class RandLoRAArray(MethodArray):
     - `b`: shape `(..., m, bases, rank)`. It uses as many rows as it has of the other, and the first bases.
     - `scale`: shape `(..., rank, bases)`.
     - `gamma`: shape `(..., bases, the lesser number)`.
-    - `scaling`: the factor for this change. Default: 1.
+    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
     - `seed`: the seed with which PEFT draws these `a` and `b`, so its files can omit them. Default:
         None, for any other matrices.
     - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
@@ -66,13 +66,14 @@ class RandLoRAArray(MethodArray):
     b: Any
     scale: Any
     gamma: Any
-    scaling: float = eqx.field(static=True, default=1.0, kw_only=True)
+    scaling: Any = eqx.field(default=1.0, kw_only=True)
     seed: int | None = eqx.field(static=True, default=None, kw_only=True)
     sparsity: str = eqx.field(static=True, default="dense", kw_only=True)
 
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank one columns", "b": "rows all rank", "scale": "rank bases", "gamma": "bases fewer"
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def trained(self) -> Sequence[str]:
         return ("scale", "gamma", *(["w"] if self.gradients == "train" else []))
@@ -85,8 +86,8 @@ class RandLoRAArray(MethodArray):
         # Rows of `thin` run over (rank, base), but columns of `wide` over (base, rank), as in PEFT.
         thin = times(times(self.scale[..., None], self.a[..., :few]), self.gamma[..., None, :, :])
         thin = jnp.reshape(thin, (*thin.shape[:-3], rank * bases, few))
-        wide = self.b[..., :many, :bases, :]
-        wide = jnp.reshape(self.scaling * wide, (*wide.shape[:-3], many, bases * rank))
+        wide = self.scaled("b")[..., :many, :bases, :]
+        wide = jnp.reshape(wide, (*wide.shape[:-3], many, bases * rank))
         if self.num_inputs == few:
             return self.low_rank(thin, wide)
         return self.low_rank(jnp.matrix_transpose(wide), jnp.matrix_transpose(thin))
@@ -147,8 +148,12 @@ def _read_randlora(layer: Layer) -> Any:
 def _write_randlora(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
     x = layer.array
     r = x.scale.shape[-2]
-    options = {"r": r, "randlora_alpha": as_written(x.scaling * r), "sparse": x.sparsity == "sparse",
-               "very_sparse": x.sparsity == "very_sparse"}  # fmt: skip
+    options = {
+        "r": r,
+        "randlora_alpha": as_written(layer.path, x.scaling * r),
+        "sparse": x.sparsity == "sparse",
+        "very_sparse": x.sparsity == "very_sparse",
+    }
     parts = {"scale": x.scale, "gamma": x.gamma}
     return (parts if x.seed is not None else parts | {"a": x.a, "b": x.b}), options
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from .._checked import is_finite
 from .._patterns import is_pattern, value_for
@@ -321,9 +323,22 @@ class Method(NamedTuple):
         return f"PEFT's {self.peft_type} is for {', '.join(self.kinds)} layers; {name} is {found}"
 
 
-def as_written(x: float) -> float | int:
-    """Recovers a number that was divided by another and multiplied again."""
-    return round(x) if abs(x - round(x)) < 1e-6 * max(1, abs(x)) else x
+def as_written(path: str, x: Any) -> float | int:
+    """A number of an adapter for a file: the shortest that float32 rounds to it, after some arithmetic.
+
+    **Raises:** `ValueError` if it is traced, or if there are several.
+    """
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"A number of the adapter on {path} is traced. Save adapters outside of `jax.jit`.")
+    found = sorted({*np.ravel(x).tolist()})
+    if len(found) != 1:
+        raise ValueError(
+            f"{path} has a stack of adapters with the numbers {found}, and PEFT's files have one for each "
+            "weight. Save the adapters one by one."
+        )
+    short = float(f"{found[0]:.6g}")
+    x = short if abs(found[0] - short) < 5e-7 * abs(short) else float(str(np.float32(found[0])))
+    return int(x) if x == int(x) else x
 
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:

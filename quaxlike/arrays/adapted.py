@@ -16,7 +16,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
+from ..core import compat
 from ..core.jaxprs.slots import leading_axes, part_specs
 from ..core.jaxprs.unify import dense_when_incompatible, widened, widened_part
 from ..core.values import Value, is_value, replace_fields
@@ -55,6 +57,10 @@ class AdaptedArray(GradientsArray):
         transposes and reshapes change them, and the result is an adapter too. Default: False.
     - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
         each entry depends only on the same entry of each part. Default: neither.
+    - `numbers`: the fields with numbers that belong to each adapter but are not trained, like LoRA's `alpha`.
+        A Python number becomes an array, with an entry for each of stacked adapters or layers; so adapters
+        with other numbers run in the same compiled program. Put them through `jax.lax.stop_gradient` where
+        you compute with them. Default: none.
     - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], since they begin at
         zero. Default: none.
     - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
@@ -88,6 +94,7 @@ class AdaptedArray(GradientsArray):
     train_base, open_base = map(switch, older_switches)
 
     part_axes: ClassVar[Mapping[str, str]] = {}
+    numbers: ClassVar[Sequence[str]] = ()
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
@@ -97,6 +104,13 @@ class AdaptedArray(GradientsArray):
     dropout = 0.0
     invocation = None
     taken = None
+
+    def __check_init__(self) -> None:
+        numbers_as_arrays(self)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        numbers_as_arrays(self)  # until version 0.2 they were static
 
     @property
     def base(self) -> Any:
@@ -109,10 +123,11 @@ class AdaptedArray(GradientsArray):
     def trained(self) -> Sequence[str]:
         """Returns the names of the fields to train.
 
-        By default, all fields with floating-point arrays, but `w` only if `gradients` is "train". Several
-        adapters on one weight share all other fields.
+        By default, all fields with floating-point arrays except `numbers`, but `w` only if `gradients` is
+        "train". Several adapters on one weight share all fields that are neither trained nor `numbers`.
         """
         names = [name for name in array_fields(self) if name != "w" or self.gradients == "train"]
+        names = [name for name in names if name not in self.numbers]
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
@@ -153,10 +168,11 @@ class AdaptedArray(GradientsArray):
 
         return others if all(form(x) == form(self) for x in others) else NotImplemented
 
-    def combined(self, others: Sequence[Any], weights: Sequence[float], method: str, rank: int | None) -> Any:
+    def combined(self, others: Sequence[Any], weights: Sequence[Any], method: str, rank: int | None) -> Any:
         """Combines several adapters on one weight (including this one) into their weighted sum.
 
-        The options are the same as for [`quaxlike.combine_adapters`][]. Default: `NotImplemented`.
+        The weights may be traced. The options are the same as for [`quaxlike.combine_adapters`][]. Default:
+        `NotImplemented`.
         """
         return NotImplemented
 
@@ -178,6 +194,8 @@ class AdaptedArray(GradientsArray):
         If `w` decided about its gradients and the new one does not, they still flow through it as before.
         """
         fields = self.with_switches(fields, self.gradients)
+        if self.numbers:
+            fields = _with_numbers(self, fields)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
             # Otherwise a rule that replaces the base, say by its slice, would silently freeze it.
             fields = {"gradients": strongest("pass", self.gradients), **fields}
@@ -197,6 +215,9 @@ class AdaptedArray(GradientsArray):
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
+        out = replace_fields(
+            out, **{name: np.ones(getattr(like, name).shape, np.float32) for name in like.numbers}
+        )
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
@@ -226,6 +247,82 @@ class AdaptedArray(GradientsArray):
             return jax.P(*[None if i < 0 else sharded[i] for i in labels])
 
         return part_specs((getattr(self, name), own(labels)) for name, labels in labels_of(self).items())
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+def number(x: Any, shape: Sequence[int] = ()) -> Any:
+    """A number as an array of NumPy, which is known also while JAX traces."""
+    if isinstance(x, (int, float, np.number)):
+        return np.full(shape, x, np.float32)
+    return x if x.dtype == np.float32 else x.astype(np.float32)
+
+
+def numbers_as_arrays(x: AdaptedArray) -> None:
+    """Makes arrays of an array's `numbers`, while it is constructed.
+
+    A number that is not in an array of JAX's gets the batch axes that the base and all trained parts have, so
+    that `jax.vmap` and `jax.lax.scan` can map over every part.
+    """
+    for name in x.numbers:
+        if (value := getattr(x, name)) is not None:
+            object.__setattr__(x, name, number(value))
+    for name in x.numbers:
+        value = getattr(x, name)
+        if type(value) is np.ndarray and value.ndim == 0:
+            if shape := _trained_batch(x):
+                object.__setattr__(x, name, np.full(shape, value))
+            elif compat.is_eval_trace(compat.current_trace()):
+                object.__setattr__(x, name, _on_device(value))
+
+
+# A compiled function takes an array on a device faster than one of NumPy's. This is the fastest way there,
+# and each result has memory of its own, which may be donated.
+_on_device = jax.jit(lambda x: x)
+
+
+def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
+    """The sizes of the batch axes that the base and all trained parts have."""
+    if not knows_axes(x) or _labels(*_form(x))[0] == len(x.out_axes) + len(x.in_axes):
+        return ()
+    labels, matrix = labels_of(x), matrix_labels(x)
+    trained = ["w", *(name for name in x.trained() if name in labels and name != "w")]
+    shared = [{i for i in labels[name] if i >= 0} - matrix for name in trained]
+    sizes = {i: n for name in trained for i, n in zip(labels[name], getattr(x, name).shape, strict=True)}
+    return tuple(sizes[i] for i in sorted(set.intersection(*shared)))
+
+
+def without_numbers(x: Any) -> Any:
+    """None in place of the numbers of an array's adapters."""
+    if not isinstance(x, AdaptedArray):
+        return x
+    x = x.with_base(without_numbers(x.w))
+    return replace_fields(x, **dict.fromkeys(x.numbers)) if x.numbers else x
+
+
+def _with_numbers(x: AdaptedArray, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields to replace, where a number is an array as well.
+
+    If what replaces the parts is no array (an axis for `jax.vmap`, a sharding), numbers have None.
+    """
+    if any(name in x.part_axes and part is not None and not hasattr(part, "shape")
+           for name, part in fields.items()):  # fmt: skip
+        return {**dict.fromkeys(x.numbers), **fields}
+    for name in x.numbers:
+        if type(fields.get(name)) in (int, float) or isinstance(fields.get(name), np.number):
+            fields = {**fields, name: number(fields[name], np.shape(getattr(x, name)))}
+    return fields
+
+
+def constant(x: Any) -> Any:
+    """A number, cut off from differentiation."""
+    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
+
+
+def is_one(x: Any) -> bool:
+    """Whether a factor is known to be 1."""
+    return not isinstance(x, jax.Array) and np.ndim(x) == 0 and x == 1
 
 
 # The base -----------------------------------------------------------------------------------------
@@ -295,7 +392,7 @@ def array_fields(x: AdaptedArray) -> list[str]:
 
 def frozen_parts(x: AdaptedArray) -> list[str]:
     """Returns the names of the untrained parts. Several adapters may share these."""
-    own = ("w", "key", *x.trained())
+    own = ("w", "key", *x.trained(), *x.numbers)
     return [name for name in array_fields(x) if name not in own]
 
 
@@ -312,13 +409,15 @@ def _words(cls: Any) -> dict[str, list[Any]]:
     def label(word: Any) -> Any:
         return word if word in ("out", "in") else own.setdefault(word, -1 - len(own))
 
-    axes = {name: cls.part_axes[name] for name in _array_fields(cls) if name in cls.part_axes}
+    axes = dict.fromkeys(cls.numbers, "") | {**cls.part_axes}
+    axes = {name: axes[name] for name in _array_fields(cls) if name in axes}
     return {name: [label(word) for word in words.split()] for name, words in axes.items()}
 
 
 def knows_axes(x: AdaptedArray) -> bool:
     """Returns whether the axes of all parts are known."""
-    return all(name in ("w", *x.part_axes) or getattr(x, name) is None for name in array_fields(x))
+    known = ("w", *x.numbers, *x.part_axes)
+    return all(name in known or getattr(x, name) is None for name in array_fields(x))
 
 
 def labels_of(x: AdaptedArray) -> Mapping[str, Labels]:

@@ -28,7 +28,7 @@ def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
         floating = jnp.issubdtype(part.dtype, jnp.floating)
         return quaxify(lambda part: part.astype(new_dtype))(part) if floating else part
 
-    fields = {name: getattr(x, name) for name in array_fields(x)}
+    fields = {name: getattr(x, name) for name in array_fields(x) if name not in x.numbers}
     out = x.replace(**jtu.tree_map(converted, fields, is_leaf=is_value))
     return out if out.dtype == new_dtype else NotImplemented
 

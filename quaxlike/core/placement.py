@@ -34,18 +34,18 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     """Like `jax.Array.sharding`, for the logical array."""
     _require_placed(value, "sharding")
     arrays = _arrays(value)
-    found = [leaf.sharding for leaf in arrays]
+    found = [leaf.sharding for leaf in [*filter(_is_placed, arrays)] or arrays]
     # On one device, every sharding means the same, even if the leaves have different ones.
     if len(devices(value)) == 1 and len({x.memory_kind for x in found}) == 1:
         (at,) = devices(value)
         return jax.sharding.SingleDeviceSharding(at, memory_kind=found[0].memory_kind)
     named = [x for x in found if isinstance(x, jax.NamedSharding)]
-    if len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
+    if named and len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
         leaves, treedef = jtu.tree_flatten(value)
         slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
         # The candidates are the leaves' own specs: in nearly every type, some leaf has all the array's axes.
         for candidate in named:
-            if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, named):
+            if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, leaves):
                 return candidate
     raise AttributeError(
         f"No one sharding says how the leaves of {type(value).__name__} are placed. "
@@ -70,6 +70,11 @@ def _arrays(value: Value) -> list[Any]:
         return [x for x in jtu.tree_leaves(value) if isinstance(x, jax.Array)] or [jnp.zeros(())]
 
 
+def _is_placed(leaf: Any) -> bool:
+    """Whether a leaf decides where a value is. A number that is nowhere on purpose does not."""
+    return isinstance(leaf, jax.Array) and (leaf.ndim > 0 or leaf.committed)
+
+
 def _require_placed(value: Value, name: str) -> None:
     """Raises JAX's error for tracers: nothing traced has a device yet."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
@@ -79,13 +84,14 @@ def _require_placed(value: Value, name: str) -> None:
         )
 
 
-def _follow(slot: LeafLayout, spec: jax.P, found: list[Any]) -> bool:
+def _follow(slot: LeafLayout, spec: jax.P, leaves: list[Any]) -> bool:
     """Returns whether the leaves are placed as `spec` for the logical array would place them."""
     try:
         expected = leaf_specs(slot, spec)
     except ValueError:
         return False
     return all(
-        x.is_equivalent_to(jax.NamedSharding(x.mesh, s), a.ndim)
-        for x, s, a in zip(found, expected, slot.avals, strict=True)
+        x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, s), x.ndim)
+        for x, s in zip(leaves, expected, strict=True)
+        if _is_placed(x)
     )

@@ -21,7 +21,7 @@ import numpy as np
 
 import quaxlike.adapters
 import quaxlike.arrays
-from quaxlike.arrays.adapted import AdaptedArray
+from quaxlike.arrays.adapted import AdaptedArray, number
 from quaxlike.arrays.gradients import GradientsArray
 from quaxlike.arrays.quantized import Codec, NestedScales
 from quaxlike.arrays.unitful import Unit
@@ -463,6 +463,8 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     older = cls.older_switches if issubclass(cls, GradientsArray) else ()
     given = {n: _decode(node, types, get) for n, node in fields.items() if n in known or n in older}
     given = cls.without_switches(given) if older else given
+    if issubclass(cls, AdaptedArray):  # their numbers were static until version 0.2
+        given |= {n: number(given[n]) for n in cls.numbers if given.get(n) is not None}
     for name, field in known.items():
         if name not in given and field.default is not dataclasses.MISSING:
             given[name] = field.default

@@ -130,7 +130,7 @@ def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, h
         y = matmul(x, base) if w.gradients == "train" else jnp.matmul(x, base)
         # The rows of w are either the rows of `b` or the columns of `a`.
         first, then = (b, a) if w.out_axes == (-2,) else (a.T, b.T)
-        return y + lora_matmul(x, first, then, scale=w.scaling).astype(y.dtype)
+        return y + lora_matmul(x * w.scaling_in(x.dtype), first, then).astype(y.dtype)
 
     y = quaxify(product)(x, w.base, w.a, w.b)
     return y + jnp.broadcast_to(elementwise(bias[0]), y.shape) if has_bias else y

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -95,7 +96,7 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
         if isinstance(adapter_index, int | np.integer) and not -size <= adapter_index < size:
             raise IndexError(f"adapter_index {adapter_index} is out of range for {size} adapters.")
         own = [name for name, labels in labels_of(leaf).items() if 0 in labels]
-        return leaf.replace(**{name: getattr(leaf, name)[adapter_index] for name in own})
+        return leaf.replace(**{name: _entry(getattr(leaf, name), adapter_index) for name in own})
 
     out = jtu.tree_map(chosen, model, is_leaf=is_value)
     if not found and any(isinstance(value_of(leaf), AdaptedArray) for leaf in jtu.tree_leaves(model)):
@@ -108,10 +109,10 @@ def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     return out
 
 
-@checked(options=("models", "weights", "method", "rank"))
+@checked(options=("models", "method", "rank"))
 def combine_adapters(
     models: Sequence[PyTree],
-    weights: Sequence[float | int],
+    weights: Sequence[float | int | jax.Array] | jax.Array | np.ndarray,
     *,
     method: Literal["linear", "cat", "svd"] = "cat",
     rank: int | None = None,
@@ -124,7 +125,7 @@ def combine_adapters(
 
     - `models`: models with the same base and different adapters. Their type must implement
         `AdaptedArray.combined`. The options below are for LoRA.
-    - `weights`: one number per model.
+    - `weights`: one number per model, or an array of them, which may be traced.
     - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
         the sum by an adapter with rank `rank`. `"linear"` adds up the factors, each scaled by the square root
         of its weight; it needs equal ranks and is not exact. Default: `"cat"`.
@@ -142,14 +143,22 @@ def combine_adapters(
 
     The methods follow PEFT's `add_weighted_adapter`.
     """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise TypeError(f"combine_adapters takes a sequence as weights; found {weights!r}.")
     if len(weights) != len(models):
         raise ValueError(
             f"combine_adapters takes one weight a model; found {len(weights)} for {len(models)} models."
         )
+    each: Any = weights
+    numbers = [x.astype(jnp.float32) if isinstance(x, jax.Array) else float(x) for x in each]
     bases = named_arrays(models[0])
     adapters = _adapters("combine_adapters", models, lambda w, like: None)
-    combined = {name: _combined(name, bases[name], x, weights, method, rank) for name, x in adapters.items()}
+    combined = {name: _combined(name, bases[name], x, numbers, method, rank) for name, x in adapters.items()}
     return replace(models[0], combined)
+
+
+def _entry(part: Any, index: ArrayLike) -> Any:
+    return part[index] if is_value(part) else jnp.asarray(part)[index]
 
 
 def is_stacked(leaf: Any) -> bool:
@@ -171,7 +180,7 @@ def _adapters(
         leaves = [each[name] for each in arrays]
         adapted = [x for x in leaves if isinstance(x, AdaptedArray)]
         for x in adapted:
-            if not x.part_axes.keys() >= {*_parts(x)}:
+            if not {*x.part_axes, *x.numbers} >= {*_parts(x)}:
                 raise ValueError(
                     f"The models must differ in adapters alone; {name} is trained too: {type(x).__name__}, "
                     "which does not say which axes its parts have (`part_axes`)."
@@ -198,7 +207,7 @@ def _adapters(
 
 def _parts(x: AdaptedArray) -> list[str]:
     """Names the parts that differ between adapters; the others are shared."""
-    return [name for name in x.trained() if name != "w"]
+    return [name for name in (*x.trained(), *x.numbers) if name != "w"]
 
 
 def _shared(x: AdaptedArray) -> dict[str, Any]:
@@ -226,7 +235,9 @@ def _adding_nothing(w: Any, like: AdaptedArray) -> Any:
 
 def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     first, *_ = adapters = adapters[0].alike(adapters)
-    out = first.replace(**{part: jnp.stack([getattr(x, part) for x in adapters]) for part in _parts(first)})
+    parts = {part: [getattr(x, part) for x in adapters] for part in _parts(first)}
+    own = {name for name in parts if name not in first.numbers or not _are_equal(parts[name])}
+    out = first.replace(**{name: jnp.stack(parts[name]) for name in own})
     if out.shape != (len(adapters), *first.shape):
         kind = type(first).__name__
         raise ValueError(
@@ -236,18 +247,25 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
     return out
 
 
+def _are_equal(numbers: Sequence[Any]) -> bool:
+    """Whether several adapters have the same number, as far as is known. Then it is stored once."""
+    if any(isinstance(x, jax.core.Tracer) for x in numbers):
+        return False
+    return all(np.array_equal(x, numbers[0]) for x in numbers)
+
+
 def _combined(
     name: str,
     w: Any,
     adapters: Sequence[AdaptedArray | None],
-    weights: Sequence[float | int],
+    weights: Sequence[Any],
     method: str,
     rank: int | None,
 ) -> Any:
     found = {i: x for i, x in enumerate(adapters) if x is not None}
     first, *_ = own = list(found.values())
     try:
-        out = first.combined(own, [float(weights[i]) for i in found], method, rank)
+        out = first.combined(own, [weights[i] for i in found], method, rank)
     except ValueError as error:
         raise ValueError(f"The adapters on {name} cannot be combined: {error}.") from None
     if out is NotImplemented:

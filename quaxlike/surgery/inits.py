@@ -6,7 +6,7 @@ from .._checked import checked
 from ..arrays.layout import Layout
 from ..arrays.lora import LoraArray
 from ..arrays.lora.inits import Init, dense_base
-from ..arrays.lora.matrices import as_matrix, halves, svd, with_factors
+from ..arrays.lora.matrices import as_matrix, halves, scaling_of, svd, with_factors
 from ..core.values import materialise
 from .quantize import quantize_array
 
@@ -51,7 +51,7 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
                 name, rest, scheme, Layout(lora.out_axes, lora.in_axes), **scheme_options
             )
             u, s, vt = svd(w - as_matrix(lora, materialise(quantized)), lora.rank)
-            lora = with_factors(lora, *halves(u, s / lora.scaling, vt))
+            lora = with_factors(lora, *halves(u, s / scaling_of(lora, s), vt))
         return lora.with_base(quantized)
 
     return init

@@ -185,4 +185,4 @@ def _rows(name: str, leaf: Any, n: int) -> list[Any]:
 def _row(part: Any, i: int, axis: int = 0) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(part.shape[:axis] + part.shape[axis + 1 :], part.dtype)
-    return part[(slice(None),) * axis + (i,)]
+    return part[(*(slice(None),) * axis, i, ...)]  # not a scalar of NumPy, which is no array

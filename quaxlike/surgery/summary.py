@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._checked import checked
-from ..arrays.adapted import AdaptedArray, innermost
+from ..arrays.adapted import AdaptedArray, innermost, without_numbers
 from ..arrays.layout import Layout
 from ..arrays.quantized import BlockArray, CacheArray
 from ..core.values import is_value
@@ -170,8 +170,9 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
     """Makes one array's row. Arrays in `counted` are shared with adapters in earlier rows."""
-    again = [leaf for leaf in _adapters(x) if id(leaf) in counted]
-    counted |= {id(leaf) for leaf in _adapters(x)}
+    stored = without_numbers(x)  # which nobody counts as parameters
+    again = [leaf for leaf in _adapters(stored) if id(leaf) in counted]
+    counted |= {id(leaf) for leaf in _adapters(stored)}
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
@@ -182,10 +183,11 @@ def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Summary
         shape=tuple(x.shape),
         dtype=jnp.dtype(x.dtype).name if not jnp.issubdtype(x.dtype, jax.dtypes.extended) else str(x.dtype),
         size=size,
-        adapter_size=sum(leaf.size for leaf in _adapters(x)) - sum(leaf.size for leaf in again),
+        adapter_size=sum(leaf.size for leaf in _adapters(stored)) - sum(leaf.size for leaf in again),
         trainable=sum(leaf.size for leaf, is_trained in leaves if is_trained),
         logical_bytes=size * x.dtype.itemsize,
-        stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(x)) - sum(leaf.nbytes for leaf in again),
+        stored_bytes=sum(leaf.nbytes for leaf in jtu.tree_leaves(stored))
+        - sum(leaf.nbytes for leaf in again),
         layout=layout,
     )
 
@@ -195,8 +197,8 @@ def _adapters(x: Any) -> list[Any]:
     if not isinstance(x, AdaptedArray):
         return []
     own = jtu.tree_leaves(x.with_base(None))
-    numbers = [leaf for leaf in own if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
-    return [*numbers, *_adapters(x.w)]
+    parts = [leaf for leaf in own if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    return [*parts, *_adapters(x.w)]
 
 
 def _type(x: Any) -> str:

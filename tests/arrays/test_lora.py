@@ -40,7 +40,8 @@ def exact(lora):
     a_labels = [*batch[len(batch) - (a.ndim - k) :], rank, *into]
     b_labels = [*batch[len(batch) - (b.ndim - 1 - len(out)) :], *out, rank]
     divisor = max(lora.rank, 1)
-    scaling = lora.alpha / (divisor**0.5 if lora.rslora else divisor)
+    scaling = np.asarray(lora.alpha) / (divisor**0.5 if lora.rslora else divisor)
+    scaling = np.expand_dims(scaling, [i for i in range(n) if i not in batch[len(batch) - scaling.ndim :]])
     present = [i for i in range(n) if i in a_labels or i in b_labels]
     delta = np.einsum(a, a_labels, b, b_labels, present)
     delta = np.expand_dims(delta, [i for i in range(n) if i not in present])

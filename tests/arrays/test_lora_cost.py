@@ -82,9 +82,13 @@ def test_a_linear_layer_of_equinox_costs_what_is_written_by_hand():
     layer = eqx.nn.Linear(IN, OUT, key=jax.random.key(0))
     model = ql.loraify(layer, rank=RANK, alpha=SCALING * RANK, key=jax.random.key(1))
     x = jnp.ones((16, IN))
-    by_hand = lambda w, a, b, bias, x: jax.vmap(lambda x: w @ x + b @ (SCALING * (a @ x)) + bias)(x)
+    lora = model.weight
+
+    def by_hand(w, a, b, alpha, bias, x):
+        return jax.vmap(lambda x: w @ x + b @ (alpha / RANK * (a @ x)) + bias)(x)
+
     ours = lambda model, x: ql.quaxify(lambda m, x: jax.vmap(m)(x))(model, x)
-    expected = cost(by_hand, layer.weight, model.weight.a, model.weight.b, layer.bias, x)
+    expected = cost(by_hand, lora.w, lora.a, lora.b, lora.alpha, layer.bias, x)
     assert cost(ours, model, x) == expected
 
 

@@ -54,7 +54,7 @@ FAULTS = (
     Fault(
         "a scale is dropped",
         "lora/shape.py",
-        "arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)",
+        "arrange(*contract(b, own_b, a, own_a, out), out) * arrange(scaling, own, out))",
         "arrange(*contract(b, own_b, a, own_a, out), out))",
     ),
     Fault(

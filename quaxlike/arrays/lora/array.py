@@ -16,20 +16,24 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import ArrayLike
 
 from ..._checked import checked
 from ...core import compat
 from ...core.jaxprs.unify import dense_when_incompatible, widened_part
 from ...core.quaxify import quaxify
-from ...core.values import ArrayValue, Value, materialise
+from ...core.values import ArrayValue, Value, is_value, materialise
 from ...kernels.multilinear import spread_like
 from ..adapted import (
     AdaptedArray,
+    constant,
     frozen,
     gradients_through,
+    is_one,
     labels_of,
     matrix_labels,
+    number,
     reached_by,
     with_gradients,
 )
@@ -56,7 +60,9 @@ class LoraArray(AdaptedArray):
     - `w`: the base, an array or a Value with shape `(..., out, in)`. The LoraArray has its dtype.
     - `a`: shape `(..., rank, in)`.
     - `b`: shape `(..., out, rank)`.
-    - `alpha`: `scaling = alpha / rank`. Default: the rank, so that `scaling` is 1.
+    - `alpha`: `scaling = alpha / rank`, constant in differentiation. A number, or an array with batch axes
+        only. As it is a leaf, arrays with other `alpha` run in the same compiled program. Default: the rank,
+        so that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
     - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
     - `magnitude`: shape `(..., out)`; scales the rows of the sum to these norms (DoRA). Differentiation
@@ -87,11 +93,11 @@ class LoraArray(AdaptedArray):
     Hu et al., LoRA (2021); Kalajdzievski, rsLoRA (2023); Liu et al., DoRA (2024); conventions of PEFT.
     """
 
+    alpha: Any
     a: Any
     b: Any
     magnitude: Any | None
     key: Any | None
-    alpha: float = eqx.field(static=True)
     rslora: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
@@ -106,6 +112,7 @@ class LoraArray(AdaptedArray):
     part_axes: ClassVar[Mapping[str, str]] = {
         "a": "rank in", "b": "out rank", "magnitude": "out", "key": ""
     }  # fmt: skip
+    numbers: ClassVar[Sequence[str]] = ("alpha",)
 
     @checked
     def __init__(
@@ -114,7 +121,7 @@ class LoraArray(AdaptedArray):
         a: ArrayLike | ArrayValue,
         b: ArrayLike | ArrayValue,
         *,
-        alpha: float | int | None = None,
+        alpha: ArrayLike | None = None,
         rslora: bool = False,
         dropout: float | int = 0.0,
         magnitude: ArrayLike | ArrayValue | None = None,
@@ -129,7 +136,7 @@ class LoraArray(AdaptedArray):
         self.w, self.a, self.b = w, a, b
         self.magnitude, self.key = magnitude, key
         self.out_axes, self.in_axes = tuple(out_axes), tuple(in_axes)
-        self.alpha = float(self.rank if alpha is None else alpha)
+        self.alpha = number(self.rank if alpha is None else alpha)
         self.rslora, self.dropout = rslora, float(dropout)
         self.gradients = gradients
         self.taken = None
@@ -150,11 +157,19 @@ class LoraArray(AdaptedArray):
         return self.a.shape[-1 - len(self.in_axes)]
 
     @property
-    def scaling(self) -> float:
-        """The factor in front of `b @ a`."""
+    def scaling(self) -> Any:
+        """The factor in front of `b @ a`, or one for each of several adapters."""
+        return self.scaling_in(jnp.float32)
+
+    def scaling_in(self, dtype: Any) -> Any:
+        """`scaling` in the dtype of what it multiplies, which it therefore does not promote."""
         if self.rank == 0:
-            return 0.0
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+            return np.zeros(self.alpha.shape, dtype)
+        wide = np.dtype(in_float32(dtype))
+        divisor = np.full(self.alpha.shape, math.sqrt(self.rank) if self.rslora else self.rank, wide)
+        if isinstance(self.alpha, np.ndarray):
+            return (self.alpha.astype(wide) / divisor).astype(dtype)
+        return cast(jax.lax.div(cast(constant(self.alpha), wide), divisor), dtype)
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(_shape(self), self.w.dtype)
@@ -193,35 +208,39 @@ class LoraArray(AdaptedArray):
         return reached_by(self, factor).replace(w=w, **{name: part})
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Converts all adapters to one rank and one scaling."""
+        """Pads all adapters to one rank. Each keeps its scaling."""
         forms = {
             (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.gradients == "train")
             for x in others
         }
         if len(forms) > 1 or not all(map(has_all_axes, others)):
             return NotImplemented
-        if len({(x.rank, x.alpha, x.rslora) for x in others}) > 1:
+        if len({(x.rank, x.rslora) for x in others}) > 1:
             rank = max(x.rank for x in others)
-            return [padded_to(plainly_scaled(x), rank).replace(dropout=x.dropout) for x in others]
+            others = [padded_to(x, rank) for x in others]
+        if len({x.alpha.shape for x in others}) > 1:
+            others = [with_all_numbers(x) for x in others]
         return others
 
-    def combined(self, others: Sequence[Any], weights: Sequence[float], method: str, rank: int | None) -> Any:
+    def combined(self, others: Sequence[Any], weights: Sequence[Any], method: str, rank: int | None) -> Any:
         if self.magnitude is not None:
             raise ValueError("a sum of DoRAs is not a DoRA")
         _, a_labels, b_labels = labels(self)
-        factors = [w * x.scaling for w, x in zip(weights, others, strict=True)]
         if method == "svd":
-            delta = _sum(w * x.delta() for w, x in zip(weights, others, strict=True))
+            deltas = [x.delta() for x in others]
+            delta = _sum(d * jnp.asarray(w, d.dtype) for w, d in zip(weights, deltas, strict=True))
             return factored(self, delta, max(x.rank for x in others) if rank is None else rank)
+        factors = [jnp.asarray(w * x.scaling) for w, x in zip(weights, others, strict=True)]
         if method == "linear":
             if len({x.rank for x in others}) > 1:
                 raise ValueError("method='linear' needs adapters of the same rank; found several")
-            a = _sum(math.sqrt(abs(f)) * x.a for f, x in zip(factors, others, strict=True))
-            b = _sum(math.copysign(math.sqrt(abs(f)), f) * x.b for f, x in zip(factors, others, strict=True))
+            halves = [(jnp.sqrt(abs(f)), jnp.sign(f) * jnp.sqrt(abs(f))) for f in factors]
+            a = _sum(_times(x, x.a, a_labels, half) for (half, _), x in zip(halves, others, strict=True))
+            b = _sum(_times(x, x.b, b_labels, half) for (_, half), x in zip(halves, others, strict=True))
         else:
             a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
-            scaled = [f * x.b for f, x in zip(factors, others, strict=True)]
-            b = jnp.concatenate(scaled, axis=b_labels.index(RANK))
+            weighted = [_times(x, x.b, b_labels, f) for f, x in zip(factors, others, strict=True)]
+            b = jnp.concatenate(weighted, axis=b_labels.index(RANK))
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
@@ -249,8 +268,8 @@ class LoraArray(AdaptedArray):
         a, b = materialise((self.a, self.b))
         dtype = common_dtype(a, b)
         _, a_labels, b_labels = labels(self)
-        out, out_labels = contract(cast(b, dtype), b_labels, cast(a, dtype), a_labels, range(self.ndim))
-        return self.scaling * arrange(out, out_labels, range(self.ndim))
+        out = contract(cast(b, dtype), b_labels, cast(a, dtype), a_labels, range(self.ndim))
+        return arrange(*scaled(self, *out), range(self.ndim))
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
         """Converts to a common rank, batch axes and base, which is trained if either is.
@@ -262,15 +281,16 @@ class LoraArray(AdaptedArray):
         x = _swapped(self) if (self.out_axes, self.in_axes) == (like.in_axes, like.out_axes) else self
         if x._kind() != like._kind():
             return NotImplemented if x.dropout or like.dropout else dense_when_incompatible(x)
-        if (x.rank, x.alpha, x.rslora) != (like.rank, like.alpha, like.rslora):
-            x = padded_to(plainly_scaled(x), max(x.rank, like.rank)).replace(dropout=x.dropout)
+        if (x.rank, x.rslora) != (like.rank, like.rslora):
+            x = padded_to(x, max(x.rank, like.rank))
         x = with_gradients(x, gradients_through(like, x))
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
             with_batch_of(widened_part(x.b, like.b), like.b, 1 + len(x.out_axes)),
         )
-        return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b)
+        alpha = with_batch_of(x.alpha, like.alpha, 0)
+        return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b, alpha=alpha)
 
     def _kind(self) -> Any:
         """Returns the properties that cannot be changed."""
@@ -279,6 +299,29 @@ class LoraArray(AdaptedArray):
 
 def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, arrays)
+
+
+def _times(x: LoraArray, part: Any, own: Labels, factor: jax.Array) -> Any:
+    """Multiplies a part by a factor with the axes of `alpha`."""
+    return part * cast(arrange(factor, labels_of(x)["alpha"], own), part.dtype)
+
+
+# Scaling ------------------------------------------------------------------------------------------
+
+
+def scaled(lora: LoraArray, part: Any, own: Labels) -> tuple[Any, Labels]:
+    """Multiplies a part of a product by the scaling. It gets the batch axes of `alpha` that it lacks."""
+    scaling = lora.scaling_in(part.dtype)
+    if is_one(scaling):
+        return part, own
+    of_alpha = labels_of(lora)["alpha"]
+    more = [*(i for i in of_alpha if i not in own), *own]
+    factor = arrange(jnp.asarray(scaling), of_alpha, more) if of_alpha else scaling
+
+    def product(part: Any) -> Any:
+        return arrange(part, own, more) * factor
+
+    return (quaxify(product) if is_value(part) else product)(part), more
 
 
 # The same array with other static fields ----------------------------------------------------------
@@ -298,19 +341,29 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
     """Changes `scaling` to 1, for the same array."""
-    b = x.b if x.scaling == 1 else x.b * x.scaling
+    b, _ = scaled(x, x.b, labels(x)[2])
     return x.replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """Pads the adapter to this rank with zeros."""
+    """Pads the adapter to this rank with zeros, without rsLoRA. Keeps its scaling."""
+    if x.rank == 0:
+        alpha = number(rank, x.alpha.shape)
+    else:
+        alpha = x.alpha * rank / (math.sqrt(x.rank) if x.rslora else x.rank)
     _, a_labels, b_labels = labels(x)
 
     def pad(part: Any, own: Labels) -> Any:
         widths = [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own]
         return quaxify(lambda part: jnp.pad(part, widths))(part)
 
-    return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=float(rank))
+    return x.replace(a=pad(x.a, a_labels), b=pad(x.b, b_labels), alpha=alpha, rslora=False)
+
+
+def with_all_numbers(x: LoraArray) -> LoraArray:
+    """Gives each matrix of a stack its own `alpha`."""
+    batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
+    return x.replace(alpha=jnp.broadcast_to(x.alpha, batch))
 
 
 # Axes ---------------------------------------------------------------------------------------------
@@ -318,13 +371,13 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
     """Returns the labels of `w`, `a` and `b`: for each axis, the corresponding axis of the whole array."""
-    w, a, b, *_ = labels_of(lora).values()
-    return w, a, b
+    own = labels_of(lora)
+    return own["w"], own["a"], own["b"]
 
 
 def parts_of(lora: LoraArray) -> dict[str, Labels]:
-    """Returns the labels of each array except the key, by field name."""
-    return {name: own for name, own in labels_of(lora).items() if name != "key"}
+    """Returns the labels of each array except the key and `alpha`, by field name."""
+    return {name: own for name, own in labels_of(lora).items() if name not in ("key", "alpha")}
 
 
 def has_all_axes(x: LoraArray) -> bool:
@@ -334,10 +387,12 @@ def has_all_axes(x: LoraArray) -> bool:
 
 
 def _shape(lora: LoraArray) -> tuple[int, ...]:
-    if lora.a.ndim == 1 + len(lora.in_axes) and lora.b.ndim == 1 + len(lora.out_axes):
+    ndims = lora.a.ndim - len(lora.in_axes), lora.b.ndim - len(lora.out_axes), lora.alpha.ndim
+    if ndims == (1, 1, 0):
         return lora.w.shape  # a single adapter
-    parts = zip(("w", "a", "b"), labels(lora), strict=True)
-    sizes = {i: size for name, own in parts for i, size in zip(own, getattr(lora, name).shape, strict=True)}
+    own = labels_of(lora)
+    parts = [zip(own[name], getattr(lora, name).shape, strict=True) for name in ("alpha", "w", "a", "b")]
+    sizes = {i: size for part in parts for i, size in part}
     return tuple(sizes[i] for i in sorted(sizes) if i >= 0)
 
 
@@ -357,7 +412,9 @@ def _misfit(lora: LoraArray) -> str | None:
     if lora.b.shape[-1] != lora.rank:
         return f"a is of rank {lora.rank}, b of rank {lora.b.shape[-1]}"
     shape = _shape(lora)
-    for name, own in parts_of(lora).items():
+    for name, own in labels_of(lora).items():
+        if name == "key":
+            continue
         found = tuple(lora.rank if i == RANK else shape[i] for i in own)
         if getattr(lora, name).shape != found:
             return f"{name} would have to be of shape {found} to fit"
@@ -396,7 +453,8 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     w, a, b = materialise((lora.w, lora.a, lora.b))
     dtype = common_dtype(a, b, jax.ShapeDtypeStruct((), jnp.float32))
     w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)
-    out = sorted({*rows, *w_labels, *a_labels} - into - {RANK})
+    of_alpha = labels_of(lora)["alpha"]
+    out = sorted({*rows, *w_labels, *a_labels, *of_alpha} - into - {RANK})
     other = RANK - 1
     other_a = [other if i == RANK else i for i in a_labels]
     other_b = [other if i == RANK else i for i in b_labels]
@@ -404,7 +462,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     wa = arrange(*contract(w, w_labels, a, other_a, thin), thin)
     aa = contract(a, a_labels, a, other_a, {*thin, RANK})
     baa = arrange(*contract(b, b_labels, *aa, thin), thin)
-    s = lora.scaling
+    s = arrange(jnp.asarray(lora.scaling_in(dtype)), of_alpha, thin)
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
     return jnp.sqrt(jnp.maximum(squares, 0)), out

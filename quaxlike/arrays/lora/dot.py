@@ -19,8 +19,9 @@ from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, is_value
 from ...kernels.multilinear import is_spread, spread_like
 from .. import precedence
+from ..adapted import labels_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
-from .array import RANK, LoraArray, drops, labels, row_scale, tell_of_dropout
+from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dropout
 
 # We try this before the rules for arrays with a special storage, which then receive the parts, and after the
 # rules for arrays with known contents (zeros).
@@ -70,11 +71,15 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         if _shrinks_by_b(lora, of_lora.contracting):
             first, then = then, first
         dtype = common_dtype(a, b, x)
+        first = cast(first[0], dtype), first[1]
+        summed = {*labels_of(lora)["alpha"]} - {*out, *then[1]}
+        if summed:  # with an axis of adapters, so each is scaled before
+            first = scaled(lora, *first)
         thin, thin_labels = part_product(
-            cast(first[0], dtype), first[1], cast(x, dtype), x_labels, {*out, *then[1]},
-            precision=params["precision"],
-        )  # fmt: skip
-        thin = thin if lora.scaling == 1 else thin * lora.scaling
+            *first, cast(x, dtype), x_labels, {*out, *then[1]}, precision=params["precision"]
+        )
+        if not summed:
+            thin, thin_labels = scaled(lora, thin, thin_labels)
         y = part_product(cast(then[0], dtype), then[1], thin, thin_labels, out, **widened(params, dtype))
         return arrange(*y, out)
 
@@ -191,13 +196,13 @@ def _conv(
             down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
             up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
             thin = conv(cast(x, dtype), down, **pointwise | {"preferred_element_type": None})
-            thin = thin if lora.scaling == 1 else thin * lora.scaling
+            thin, _ = scaled(lora, thin, [*range(n)])
             return conv(thin, up, **widened(params, dtype))
         down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
         down = jnp.concatenate([down] * groups, axis=out)  # all groups of channels share `a`
         up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
         thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
-        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        thin, _ = scaled(lora, thin, [*range(n)])
         return conv(thin, up, **widened(pointwise, dtype))
 
     def product(w: Any, a: Any, b: Any, x: Any) -> Any:
@@ -252,8 +257,10 @@ def _ragged_dot(
         first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
         dtype = common_dtype(a, b, x)
         plain = params | {"preferred_element_type": None}
-        thin = dot(cast(dropped(lora, x), dtype), cast(first[0], dtype), first[1], summed, **plain)
-        thin = thin if lora.scaling == 1 else thin * lora.scaling
+        part, by_expert = cast(first[0], dtype), bool(labels_of(lora)["alpha"])
+        part = scaled(lora, part, first[1])[0] if by_expert else part
+        thin = dot(cast(dropped(lora, x), dtype), part, first[1], summed, **plain)
+        thin = thin if by_expert else scaled(lora, thin, [0, 1])[0]
         return add(y, dot(thin, cast(then[0], dtype), then[1], RANK, **widened(params, dtype)))
 
     return quaxify(product)(lora.base, lora.a, lora.b, x)

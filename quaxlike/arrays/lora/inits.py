@@ -3,16 +3,19 @@
 Either way, the adapted array equals the original weight at first.
 """
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from ...core.values import is_value
 from .array import LoraArray
-from .matrices import as_array, as_matrix, halves, in_size, svd, with_factors
+from .matrices import as_array, as_matrix, halves, in_size, scaling_of, svd, with_factors
 
 # Takes the weight's name, its array with a zero adapter, and a key; returns the array with its adapter.
 Init = Callable[[str, LoraArray, Any], LoraArray]
@@ -31,7 +34,16 @@ def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
     """
     name = "a function" if callable(init) else init
     sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
-    return name, lora.rank, lora.scaling, lora.out_axes, lora.in_axes, sizes
+    return name, lora.rank, _known_scaling(lora), lora.out_axes, lora.in_axes, sizes
+
+
+def _known_scaling(lora: LoraArray) -> float | tuple[float, ...] | None:
+    """The scaling as Python numbers: one, or one for each matrix of a stack. None if it is traced."""
+    if isinstance(lora.alpha, jax.core.Tracer):
+        return None
+    divisor = math.sqrt(lora.rank) if lora.rslora else lora.rank
+    found = [alpha / divisor for alpha in np.ravel(lora.alpha).tolist()]
+    return found[0] if len({*found}) == 1 else tuple(found)
 
 
 def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
@@ -78,7 +90,7 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
     """
     w = dense_base(name, lora, "init='pissa'")
     u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
-    return _moved(lora, w, *halves(u, s / lora.scaling, vt))
+    return _moved(lora, w, *halves(u, s / scaling_of(lora, s), vt))
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
@@ -106,7 +118,8 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
 
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
     """Moves `scaling * b @ a` from the base into the adapter."""
-    taken = lora.scaling * jnp.matmul(b, a, precision="highest")
+    taken = jnp.matmul(b, a, precision="highest")
+    taken = scaling_of(lora, taken, 2) * taken
     return with_factors(lora, a, b).with_base(as_array(lora, w - taken))
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from ...core.values import materialise
 from ..adapted import AdaptedArray, innermost, on_innermost
 from ..dot_axes import in_float32
-from .array import LoraArray
-from .matrices import as_matrix, from_svd, svd
+from .array import LoraArray, padded_to
+from .matrices import as_matrix, from_svd, scaling_of, svd
 from .trainable import LoraBias, TrainableArray, TransparentValue
 
 
@@ -36,8 +36,7 @@ def as_lora(
     lora: LoraArray = x if isinstance(x, LoraArray) else _without_rank(x, *axes())
     a, b = materialise((lora.a, lora.b))
     lora = lora.with_base(innermost(x)).replace(a=a, b=b, magnitude=None, key=None, dropout=0.0)
-    if lora.rslora:
-        lora = lora.replace(rslora=False, alpha=lora.scaling * lora.rank)
+    lora = padded_to(lora, lora.rank)  # without rsLoRA
     w = materialise(lora.w).astype(in_float32(lora.dtype))
     if is_plain:
         u, s, vt = _svd_of_factors(lora)
@@ -76,7 +75,8 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
     b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
-    core = lora.scaling * jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
+    core = jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
+    core = scaling_of(lora, core, 2) * core
     u, s, vt = svd(core, None)
 
     def matmul(x: Any, y: Any) -> Any:
@@ -98,4 +98,5 @@ def as_lora_bias(x: Any, lora: LoraArray) -> LoraBias:
         return LoraBias(x, jnp.zeros(lora.b.shape[:-1] if x is None else x.shape, lora.b.dtype), lora.scaling)
     base = materialise(innermost(x))
     change = x.merged().astype(lora.b.dtype) - base.astype(lora.b.dtype)
-    return LoraBias(innermost(x), change / lora.scaling, lora.scaling)
+    scaling = scaling_of(lora, change, change.ndim - lora.alpha.ndim)
+    return LoraBias(innermost(x), change / scaling, lora.scaling)

@@ -43,6 +43,12 @@ def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
     return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
 
 
+def scaling_of(lora: "LoraArray", x: jax.Array, ndim: int = 1) -> jax.Array:
+    """The scaling of the matrices of a stack, for `x` with this many axes after the batch axes."""
+    scaling = jnp.asarray(lora.scaling_in(x.dtype))
+    return scaling.reshape(scaling.shape + (1,) * ndim)
+
+
 def factored(lora: "LoraArray", delta: jax.Array, rank: int) -> "LoraArray":
     """Returns the adapter with `scaling` 1 that best approximates `delta`, which has the same axes."""
     return from_svd(lora, *svd(as_matrix(lora, delta), rank))

@@ -17,7 +17,7 @@ from jaxtyping import ArrayLike
 from ...core.quaxify import quaxify
 from ...core.rules import register
 from ...core.values import is_value
-from ..adapted import alike_in_training, matrix_labels
+from ..adapted import alike_in_training, labels_of, matrix_labels
 from ..axis_rules import Lookup, concatenated, joined, looked_up, stacked, with_all_axes
 from ..dot_axes import arrange, cast, common_dtype, contract
 from .array import RANK, LoraArray, drops, labels, padded_to, parts_of, plainly_scaled, row_scale
@@ -70,11 +70,11 @@ def without_adapter(w: Any, like: LoraArray) -> LoraArray:
 
 
 def _in_a_row(loras: Sequence[LoraArray], join: Callable[..., Any], axis: int) -> Any:
-    """Joins arrays along a batch axis, with one rank and one scaling."""
+    """Joins arrays along a batch axis, with one rank; each keeps its scaling."""
     first, *_ = loras = alike_in_training(loras)
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
-        loras = [padded_to(plainly_scaled(x), rank) for x in loras]
+        loras = [padded_to(x, rank).replace(dropout=0.0) for x in loras]
     return join([x.replace(key=None) for x in loras], axis)  # none of these has dropout
 
 
@@ -101,7 +101,7 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 def statics(x: LoraArray) -> Any:
     """Returns the statics that stacked adapters must share."""
-    return x.rank, x.alpha, x.rslora, x.dropout
+    return x.rank, x.rslora, x.dropout
 
 
 @register(["slice", "dynamic_slice", "split"])
@@ -138,7 +138,8 @@ def _rows(x: LoraArray, lookup: Lookup) -> Any:
         dtype = common_dtype(a, b)
         a, own_a = lookup(cast(a, dtype), a_labels)
         b, own_b = lookup(cast(b, dtype), b_labels)
-        return add(w, arrange(*contract(b, own_b, a, own_a, out), out) * x.scaling)
+        scaling, own = lookup(jnp.asarray(x.scaling_in(dtype)), labels_of(x)["alpha"])
+        return add(w, arrange(*contract(b, own_b, a, own_a, out), out) * arrange(scaling, own, out))
 
     y = quaxify(rows)(x.base, x.a, x.b)
     if x.magnitude is not None:

@@ -21,7 +21,7 @@ from ...core.quaxify import quaxify
 from ...core.rules import register, register_on_either_side
 from ...core.values import ArrayValue, Value, is_value, materialise
 from .. import precedence
-from ..adapted import AdaptedArray
+from ..adapted import AdaptedArray, constant
 from ..dot_axes import dot_axes
 from ..gradients import Gradients
 from .dot import add
@@ -103,11 +103,13 @@ class LoraBias(TransparentValue):
 
     - `w`: the layer's bias, frozen unless it is a `TrainableArray`; None if there is none.
     - `b`: the adapter's bias.
-    - `scaling`: the adapter's scaling.
+    - `scaling`: the adapter's scaling, constant in differentiation.
     """
 
     b: Any
-    scaling: float = eqx.field(static=True)
+    scaling: Any
+
+    numbers: ClassVar[Sequence[str]] = ("scaling",)
 
     def aval(self) -> jax.core.ShapedArray:
         return jax.core.ShapedArray(self.b.shape, (self.b if self.w is None else self.w).dtype)
@@ -122,15 +124,19 @@ class LoraBias(TransparentValue):
     def unmerged(self, weight: jax.Array) -> "LoraBias":
         if self.w is None:
             return self
-        base = weight - (self.scaling * self.b).astype(weight.dtype)
+        base = weight - self._scaled().astype(weight.dtype)
         return self.with_base(self.w.with_base(base) if isinstance(self.w, AdaptedArray) else base)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraBias":
         w = None if self.w is None else resize(self.w, axis)
         return self.replace(w=w, b=resize(self.b, axis))
 
+    def _scaled(self) -> jax.Array:
+        scaling = constant(self.scaling).astype(self.b.dtype)
+        return self.b * scaling.reshape(scaling.shape + (1,) * (self.b.ndim - scaling.ndim))
+
     def _sum(self, w: Any) -> jax.Array:
-        scaled = self.b * self.scaling
+        scaled = self._scaled()
         return scaled if w is None else add(materialise(w), scaled)
 
 

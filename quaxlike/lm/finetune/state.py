@@ -5,12 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ..._files import lock_folder, naming, replacing
 from ..._version import __version__
+from ...arrays.adapted import without_numbers
+from ...core.values import is_value
 from ...files import safetensors
 from ...files.json_text import read_json_file
 from ...surgery.trees import path_of
@@ -95,8 +98,9 @@ class RunDirectory:
         if self.checkpoint.exists():
             named = safetensors.load(self.checkpoint, like=named)
             step = int(named.pop("step"))
-            leaves = [named[path_of(path)] for path, _ in jtu.tree_leaves_with_path(state)]
-            state = jtu.tree_unflatten(jtu.tree_structure(state), leaves)
+            bare = _bare(state)
+            leaves = [named[path_of(path)] for path, _ in jtu.tree_leaves_with_path(bare)]
+            state = eqx.combine(jtu.tree_unflatten(jtu.tree_structure(bare), leaves), state)
         self._write([entry for entry in self.entries() if entry["step"] <= step])
         self.saved.step = step
         return step, state
@@ -136,8 +140,13 @@ class RunDirectory:
 
 
 def _named(step: int, state: PyTree) -> dict[str, Any]:
-    named = {path_of(path): leaf for path, leaf in jtu.tree_leaves_with_path(state)}
+    named = {path_of(path): leaf for path, leaf in jtu.tree_leaves_with_path(_bare(state))}
     return {"step": jnp.asarray(step, jnp.int32)} | named
+
+
+def _bare(state: PyTree) -> PyTree:
+    """The state without what the settings determine."""
+    return jtu.tree_map(without_numbers, state, is_leaf=is_value)
 
 
 def _line(entry: dict[str, Any]) -> bytes:

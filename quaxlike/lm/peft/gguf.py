@@ -76,10 +76,13 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
                     f"{source}: llama.cpp has no tensor for {name} in models of its architecture "
                     f"{keys.get('general.architecture')!r}."
                 )
-            a, b = _factors(name, x, part)
+            a, b, scaling = _factors(name, x, part)
             order = row_order(path, out, (b.shape[-2], a.shape[-1]), keys)
             b = b if order is None else b[..., np.argsort(order), :]
-            tensors[f"{out}.lora_a"], tensors[f"{out}.lora_b"] = a, b * np.float32(x.scaling * x.rank / alpha)
+            tensors[f"{out}.lora_a"], tensors[f"{out}.lora_b"] = (
+                a,
+                b * (scaling * x.rank / alpha).astype(np.float32),
+            )
     about = {"general.architecture": keys["general.architecture"], "general.type": "adapter"}
     write(path, tensors, about | {"adapter.type": "lora", "adapter.lora.alpha": np.float32(alpha)})
 
@@ -98,8 +101,8 @@ def _why_not_in_gguf(x: AdaptedArray) -> str:
     return next((problem for problem, holds in told.items() if holds), "")
 
 
-def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, np.ndarray]:
-    """`a` and `b` of an adapter, or of the part of it that is a tensor of llama.cpp."""
+def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, ...]:
+    """`a`, `b` and the scaling of an adapter, or of the part of it that is a tensor of llama.cpp."""
     cut = x
     if part is not None:
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
@@ -111,4 +114,5 @@ def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.n
         dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)
         return np.broadcast_to(dense, (*lead, *dense.shape[-2:]))
 
-    return in_float32(cut.a), in_float32(cut.b)
+    scaling = np.asarray(cut.scaling, np.float64)
+    return in_float32(cut.a), in_float32(cut.b), scaling[..., None, None]

@@ -96,6 +96,18 @@ def test_programs_are_compiled_once(qwen2):
 
 
 @pytest.mark.slow
+def test_adapters_with_other_scalings_run_the_same_program(qwen2):
+    model, ids = qwen2
+    adapted = functools.partial(ql.loraify, model, rank=2, where=["q_proj"], key=jax.random.key(0))
+    compiled = lambda: generation._next._cache_size()
+    found = []
+    for alpha in (2, 8, 0.5):
+        generate(adapted(alpha=alpha), ids, max_new_tokens=3)
+        found.append(compiled())
+    assert len({*found}) == 1
+
+
+@pytest.mark.slow
 def test_all_is_compiled_before_the_first_token(qwen2):
     """By `generate`, and by a conversation whose text grew beyond its room."""
     model, ids = qwen2
