@@ -16,7 +16,7 @@ import operator
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,9 +25,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import compat, recording
-from .beyond import Beyond, rules_beyond
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers, fits, require_stack_depth
+from .rules import (
+    Beyond,
+    Keeping,
+    Lost,
+    Rule,
+    active_layers,
+    fits,
+    kept,
+    require_stack_depth,
+    resolver,
+    rules_beyond,
+)
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
@@ -202,7 +212,11 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
 
     rules = [rule for rule in rules if keeps_twins_together(rule) and rule.applies_to(operands)]
-    return min(rules, key=lambda r: _strictest([operands[i] for i in r.places]) == "error", default=None)
+    return min(
+        rules,
+        key=lambda r: _strictest(_with_nested([operands[i] for i in r.places])) == "error",
+        default=None,
+    )
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -230,16 +244,10 @@ def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:
-    mode = policy_key() or _strictest(values)
     event = _Materialisation(values, what, operands, hint)
+    event.happens(policy_key() or _strictest(_with_nested(values)), event.size)
     if (recorder := recording.active()) is not None:
-        notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
-        recorder.record_materialisation(what, operands, event.size, event.remedy, notes)
         return [_materialised_or_stand_in(v, recorder) for v in values]
-    if mode == "error":
-        raise MaterialisationError(event.message())
-    if mode == "warn":
-        event.warn()
     try:
         return [materialised(v) for v in values]
     except Exception as error:
@@ -248,12 +256,22 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
         raise
 
 
+def look_through(values: Sequence[Value], what: str, operands: Sequence[Any]) -> None:
+    """Applies the policy to Values of which an operation gets only what they hold.
+
+    If that is a Value, it is not made dense.
+    """
+    event = _Materialisation(values, what, operands, "")
+    size = sum(_logical_bytes(v) for v in values if len([*_with_nested([v])]) == 1)
+    event.happens(policy_key() or _strictest(values), size)
+
+
 _WHEN = "Raised when it had to be materialised, by"
 
 
-def _strictest(values: Sequence[Value]) -> Mode:
-    """The strictest policy among the types, including nested Values."""
-    found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
+def _strictest(values: Iterable[Value]) -> Mode:
+    """The strictest policy among the types."""
+    found: set[Mode] = {mode for x in values if (mode := x.on_materialise) is not None}
     return max(found | {"allow"}, key=_MODES.index)
 
 
@@ -296,6 +314,18 @@ class _Materialisation:
     def size(self) -> int:
         return sum(map(_logical_bytes, self.values))
 
+    def happens(self, mode: Mode, size: int) -> None:
+        """Raises, warns or records it."""
+        if any(isinstance(v, kept.get()) for v in self.values):
+            raise Lost(f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy)
+        if (recorder := recording.active()) is not None:
+            notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
+            recorder.record_materialisation(self.what, self.operands, size, self.remedy, notes)
+        elif mode == "error":
+            raise MaterialisationError(self.message())
+        elif mode == "warn":
+            self.warn()
+
     def message(self, *, happened: bool = False) -> str:
         """What is materialised, where and why, and what to do about it."""
         source, through = user_source()
@@ -329,6 +359,8 @@ class _Materialisation:
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
+            if (lost := self._lost_by(declined[0])) is not None:
+                return f"A rule declined, since it needs one for {lost.what}:\n  {declined[0]}\n{lost.remedy}"
             return (
                 f"To keep the type, have the rule that declined return a result for these operands:\n"
                 f"  {declined[0]}\n"
@@ -344,10 +376,21 @@ class _Materialisation:
             f"  def _({operands}, **params): ..."
         )
 
+    def _lost_by(self, declined: Rule) -> Lost | None:
+        """What a rule for any type would have made dense."""
+        key = (declined.primitive, *(type(x) if is_value(x) else None for x in self.operands))
+        rules = resolver(active_layers.get()).cache.get(key, ())
+        return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)
+
     def _nearest(self) -> list[Rule]:
-        """At most two rules for the primitive, unless one declined."""
-        ranked = self._ranked()[:2]
-        return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
+        """At most two rules for the primitive, unless one declined.
+
+        Ours for other types are left out: which there are depends on what has been loaded.
+        """
+        ranked = self._ranked()
+        if not all(misfit for misfit, _ in ranked):
+            return []
+        return [rule for _, rule in ranked if not (rule.is_ours and self._is_others(rule))][:2]
 
     def _ranked(self) -> list[tuple[int, Rule]]:
         """The primitive's rules, each with the number of mismatching operands.
@@ -356,11 +399,6 @@ class _Materialisation:
         """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
-        mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
-
-        def is_others(rule: Rule) -> bool:
-            hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
-            return mine.isdisjoint(t for hint in hints for t in (typing.get_args(hint) or (hint,)))
 
         def misfit(rule: Rule) -> int:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
@@ -371,7 +409,14 @@ class _Materialisation:
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
         ranked = [(misfit(rule), rule) for rule in rules]
-        return sorted(ranked, key=lambda entry: (bool(entry[0]), is_others(entry[1]), entry[0]))
+        return sorted(ranked, key=lambda entry: (bool(entry[0]), self._is_others(entry[1]), entry[0]))
+
+    def _is_others(self, rule: Rule) -> bool:
+        """Whether a rule is for none of the operands' own types."""
+        bases = {cls for x in self.operands if is_value(x) for cls in type(x).__mro__}
+        hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
+        named = {t for hint in hints for t in (typing.get_args(hint) or (hint,))}
+        return named.isdisjoint(bases.difference(ArrayValue.__mro__))
 
     def warn(self) -> None:
         """Warns at the user's own line, once per call site, primitive and operand types."""
