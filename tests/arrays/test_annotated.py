@@ -121,6 +121,48 @@ def test_the_array_may_be_a_value():
     assert jnp.allclose(ql.materialise(rows), ql.materialise(lora).T)
 
 
+class Foreign(ql.ArrayValue):
+    """It has two rules, and is never materialised."""
+
+    array: jax.Array
+
+    on_materialise = "error"
+
+    def aval(self):
+        return jax.typeof(self.array)
+
+    def materialise(self):
+        raise AssertionError("materialised")
+
+
+@ql.register("sin")
+def _(x: Foreign, **params):
+    return Foreign(jnp.sin(x.array))
+
+
+@ql.register("atan2")
+def _(x: jax.Array, y: Foreign):
+    return Foreign(jnp.atan2(x, y.array))
+
+
+def test_a_primitive_without_a_rule_loses_the_metadata_alone():
+    """Rules for what is inside, and for other operands, are followed."""
+    x = Loose(Foreign(X), "a")
+    out = ql.quaxify(jnp.sin)(x)
+    assert isinstance(out, Foreign)
+    assert jnp.array_equal(out.array, jnp.sin(X))
+    beside = ql.quaxify(jnp.atan2)(Loose(X, "a"), Foreign(X))
+    assert isinstance(beside, Foreign)
+    assert jnp.array_equal(beside.array, jnp.atan2(X, X))
+
+    first, second = ql.explain(jnp.sin)(x).rows
+    assert (first.outcome, first.bytes, second.outcome) == ("materialised", 0, "rule")
+    with pytest.raises(ql.MaterialisationError, match=r"sin: no rule for \(Tagged f32\[2,3,4\]\); Tagged"):
+        ql.quaxify(jnp.sin)(Tagged(Foreign(X), "a"))
+    with pytest.raises(ql.MaterialisationError, match=r"cos: no rule for \(Foreign f32\[2,3,4\]\); Foreign"):
+        ql.quaxify(jnp.cos)(x)
+
+
 def test_units_and_names_are_annotated_arrays():
     assert issubclass(Unitful, ql.AnnotatedArray)
     assert issubclass(NamedArray, ql.AnnotatedArray)
