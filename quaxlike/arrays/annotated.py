@@ -17,7 +17,7 @@ from jaxtyping import ArrayLike
 from ..core import compat
 from ..core.jaxprs.unify import widened
 from ..core.operators import ArrayOperators
-from ..core.policy import look_through
+from ..core.policy import dense_operands
 from ..core.quaxify import quaxify
 from ..core.rules import register
 from ..core.values import ArrayValue, is_value, replace_fields
@@ -128,10 +128,10 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """Applies a primitive without a rule to the bare array. Can be overridden.
 
-        The array and the other operands may be Values, whose rules are followed.
+        Other operands stay what they are.
         """
-        look_through([x for x in values if isinstance(x, cls)], primitive.name, values)
-        return cls.bind(primitive, values, primitive.get_bind_params(params))
+        own = [i for i, x in enumerate(values) if isinstance(x, cls)]
+        return cls.bind(primitive, dense_operands(primitive, values, own), primitive.get_bind_params(params))
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Any:

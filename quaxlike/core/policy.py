@@ -16,7 +16,7 @@ import operator
 import threading
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -212,11 +212,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
 
     rules = [rule for rule in rules if keeps_twins_together(rule) and rule.applies_to(operands)]
-    return min(
-        rules,
-        key=lambda r: _strictest(_with_nested([operands[i] for i in r.places])) == "error",
-        default=None,
-    )
+    return min(rules, key=lambda r: _strictest([operands[i] for i in r.places]) == "error", default=None)
 
 
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
@@ -245,7 +241,7 @@ def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:
     event = _Materialisation(values, what, operands, hint)
-    event.happens(policy_key() or _strictest(_with_nested(values)), event.size)
+    event.happens(policy_key() or _strictest(values))
     if (recorder := recording.active()) is not None:
         return [_materialised_or_stand_in(v, recorder) for v in values]
     try:
@@ -256,22 +252,12 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
         raise
 
 
-def look_through(values: Sequence[Value], what: str, operands: Sequence[Any]) -> None:
-    """Applies the policy to Values of which an operation gets only what they hold.
-
-    If that is a Value, it is not made dense.
-    """
-    event = _Materialisation(values, what, operands, "")
-    size = sum(_logical_bytes(v) for v in values if len([*_with_nested([v])]) == 1)
-    event.happens(policy_key() or _strictest(values), size)
-
-
 _WHEN = "Raised when it had to be materialised, by"
 
 
-def _strictest(values: Iterable[Value]) -> Mode:
-    """The strictest policy among the types."""
-    found: set[Mode] = {mode for x in values if (mode := x.on_materialise) is not None}
+def _strictest(values: Sequence[Value]) -> Mode:
+    """The strictest policy among the types, including nested Values."""
+    found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
     return max(found | {"allow"}, key=_MODES.index)
 
 
@@ -314,13 +300,13 @@ class _Materialisation:
     def size(self) -> int:
         return sum(map(_logical_bytes, self.values))
 
-    def happens(self, mode: Mode, size: int) -> None:
+    def happens(self, mode: Mode) -> None:
         """Raises, warns or records it."""
         if any(isinstance(v, kept.get()) for v in self.values):
             raise Lost(f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy)
         if (recorder := recording.active()) is not None:
             notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
-            recorder.record_materialisation(self.what, self.operands, size, self.remedy, notes)
+            recorder.record_materialisation(self.what, self.operands, self.size, self.remedy, notes)
         elif mode == "error":
             raise MaterialisationError(self.message())
         elif mode == "warn":
