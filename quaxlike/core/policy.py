@@ -303,7 +303,7 @@ class _Materialisation:
     def happens(self, mode: Mode) -> None:
         """Raises, warns or records it."""
         if any(isinstance(v, kept.get()) for v in self.values):
-            raise Lost(f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy)
+            raise Lost(self.lacking)
         if (recorder := recording.active()) is not None:
             notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
             recorder.record_materialisation(self.what, self.operands, self.size, self.remedy, notes)
@@ -311,6 +311,10 @@ class _Materialisation:
             raise MaterialisationError(self.message())
         elif mode == "warn":
             self.warn()
+
+    def lacking(self) -> tuple[str, str]:
+        """The operation and its operands, and the rule to write."""
+        return f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy
 
     def message(self, *, happened: bool = False) -> str:
         """What is materialised, where and why, and what to do about it."""
@@ -345,8 +349,8 @@ class _Materialisation:
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
-            if (lost := self._lost_by(declined[0])) is not None:
-                return f"A rule declined, since it needs one for {lost.what}:\n  {declined[0]}\n{lost.remedy}"
+            if (lacked := self._lacked_by(declined[0])) is not None:
+                return f"A rule declined, since it needs one for {lacked[0]}:\n  {declined[0]}\n{lacked[1]}"
             return (
                 f"To keep the type, have the rule that declined return a result for these operands:\n"
                 f"  {declined[0]}\n"
@@ -362,8 +366,8 @@ class _Materialisation:
             f"  def _({operands}, **params): ..."
         )
 
-    def _lost_by(self, declined: Rule) -> Lost | None:
-        """What a rule for any type would have made dense."""
+    def _lacked_by(self, declined: Rule) -> tuple[str, str] | None:
+        """What a rule for any type had no rule for."""
         key = (declined.primitive, *(type(x) if is_value(x) else None for x in self.operands))
         rules = resolver(active_layers.get()).cache.get(key, ())
         return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)

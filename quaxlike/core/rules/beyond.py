@@ -92,14 +92,12 @@ class Lost(Exception):
 
     **Arguments:**
 
-    - `what`: which operation on which operands.
-    - `remedy`: the rule that would keep the Value.
+    - `lacking`: which operation on which operands has no rule, and which one to write.
     """
 
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
+    def __init__(self, lacking: Callable[[], tuple[str, str]]) -> None:
+        super().__init__()
+        self.lacking = lacking
 
 
 def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> tuple[type, ...]:

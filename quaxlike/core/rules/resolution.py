@@ -277,14 +277,14 @@ class Keeping(Checked):
     def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
         super().__init__(rule, may_decline)
         self._kept = kept
-        self.lacked: Lost | None = None  # why it declined last, for messages
+        self.lacked: tuple[str, str] | None = None  # why it declined first, for messages
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         try:
             with keeping(self._kept):
                 return super().__call__(primitive, operands, params)
         except Lost as lost:
-            self.lacked = lost.with_traceback(None)
+            self.lacked = self.lacked or lost.lacking()
             return NotImplemented
 
 
