@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.tree_util as jtu
 
 from .. import compat
 from ..values import Value, aval_of, is_value, refuses
@@ -271,20 +272,31 @@ class Keeping(Checked):
     """A rule that takes any type, beside a user's rule which takes the others' arrays.
 
     It redispatches on the parts of its own type, and declines if this would make a Value dense which the
-    user's rule takes as it is. The other operands are made dense for that rule instead.
+    user's rule takes as it is. The other operands are made dense for that rule instead. It is tried once for
+    operands with the same structures, shapes and dtypes.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
         super().__init__(rule, may_decline)
         self._kept = kept
+        self._declines: set[Any] = set()
         self.lacked: tuple[str, str] | None = None  # why it declined first, for messages
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        leaves, structure = jtu.tree_flatten(list(operands))
+        form: Any = structure, *map(jax.typeof, leaves), *params.items()
+        try:
+            if form in self._declines:
+                return NotImplemented
+        except TypeError:  # unhashable parameters
+            form = None
         try:
             with keeping(self._kept):
                 return super().__call__(primitive, operands, params)
         except Lost as lost:
             self.lacked = self.lacked or lost.lacking()
+            if form is not None and len(self._declines) < _MOST_TRUSTED:
+                self._declines.add(form)
             return NotImplemented
 
 
