@@ -20,7 +20,7 @@ def test_the_spine_is_read_in_a_sitting():
         *(_CORE / "rules").glob("*.py"),
         *(_CORE / f"{x}.py" for x in ("compat", "values", "trace", "quaxify")),
     ]
-    assert sum(map(lines_of_code, spine)) <= 1870
+    assert sum(map(lines_of_code, spine)) <= 2010
 
 
 def test_files_fit_in_the_head():

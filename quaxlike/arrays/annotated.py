@@ -128,8 +128,12 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Applies a primitive without a rule to the bare array. Can be overridden."""
-        return primitive.bind(*dense_operands(primitive, values), **primitive.get_bind_params(params))
+        """Applies a primitive without a rule to the bare array. Can be overridden.
+
+        Other operands stay what they are.
+        """
+        own = [i for i, x in enumerate(values) if isinstance(x, cls)]
+        return cls.bind(primitive, dense_operands(primitive, values, own), primitive.get_bind_params(params))
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Any:

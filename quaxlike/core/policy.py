@@ -25,9 +25,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from . import compat, recording
-from .beyond import Beyond, rules_beyond
 from .recording import describe, in_bytes, user_source
-from .rules import Rule, active_layers, fits, require_stack_depth
+from .rules import (
+    Beyond,
+    Keeping,
+    Lost,
+    Rule,
+    active_layers,
+    fits,
+    kept,
+    require_stack_depth,
+    resolver,
+    rules_beyond,
+)
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
@@ -232,16 +242,10 @@ def _are_one(x: tuple[list[Any], Any], y: tuple[list[Any], Any]) -> bool:
 
 
 def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: str) -> list[Any]:
-    mode = policy_key() or _strictest(values)
     event = _Materialisation(values, what, operands, hint)
+    event.happens(policy_key() or _strictest(values))
     if (recorder := recording.active()) is not None:
-        notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
-        recorder.record_materialisation(what, operands, event.size, event.remedy, notes)
         return [_materialised_or_stand_in(v, recorder) for v in values]
-    if mode == "error":
-        raise MaterialisationError(event.message())
-    if mode == "warn":
-        event.warn()
     try:
         return [materialised(v) for v in values]
     except Exception as error:
@@ -300,6 +304,22 @@ class _Materialisation:
     def size(self) -> int:
         return sum(map(_logical_bytes, self.values))
 
+    def happens(self, mode: Mode) -> None:
+        """Raises, warns or records it."""
+        if any(isinstance(v, kept.get()) for v in self.values):
+            raise Lost(self.lacking)
+        if (recorder := recording.active()) is not None:
+            notes = [] if mode == "allow" else [f'on_materialise "{mode}"']
+            recorder.record_materialisation(self.what, self.operands, self.size, self.remedy, notes)
+        elif mode == "error":
+            raise MaterialisationError(self.message())
+        elif mode == "warn":
+            self.warn()
+
+    def lacking(self) -> tuple[str, str]:
+        """The operation and its operands, and the rule to write."""
+        return f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy
+
     def message(self, *, happened: bool = False) -> str:
         """Returns what is materialised, where and why, and what to do about it."""
         source, through = user_source()
@@ -333,6 +353,8 @@ class _Materialisation:
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
+            if (lacked := self._lacked_by(declined[0])) is not None:
+                return f"A rule declined, since it needs one for {lacked[0]}:\n  {declined[0]}\n{lacked[1]}"
             return (
                 f"To keep the type, have the rule that declined return a result for these operands:\n"
                 f"  {declined[0]}\n"
@@ -348,10 +370,21 @@ class _Materialisation:
             f"  def _({operands}, **params): ..."
         )
 
+    def _lacked_by(self, declined: Rule) -> tuple[str, str] | None:
+        """What a rule for any type had no rule for."""
+        key = (declined.primitive, *(type(x) if is_value(x) else None for x in self.operands))
+        rules = resolver(active_layers.get()).cache.get(key, ())
+        return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)
+
     def _nearest(self) -> list[Rule]:
-        """At most two rules for the primitive, unless one declined."""
-        ranked = self._ranked()[:2]
-        return [rule for _, rule in ranked] if all(misfit for misfit, _ in ranked) else []
+        """At most two rules for the primitive, unless one declined.
+
+        Ours for other types are left out: which there are depends on what has been loaded.
+        """
+        ranked = self._ranked()
+        if not all(misfit for misfit, _ in ranked):
+            return []
+        return [rule for _, rule in ranked if not (rule.is_ours and self._is_others(rule))][:2]
 
     def _ranked(self) -> list[tuple[int, Rule]]:
         """Returns the primitive's rules, each with the number of mismatching operands.
@@ -360,11 +393,6 @@ class _Materialisation:
         """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
-        mine = {cls for t in types if issubclass(t, Value) for cls in t.__mro__} - {*ArrayValue.__mro__}
-
-        def is_others(rule: Rule) -> bool:
-            hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
-            return mine.isdisjoint(t for hint in hints for t in (typing.get_args(hint) or (hint,)))
 
         def misfit(rule: Rule) -> int:
             if not rule.signature.has_varargs and len(rule.signature.types) != len(types):
@@ -375,7 +403,14 @@ class _Materialisation:
 
         rules = [r for layer in active_layers.get() for r in layer if r.primitive.name == self.what]
         ranked = [(misfit(rule), rule) for rule in rules]
-        return sorted(ranked, key=lambda entry: (bool(entry[0]), is_others(entry[1]), entry[0]))
+        return sorted(ranked, key=lambda entry: (bool(entry[0]), self._is_others(entry[1]), entry[0]))
+
+    def _is_others(self, rule: Rule) -> bool:
+        """Whether a rule is for none of the operands' own types."""
+        bases = {cls for x in self.operands if is_value(x) for cls in type(x).__mro__}
+        hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
+        named = {t for hint in hints for t in (typing.get_args(hint) or (hint,))}
+        return named.isdisjoint(bases.difference(ArrayValue.__mro__))
 
     def warn(self) -> None:
         """Warns at the user's own line, once per call site, primitive and operand types."""

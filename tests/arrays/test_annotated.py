@@ -121,6 +121,35 @@ def test_the_array_may_be_a_value():
     assert jnp.allclose(ql.materialise(rows), ql.materialise(lora).T)
 
 
+class Foreign(ql.ArrayValue):
+    """It has one rule, and is never materialised."""
+
+    array: jax.Array
+
+    on_materialise = "error"
+
+    def aval(self):
+        return jax.typeof(self.array)
+
+    def materialise(self):
+        raise AssertionError("materialised")
+
+
+@ql.register("atan2")
+def _(x: jax.Array, y: Foreign):
+    return Foreign(jnp.atan2(x, y.array))
+
+
+def test_a_primitive_without_a_rule_leaves_other_operands_as_they_are():
+    out = ql.quaxify(jnp.atan2)(Loose(X, "a"), Foreign(X))
+    assert isinstance(out, Foreign)
+    assert jnp.array_equal(out.array, jnp.atan2(X, X))
+    first, second = ql.explain(jnp.atan2)(Loose(X, "a"), Foreign(X)).rows
+    assert (first.outcome, first.bytes, second.outcome) == ("materialised", X.nbytes, "rule")
+    with pytest.raises(ql.MaterialisationError, match=r"; Tagged would be made dense"):
+        ql.quaxify(jnp.atan2)(Tagged(X, "a"), Foreign(X))
+
+
 def test_units_and_names_are_annotated_arrays():
     assert issubclass(Unitful, ql.AnnotatedArray)
     assert issubclass(NamedArray, ql.AnnotatedArray)

@@ -243,3 +243,164 @@ def test_a_rule_for_an_array_is_found_beside_an_implicit_one(operation):
         out = ql.quaxify(program)(Doubled(x), OnTheRight(y))
     assert isinstance(out, OnTheRight)
     np.testing.assert_allclose(out.array, program(2 * x, y), rtol=1e-5)
+
+
+# Types that have a rule for the product, and no other ---------------------------------------------------
+
+
+class Alone(OneSided):
+    pass
+
+
+class RightAlone(Alone):
+    pass
+
+
+class LeftAlone(Alone):
+    pass
+
+
+class SummedRight(Alone):
+    """Its product is an array."""
+
+
+class SummedLeft(Alone):
+    """Its product is an array."""
+
+
+PRODUCT_ALONE = ql.RuleSet()
+
+
+@ql.register("dot_general", rules=PRODUCT_ALONE)
+def _(x: jax.Array, y: RightAlone | SummedRight, **params):
+    product = jax.lax.dot_general_p.bind(x, y.array, **params)
+    return RightAlone(product) if isinstance(y, RightAlone) else product
+
+
+@ql.register("dot_general", rules=PRODUCT_ALONE)
+def _(x: LeftAlone | SummedLeft, y: jax.Array, **params):
+    product = jax.lax.dot_general_p.bind(x.array, y, **params)
+    return LeftAlone(product) if isinstance(x, LeftAlone) else product
+
+
+def _contracted(axis: int, w_axis: int, on_left: bool):
+    """`dot_general` of a shipped matrix and an array, or the other way round."""
+
+    def program(w, x):
+        summed = ((w.ndim + w_axis,), (axis,)) if on_left else ((axis,), (w.ndim + w_axis,))
+        return jax.lax.dot_general(*((w, x) if on_left else (x, w)), (summed, ((), ())))
+
+    return program
+
+
+# Which operand is on the left; the summed axis of the shipped one; the shape of the other, n on that axis.
+ALONE = {
+    "w @ x": (True, -1, ("n", 3)),
+    "w @ v": (True, -1, ("n",)),
+    "w.T @ x": (True, -2, ("n", 3)),
+    "w @ x.T": (True, -1, (3, "n")),
+    "x @ w": (False, -2, (3, "n")),
+    "v @ w": (False, -2, ("n",)),
+    "x @ w.T": (False, -1, (3, "n")),
+    "x.T @ w": (False, -2, ("n", 3)),
+}
+# `Zero` knows the product; users' types are made dense anyway.
+MULTIPLYING = [
+    kind
+    for kind in WEIGHTS | CORNERS
+    if not any(word in kind for word in ("Zero", "user's", "vector", "scalar", "OneHot", "booleans", "Bias"))
+    and kind not in ("Full, infinity", "Full, nan", "Full, empty infinity")
+]
+
+
+@pytest.mark.quick(12)
+@pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
+@pytest.mark.parametrize(("kind", "product", "returns_arrays"), covering(MULTIPLYING, ALONE, (False, True)))
+def test_a_rule_for_the_product_alone_is_found(kind, product, returns_arrays):
+    with jax.numpy_dtype_promotion("standard"):
+        w = TYPES[kind]()
+    on_left, w_axis, shape = ALONE[product]
+    array = ql.materialise(w)
+    x = jnp.asarray(normal(*(array.shape[w_axis] if n == "n" else n for n in shape)), array.dtype)
+    program = _contracted(shape.index("n"), w_axis, on_left)
+    cls = {
+        (True, False): RightAlone,
+        (True, True): SummedRight,
+        (False, False): LeftAlone,
+        (False, True): SummedLeft,
+    }[on_left, returns_arrays]
+    for wrap in (lambda f: f, jax.jit):
+        out = ql.quaxify(wrap(program), rules=PRODUCT_ALONE)(w, cls(x))
+        while ql.is_value(out) and not isinstance(out, cls):
+            out = out.array  # its names or unit
+        assert isinstance(out, jax.Array if returns_arrays else cls)
+        tolerance = 3e-2 if array.dtype == jnp.bfloat16 else 1e-4
+        out = out if returns_arrays else out.array
+        np.testing.assert_allclose(out, program(array, x), rtol=tolerance, atol=tolerance)
+
+
+def test_what_an_adapter_lacks_is_said():
+    """It needs sums of products. What is made dense instead says so, under every policy."""
+    w, x = TYPES["LoraArray"](), RightAlone(jnp.asarray(normal(4, 3)))
+    run = ql.quaxify(jnp.matmul, rules=PRODUCT_ALONE)
+    lacking = (
+        r"(?s)dot_general: no rule for \(LoraArray f32\[4,4\], RightAlone f32\[4,3\]\); LoraArray %s be made "
+        r"dense.*A rule declined, since it needs one for mul of \(RightAlone f32\[2,3\], f32\[\]\):\n"
+        r"\s*dot_general\(LoraArray.*To keep the type, write a rule:\n\s*@quaxlike.register\(\"mul\"\)\n"
+        r"\s*def _\(x: RightAlone, y: jax.Array, \*\*params\)"
+    )
+    with ql.on_materialise("error"), pytest.raises(ql.MaterialisationError, match=lacking % "would"):
+        run(w, x)
+    with pytest.warns(ql.MaterialisationWarning, match=lacking.replace("%s be", "was")):
+        assert isinstance(run(w, x), RightAlone)
+    row = ql.explain(jnp.matmul, rules=PRODUCT_ALONE)(w, x).rows[0]
+    assert (row.outcome, row.notes[-1]) == ("materialised", "only LoraArray is made dense")
+
+
+def test_a_rule_that_names_both_types_decides():
+    """It may make either dense."""
+    rules = ql.RuleSet()
+    w, x = TYPES["LoraArray"](), Mine(jnp.asarray(normal(4, 3)))
+
+    @ql.register("dot_general", rules=rules)
+    def _(x: jax.Array, y: Mine, **params):
+        raise AssertionError("asked")
+
+    @ql.register("dot_general", rules=rules)
+    def _(x: ql.LoraArray, y: Mine, **params):
+        return ql.quaxify(lambda y: jax.lax.dot_general_p.bind(x.w, jnp.sin(y), **params))(y)
+
+    with ql.on_materialise("allow"):
+        out = ql.quaxify(jnp.matmul, rules=rules)(w, x)
+    np.testing.assert_allclose(out, w.w @ jnp.sin(x.array), rtol=1e-5)
+
+
+class Before(Alone):
+    pass
+
+
+class After(Alone):
+    pass
+
+
+@ql.register("mul", rules=PRODUCT_ALONE)
+def _(x: Before, y: jax.Array, **params):
+    return Before(jax.lax.mul_p.bind(x.array, y, **params))
+
+
+@ql.register("mul", rules=PRODUCT_ALONE)
+def _(x: jax.Array, y: After, **params):
+    return After(jax.lax.mul_p.bind(x, y.array, **params))
+
+
+@pytest.mark.parametrize("cls", [Before, After])
+@pytest.mark.parametrize("product", ["w @ x", "w @ v", "x @ w"])
+def test_the_product_with_a_diagonal_is_one_of_elements(product, cls):
+    """A rule for `mul` is enough, for either order: `x` stays as it is."""
+    w = TYPES["DiagonalMatrix"]()
+    on_left, w_axis, shape = ALONE[product]
+    x = jnp.asarray(normal(*(4 if n == "n" else n for n in shape)))
+    program = _contracted(shape.index("n"), w_axis, on_left)
+    out = ql.quaxify(program, rules=PRODUCT_ALONE)(w, cls(x))
+    assert isinstance(out, cls)
+    np.testing.assert_allclose(out.array, program(ql.materialise(w), x), rtol=1e-5)

@@ -27,7 +27,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.quick("reference-uint4_block-shape1")
+@pytest.mark.quick("reference-uint4_block-shape1", "reference-q2_k-shape0")
 @pytest.mark.parametrize("shape", [(0, 256), (64, 0), (0, 0)])
 @pytest.mark.parametrize(
     ("backend", "name"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import quaxlike as ql
+from quaxlike.arrays.zero import Zero
 from quaxlike.core.policy import policy_key
 from tests.samples import array
 
@@ -312,6 +313,13 @@ def _model() -> Model:
 
 
 class TestMessage:
+    def test_our_rules_for_other_types_are_left_out(self):
+        """Which there are depends on what the program has loaded."""
+        assert any(rule.primitive.name == "asinh" for rule in ql.rules_for(Zero))
+        with pytest.raises(ql.MaterialisationError) as caught, ql.on_materialise("error"):
+            ql.quaxify(jnp.arcsinh)(Plain(X))
+        assert "nearest" not in str(caught.value)
+
     def test_whole(self):
         @ql.register("lgamma", rules=(rules := ql.RuleSet()))
         def _(x: Strict, **params):

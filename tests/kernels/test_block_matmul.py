@@ -154,7 +154,8 @@ WAYS = {"tiled": reference.tiled, "whole": reference.whole, "chunked": gpu.chunk
         ("int8 in blocks", (8, 33, 64), 70, "bfloat16", "whole", True),
         ("q6_k", (67, 33, 64), 70, "float32", "tiled", True),
         *map(_slow, covering(CODECS, _PARTED, [0, 2, 19, 70], TOLERANCE, WAYS, [False, True])),
-        *map(_slow, covering(["int8", "nf4"], [(0, 16, 32)], [0, 3], TOLERANCE, WAYS, [False, True])),
+        ("q4_1", (0, 16, 32), 3, "float32", "chunked", False),
+        *map(_slow, covering(CODECS, [(0, 16, 32), (16, 0, 32)], [0, 3], TOLERANCE, WAYS, [False, True])),
     ],
     ids=str,
 )

@@ -179,7 +179,7 @@ class BlockArray(AbstractQuantizedArray):
         if order is not None:
 
             def flat(leaf: Any) -> Any:
-                return leaf.reshape(*leaf.shape[:-2], -1)
+                return jax.lax.collapse(leaf, leaf.ndim - 2)
 
             packed, scale = flat(packed), jax.tree.map(flat, scale)
         return cls(

@@ -417,7 +417,11 @@ class AbstractQuantizedArray(GradientsArray):
         if self.order is None:
             return codes, scales
         rows = self.matrix[0]
-        return jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-1], rows, -1), (codes, scales))
+
+        def in_rows(leaf: Array) -> Array:
+            return leaf.reshape(*leaf.shape[:-1], rows, leaf.shape[-1] // max(rows, 1))
+
+        return jax.tree.map(in_rows, (codes, scales))
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
         """Decodes rows of codes, with columns in logical order."""
@@ -555,7 +559,7 @@ class AbstractQuantizedArray(GradientsArray):
             rows_of = jnp.take_along_axis(rows_of, index, axis=-1)
         codes, scale = self.encoded(rows_of.astype(jnp.float32), importance)
         if self.order is not None:
-            codes, scale = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:-2], -1), (codes, scale))
+            codes, scale = jax.tree.map(lambda leaf: lax.collapse(leaf, leaf.ndim - 2), (codes, scale))
         return dataclasses.replace(self, codes=codes, scale=scale)
 
     # Hooks

@@ -125,7 +125,7 @@ def _weights(importance: Array | None, n: int, block: int) -> Array:
     mean = jnp.mean(importance, axis=-1, keepdims=True)
     weights = jnp.where(mean == 0, 1.0, jnp.maximum(importance / jnp.where(mean == 0, 1.0, mean), 1e-4))
     weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -n % block)])
-    return weights.reshape(*weights.shape[:-1], -1, block)
+    return weights.reshape(*weights.shape[:-1], weights.shape[-1] // block, block)
 
 
 def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | None) -> BlockScales:
@@ -229,7 +229,7 @@ def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tupl
     spread = outer.astype(jnp.float32)[..., None]
     whole = jnp.round(jnp.where(spread == 0, 0.0, groups / jnp.where(spread == 0, 1.0, spread)))
     whole = jnp.clip(whole, *limits).astype(jnp.int32)
-    return whole.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]], outer
+    return lax.collapse(whole, x.ndim - 1)[..., : x.shape[-1]], outer
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:

@@ -2,18 +2,20 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from ...core.policy import dense
 from ...core.quaxify import quaxify, value_of
-from ...core.rules import register_on_either_side
+from ...core.rules import active_layers, register_on_either_side, resolver
 from ...core.values import is_value
-from ..dot_axes import dot_axes, in_order
-from .base import StructuredMatrix, inside
+from ..dot_axes import arrange, dot_axes, in_order
+from .base import StructuredMatrix, inside, lead
 from .diagonal import DiagonalMatrix
 
 
@@ -47,8 +49,13 @@ def _product(
     dtype = jnp.promote_types(matrix.dtype, jnp.result_type(x))
 
     def product(matrix: StructuredMatrix, x: Any) -> Any:
-        # x: (*batch, n, k), with batch axes in the matrix's order, and size 1 if x lacks them.
         own = dict(zip(batch, of_x.batch, strict=True))
+        if isinstance(matrix, DiagonalMatrix) and len(own) == n_batch:
+            axes = [*(own[i] for i in sorted(own)), *of_x.contracting]
+            y = _scaled(matrix.converted(dtype), _cast(x, dtype), axes, on_left)
+            y = _transposed(y, [*of_x.batch, *in_order(on_left, of_x.contracting, of_x.free)])
+            return y if preferred_element_type is None else _cast(y, preferred_element_type)
+        # x: (*batch, n, k), with batch axes in the matrix's order, and size 1 if x lacks them.
         x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *of_x.contracting, *of_x.free])
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
@@ -68,6 +75,23 @@ def _product(
         return y if preferred_element_type is None else _cast(y, preferred_element_type)
 
     return inside(product, matrix, x)
+
+
+def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) -> Any:
+    """Multiplies `x` by the diagonal along these axes of `x`, which stay where they are."""
+    scale = arrange(lead(matrix.diagonal, len(axes)), axes, range(jnp.ndim(x)))
+    order = (scale, x) if on_left else (x, scale)
+    values = [value_of(each) for each in order]
+    if any(map(is_value, values)):
+        # Elements commute, and a type may have a rule for only one order.
+        rules = resolver(active_layers.get())
+        here, swapped = (rules.has_rule(jax.lax.mul_p, *each) for each in (values, values[::-1]))
+        order = order[::-1] if swapped and not here else order
+    return order[0] * order[1]
+
+
+def _transposed(x: Any, axes: Sequence[int]) -> Any:
+    return x if [*axes] == [*range(len(axes))] else jnp.transpose(x, axes)
 
 
 def _reversed(part: Any, x: Any, precision: Any) -> Any:

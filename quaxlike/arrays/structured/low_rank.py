@@ -124,10 +124,8 @@ class LowRankUpdate(StructuredMatrix):
         if isinstance(base, StructuredMatrix):
             return base.has_solver
         is_shared = self.num_batch > self.base.ndim - 2
-        has_rule = is_value(base) and resolver(active_layers.get()).candidates(
-            (jax.lax.linalg.lu_p, type(base))
-        )
-        return is_shared or bool(has_rule)
+        rules = resolver(active_layers.get())
+        return is_shared or (is_value(base) and rules.has_rule(jax.lax.linalg.lu_p, base))
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         inner = product(jnp.matrix_transpose(self.v), x, precision=precision)

@@ -16,7 +16,8 @@ import jax
 
 from ..._checked import checked
 from ..rules import GLOBAL, AmbiguousRuleError, Rule, RuleSet, signature_of
-from ..rules.resolution import Ambiguity, in_order, more_specific
+from ..rules.matching import more_specific
+from ..rules.resolution import Ambiguity, in_order
 from ..values import ArrayValue, Value
 from .page import plain_table
 

@@ -22,7 +22,7 @@ from .. import compat, recording
 from ..levels import running
 from ..plain_arrays import hooks
 from ..policy import MaterialisationError, entered, on_materialise, policy_key
-from ..rules import use_rule_sets
+from ..rules import Lost, use_rule_sets
 from ..trace import QuaxTrace, ValueTracer, makes_values, value_types
 from .slots import LeafLayout, flatten, split, unflatten
 from .unify import convert_to
@@ -365,7 +365,7 @@ def _trace_rule(
     token = entered.set((*entered.get(), _RAISES_IF_DENSE))
     try:
         jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)
-    except (_NotReplayable, MaterialisationError):
+    except (_NotReplayable, MaterialisationError, Lost):
         return None
     finally:
         entered.reset(token)

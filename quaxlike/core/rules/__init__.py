@@ -1,5 +1,10 @@
 """Rules: how they are registered, chosen for a primitive, and checked."""
 
+from .beyond import Beyond as Beyond
+from .beyond import Lost as Lost
+from .beyond import kept as kept
+from .beyond import rules_beyond as rules_beyond
+from .matching import fits as fits
 from .registry import GLOBAL as GLOBAL
 from .registry import Rule as Rule
 from .registry import RuleError as RuleError
@@ -12,9 +17,9 @@ from .registry import require_stack_depth as require_stack_depth
 from .registry import signature_of as signature_of
 from .resolution import AmbiguousRuleError as AmbiguousRuleError
 from .resolution import Checked as Checked
+from .resolution import Keeping as Keeping
 from .resolution import Resolver as Resolver
 from .resolution import RulesByOperands as RulesByOperands
 from .resolution import active_layers as active_layers
-from .resolution import fits as fits
 from .resolution import resolver as resolver
 from .resolution import use_rule_sets as use_rule_sets

@@ -82,6 +82,11 @@ class Rule:
         return inspect.unwrap(getattr(self.function, "written_as", self.function))
 
     @property
+    def is_ours(self) -> bool:
+        """Whether this package has the rule."""
+        return (self.written.__module__ or "").startswith(_PACKAGE)
+
+    @property
     def is_for_both_sides(self) -> bool:
         """Whether `register_on_either_side` added this for a type on both sides."""
         return getattr(self.function, "is_for_both_sides", False)

@@ -10,7 +10,6 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-import typing
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,13 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.extend.core as jexc
+import jax.tree_util as jtu
 
 from .. import compat
-from ..values import KINDS, Value, aval_of, is_value, refuses
+from ..values import Value, aval_of, is_value, refuses
 from .annotations import type_name
+from .beyond import Lost, keeping, kept_by_others
+from .matching import aval_of_operand, depends_on_operands, matches, may_match, more_specific
 from .registry import (
     GLOBAL,
     Rule,
@@ -73,19 +75,30 @@ class Resolver:
         # A type may decide for each instance whether rules apply. Only then do rules ask, since this takes a
         # call per operand.
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
+
+        def checked(rule: Callable[..., Any]) -> Checked:
+            kept = kept_by_others(rule, self.layers, key)
+            return Keeping(rule, may_decline, kept) if kept else Checked(rule, may_decline)
+
         found: list[Callable[..., Any]] = []
         # Rules of an outer layer come first, however specific the rules of an inner one are: a user's rule
         # set can override anything.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
             if any(map(depends_on_operands, matching)):
-                found.append(RulesByOperands(operands, matching, may_decline))
+                found.append(RulesByOperands(operands, matching, checked))
             else:
-                found += [Checked(r, may_decline) for r in in_order(primitive, operands, matching)]
+                found += map(checked, in_order(primitive, operands, matching))
         with lock:
             if self._made_at == epoch():  # otherwise a rule was registered in the meantime
                 self.cache[key] = found
         return found
+
+    def has_rule(self, primitive: jexc.Primitive, *operands: Any) -> bool:
+        """Whether a rule may take these operands."""
+        key = (primitive, *(type(x) if is_value(x) else None for x in operands))
+        known = self.cache.get(key)
+        return bool(self.candidates(key) if known is None else known)
 
 
 # The rule sets in force in this context. A `quaxify` adds its own while calling its function.
@@ -145,18 +158,23 @@ class RulesByOperands:
     its operands.
     """
 
-    def __init__(self, types: "plum.Signature", rules: Sequence[Rule], may_decline: bool) -> None:
+    def __init__(
+        self,
+        types: "plum.Signature",
+        rules: Sequence[Rule],
+        checked: Callable[[Callable[..., Any]], "Checked"],
+    ) -> None:
         self._types = types
         self._rules = rules
-        self._may_decline = may_decline
+        self._checked = checked
         self._orders: dict[tuple[Rule, ...], list[Callable[..., Any]]] = {}
 
     def matching(self, primitive: jexc.Primitive, operands: Sequence[Any]) -> list[Callable[..., Any]]:
         """Returns the rules for these operands, best first."""
-        found = tuple(rule for rule in self._rules if _matches(rule, self._types.types, operands))
+        found = tuple(rule for rule in self._rules if matches(rule, self._types.types, operands))
         if found not in self._orders:
             order = in_order(primitive, self._types, found)
-            self._orders[found] = [Checked(rule, self._may_decline) for rule in order]
+            self._orders[found] = list(map(self._checked, order))
         return self._orders[found]
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -165,68 +183,6 @@ class RulesByOperands:
             if out is not NotImplemented:
                 return out
         return NotImplemented
-
-
-def depends_on_operands(rule: Rule) -> bool:
-    """Returns whether operand types alone do not tell if a rule matches."""
-    return rule.depends_on_shapes or any(map(is_value_dependent, _hints(rule)))
-
-
-def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Returns whether a rule may match operands dispatching as these types."""
-    if not any(map(is_value_dependent, _hints(rule))):
-        return types <= rule.signature
-    n = len(types.types)
-    return rule.signature.has_varargs or len(rule.signature.types) == n
-
-
-def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
-    """Returns whether the rule accepts `x`, which dispatches as `cls`, in place `i`."""
-    annotation = rule.annotations(i + 1)[i]
-    signature = signature_of([annotation.hint])
-    by_value = cls is not jax.Array and is_value_dependent(annotation.hint)
-    if not (signature.match((x,)) if by_value else signature_of([cls]) <= signature):
-        return False
-    return annotation.takes(cls, lambda: _aval(x))
-
-
-def _matches(rule: Rule, types: Sequence[Any], operands: Sequence[Any]) -> bool:
-    if any(map(is_value_dependent, _hints(rule))):
-        return all(fits(rule, i, x, cls) for i, (x, cls) in enumerate(zip(operands, types, strict=True)))
-    annotations = rule.annotations(len(types))
-    return all(
-        not annotation.kinds or annotation.takes(cls, functools.partial(_aval, x))
-        for x, cls, annotation in zip(operands, types, annotations, strict=True)
-    )
-
-
-def _hints(rule: Rule) -> list[Any]:
-    return [each.hint for each in rule.annotations(len(rule.operands) + 1)]
-
-
-def is_value_dependent(hint: Any) -> bool:
-    import plum
-
-    members = typing.get_args(hint)
-    if members and not isinstance(hint, type):
-        return any(map(is_value_dependent, members))
-    if not isinstance(hint, type) or not issubclass(hint, Value):
-        return False
-    if isinstance(hint, plum.CovariantMeta):  # it recognises instances as the class behind it does
-        hint = next(cls for cls in hint.__mro__ if not isinstance(cls, plum.CovariantMeta))
-    return not plum.is_faithful(hint)
-
-
-def more_specific(a: Rule, b: Rule) -> bool:
-    return _implies(a, b) and not _implies(b, a)
-
-
-def _implies(a: Rule, b: Rule) -> bool:
-    """Returns whether rule `b` matches all operands of `a`."""
-    if not a.signature <= b.signature:
-        return False
-    n = max(len(a.operands), len(b.operands)) + 1
-    return all(x.implies(y) for x, y in zip(a.annotations(n), b.annotations(n), strict=False))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -298,7 +254,7 @@ class Checked:
             self._is_trusted = True  # these are unhashable, or a set would keep them alive
             return
         trace: Any = compat.current_trace()
-        known = key if compat.is_eval_trace(trace) else (key, *map(_aval, operands))
+        known = key if compat.is_eval_trace(trace) else (key, *map(aval_of_operand, operands))
         if known not in self._right:
             check_results(self.rule, primitive, operands, params, out)
             if len(self._right) >= _MOST_TRUSTED:
@@ -314,8 +270,36 @@ class Checked:
 _MOST_TRUSTED = 256  # entries in a set of trusted parameters
 
 
-def _aval(x: Any) -> Any:
-    return aval_of(x) if KINDS[type(x)] == "value" else jax.typeof(x)
+class Keeping(Checked):
+    """A rule that takes any type, beside a user's rule which takes the others' arrays.
+
+    It redispatches on the parts of its own type, and declines if this would make a Value dense which the
+    user's rule takes as it is. The other operands are made dense for that rule instead. It is tried once for
+    operands with the same structures, shapes and dtypes.
+    """
+
+    def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
+        super().__init__(rule, may_decline)
+        self._kept = kept
+        self._declines: set[Any] = set()
+        self.lacked: tuple[str, str] | None = None  # why it declined first, for messages
+
+    def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+        leaves, structure = jtu.tree_flatten(list(operands))
+        form: Any = structure, *map(jax.typeof, leaves), *params.items()
+        try:
+            if form in self._declines:
+                return NotImplemented
+        except TypeError:  # unhashable parameters
+            form = None
+        try:
+            with keeping(self._kept):
+                return super().__call__(primitive, operands, params)
+        except Lost as lost:
+            self.lacked = self.lacked or lost.lacking()
+            if form is not None and len(self._declines) < _MOST_TRUSTED:
+                self._declines.add(form)
+            return NotImplemented
 
 
 def check_results(
@@ -367,7 +351,7 @@ def _expected(
 ) -> Sequence[Any] | None:
     """Returns the avals of the primitive's results for arrays with these shapes; None if unknown."""
     try:
-        out, _ = primitive.abstract_eval(*map(_aval, operands), **params)
+        out, _ = primitive.abstract_eval(*map(aval_of_operand, operands), **params)
     except Exception:  # the primitive itself may not accept what its rule accepts
         return None
     return out if primitive.multiple_results else [out]

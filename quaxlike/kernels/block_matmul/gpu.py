@@ -239,10 +239,12 @@ def reduced(
     lead = x.shape[:-1]
     dtype = accumulator_dtype(x.dtype)
     packed = packed.reshape(n, k // 2)
-    scales = jnp.repeat(dense_scales(absmax).reshape(n, -1), product.block_size // 2, axis=1).astype(dtype)
+    scales = jnp.repeat(
+        dense_scales(absmax).reshape(n, product.row_blocks), product.block_size // 2, axis=1
+    ).astype(dtype)
     # Even and odd columns.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
-    rows = x.reshape(-1, n).astype(dtype)
+    rows = x.reshape(math.prod(lead), n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
     y = jnp.stack([jnp.stack(of_row, axis=-1).reshape(k) for of_row in sums])
     return y.astype(product.out_dtype).reshape(*lead, k)
@@ -280,8 +282,8 @@ def chunked(
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
-        x = jnp.concatenate([x, t.reshape(*x.shape[:-1], -1)], axis=-1)
-        b = jnp.moveaxis(b, 0, 1).reshape(n, -1)
+        x = jnp.concatenate([x, lax.collapse(t, x.ndim - 1)], axis=-1)
+        b = lax.collapse(jnp.moveaxis(b, 0, 1), 1)
     # A barrier, or else XLA would keep the decoded weight for another product in the backward pass.
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:

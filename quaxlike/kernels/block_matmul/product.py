@@ -112,7 +112,7 @@ def join(planes: list[Array], count: int) -> Array:
     width = planes[0].shape[-1]
     # If the number of columns is not a multiple of the number of planes, the last planes are shorter.
     full = [jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, width - p.shape[-1])]) for p in planes]
-    return jnp.stack(full, axis=-1).reshape(*planes[0].shape[:-1], -1)[..., :count]
+    return lax.collapse(jnp.stack(full, axis=-1), planes[0].ndim - 1)[..., :count]
 
 
 @dataclasses.dataclass(frozen=True)

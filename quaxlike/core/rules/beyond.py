@@ -1,20 +1,23 @@
 """Rules for some Values, after materialising the others.
 
 A rule found here takes at least one operand as a Value. So `Sparse @ Foreign` becomes `Sparse @ array`,
-rather than a dense product.
+rather than a dense product. A user's rule for `(array, Foreign)` is preferred, too, to a rule for
+`(Adapter, any type)` that would make `Foreign` dense on its way.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .rules import Resolver, Rule, fits, require_stack_depth, signature_of
-from .rules.registry import epoch, lock
-from .rules.resolution import depends_on_operands, is_value_dependent
-from .values import is_value
+from ..values import ArrayValue, Value, is_value
+from .matching import depends_on_operands, fits, is_value_dependent
+from .registry import Rule, RuleSet, epoch, lock, require_stack_depth, signature_of
 
-_PACKAGE = __name__.partition(".")[0] + "."
+if TYPE_CHECKING:
+    from .resolution import Resolver
 
 
 class Beyond:
@@ -34,7 +37,7 @@ class Beyond:
         return not self._depends_on_operands or all(fits(self.rule, i, x, cls) for i, (x, cls) in typed)
 
 
-def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
+def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     """Finds rules for these operand types after materialising some Values.
 
     A user's rules come before ours, and rules which keep more Values come first.
@@ -55,8 +58,7 @@ def rules_beyond(resolver: Resolver, key: tuple[Any, ...]) -> list[Beyond]:
                 declined.add(rule.written)
             elif places is not None and len(places) < values:
                 # Ours cover many types, so they must not shadow a more particular rule of the user.
-                is_ours = (rule.written.__module__ or "").startswith(_PACKAGE)
-                ranked.append(((is_ours, n, len(places), places), Beyond(rule, types, places)))
+                ranked.append(((rule.is_ours, n, len(places), places), Beyond(rule, types, places)))
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
     with lock:
@@ -84,3 +86,54 @@ def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | N
         if t is not None:
             places.append(i)
     return tuple(places)
+
+
+# Rules for any type, beside a user's rule ---------------------------------------------------------
+
+
+class Lost(Exception):
+    """A rule for any type would make a Value dense that a user's rule takes as it is.
+
+    **Arguments:**
+
+    - `lacking`: which operation on which operands has no rule, and which one to write.
+    """
+
+    def __init__(self, lacking: Callable[[], tuple[str, str]]) -> None:
+        super().__init__()
+        self.lacking = lacking
+
+
+def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> tuple[type, ...]:
+    """The types that `rule` takes as it would any other, and a user's rule takes beside dense operands."""
+    primitive, *types = key
+    if len({*types} - {None}) < 2 or not isinstance(rule, Rule):
+        return ()
+    annotations = rule.annotations(len(types))
+    unnamed = [i for i, t in enumerate(types) if t is not None and not _names(annotations[i].classes, t)]
+    others = [r for layer in layers for r in layer[primitive] if not r.is_ours] if unnamed else []
+    in_the_way = [places for r in others if (places := _in_the_way(r, types))]
+    return tuple({types[i] for i in unnamed if any(i not in places for places in in_the_way)})
+
+
+def _names(classes: Sequence[Any], cls: type) -> bool:
+    own = (c for c in classes if isinstance(c, type) and issubclass(c, Value) and c not in _ANY_TYPE)
+    return any(issubclass(cls, c) for c in own)
+
+
+_ANY_TYPE = (Value, ArrayValue)
+
+kept: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("quaxlike_kept", default=())
+_jit_kept = jax.make_user_context(())  # the same, in the keys of JAX's caches
+
+
+@contextlib.contextmanager
+def keeping(types: tuple[type, ...]) -> Iterator[None]:
+    """Within the block, `Lost` is raised where a Value of these types would be made dense."""
+    types = tuple(dict.fromkeys((*kept.get(), *types)))
+    token = kept.set(types)
+    try:
+        with _jit_kept(types):
+            yield
+    finally:
+        kept.reset(token)
