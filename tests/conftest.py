@@ -79,11 +79,11 @@ class WithoutSlow:
 
 def pytest_configure(config):
     if "not slow" in config.getoption("markexpr"):
-        config.pluginmanager.register(WithoutSlow())
+        config.pluginmanager.register(WithoutSlow(), WithoutSlow.__name__)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(name, obj):
+def pytest_pycollect_makeitem(collector, name, obj):
     """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
     those of one marked `quick("id", ...)`, the cases with these ids."""
     cases = yield
@@ -92,6 +92,8 @@ def pytest_pycollect_makeitem(name, obj):
             own = [case for case in cases if not case.get_closest_marker("slow")]
             for case in _not_quick(name, own, *mark.args):
                 case.add_marker(pytest.mark.slow)
+    if isinstance(cases, list) and collector.config.pluginmanager.has_plugin(WithoutSlow.__name__):
+        return [case for case in cases if not case.get_closest_marker("slow")]
     return cases
 
 
