@@ -42,6 +42,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# What is imported and collected lives as long as the process: collections of garbage need not look at it.
+gc.disable()
+
 import jax
 import jaxtyping
 import pytest
@@ -131,9 +134,9 @@ def compiled_while_collected():
 
 
 def pytest_collection_finish(session):
-    # What is imported and collected lives as long as the process. Collections of garbage need not look at it.
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
