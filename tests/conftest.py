@@ -23,6 +23,8 @@ os.environ["XLA_FLAGS"] = " ".join(
             if os.environ.get("QUAXLIKE_OPTIMIZED") == "1"
             else [
                 "--xla_backend_optimization_level=0",
+                # Programs are too small to be split into parts that are compiled side by side.
+                "--xla_cpu_parallel_codegen_split_count=1",
                 # A flag that later releases do not know.
                 *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
             ]
@@ -42,9 +44,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# What is imported and collected lives as long as the process: collections of garbage need not look at it.
-gc.disable()
-
 import jax
 import jaxtyping
 import pytest
@@ -55,6 +54,9 @@ from jaxtyping import install_import_hook
 # that takes time.
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
+
+# Imported and collected objects live as long as the process: garbage collections need not look at them.
+gc.disable()
 
 _SLOW_FILE = re.compile(r"^pytestmark = .*\b(pytest\.mark\.(slow|frameworks)|client\()", re.MULTILINE)
 
@@ -136,6 +138,8 @@ def compiled_while_collected():
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
+    # JAX makes many objects that live long. By default they are looked at every 700 allocations.
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
