@@ -23,6 +23,8 @@ os.environ["XLA_FLAGS"] = " ".join(
             if os.environ.get("QUAXLIKE_OPTIMIZED") == "1"
             else [
                 "--xla_backend_optimization_level=0",
+                # Programs are too small to be split into parts that are compiled side by side.
+                "--xla_cpu_parallel_codegen_split_count=1",
                 # A flag that later releases do not know.
                 *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
             ]
@@ -53,6 +55,9 @@ from jaxtyping import install_import_hook
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
 
+# Imported and collected objects live as long as the process: garbage collections need not look at them.
+gc.disable()
+
 _SLOW_FILE = re.compile(r"^pytestmark = .*\b(pytest\.mark\.(slow|frameworks)|client\()", re.MULTILINE)
 
 jax.config.update("jax_enable_x64", False)
@@ -79,11 +84,11 @@ class WithoutSlow:
 
 def pytest_configure(config):
     if "not slow" in config.getoption("markexpr"):
-        config.pluginmanager.register(WithoutSlow())
+        config.pluginmanager.register(WithoutSlow(), WithoutSlow.__name__)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pycollect_makeitem(name, obj):
+def pytest_pycollect_makeitem(collector, name, obj):
     """Of the cases of a test marked `quick(n)`, n that lie far from each other are quick, the rest slow; of
     those of one marked `quick("id", ...)`, the cases with these ids."""
     cases = yield
@@ -92,6 +97,8 @@ def pytest_pycollect_makeitem(name, obj):
             own = [case for case in cases if not case.get_closest_marker("slow")]
             for case in _not_quick(name, own, *mark.args):
                 case.add_marker(pytest.mark.slow)
+    if isinstance(cases, list) and collector.config.pluginmanager.has_plugin(WithoutSlow.__name__):
+        return [case for case in cases if not case.get_closest_marker("slow")]
     return cases
 
 
@@ -129,9 +136,11 @@ def compiled_while_collected():
 
 
 def pytest_collection_finish(session):
-    # What is imported and collected lives as long as the process. Collections of garbage need not look at it.
     gc.collect()
     gc.freeze()
+    # JAX makes many objects that live long. By default they are looked at every 700 allocations.
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):

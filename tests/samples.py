@@ -106,7 +106,9 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("_"):  # pytest looks for fixtures behind every name of a module
+        if (
+            attribute.startswith("_") or attribute == "pytestmark"
+        ):  # pytest looks behind every name of a module
             raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 

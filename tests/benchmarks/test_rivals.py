@@ -2,9 +2,11 @@ import importlib.util
 
 import pytest
 
-from benchmarks.rivals import __main__ as rivals
-from benchmarks.rivals import files, ours, theirs
 from benchmarks.rivals.rows import ROWS, Row
+from tests.samples import Late
+
+rivals, files = Late("benchmarks.rivals.__main__"), Late("benchmarks.rivals.files")
+ours, theirs = Late("benchmarks.rivals.ours"), Late("benchmarks.rivals.theirs")
 
 
 def found(row, cores, **figures):

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental.sparse import BCOO
 
 import quaxlike as ql
 from quaxlike import arrays, lm, sharding
@@ -23,7 +22,9 @@ from quaxlike.files import safetensors
 from quaxlike.lm import bitsandbytes, peft
 from tests.fixtures import fixture
 from tests.fuzz.parts import parts
-from tests.samples import array
+from tests.samples import Late, array
+
+jsparse = Late("jax.experimental.sparse")
 
 #: One of each kind: missing, a truth value, numbers out of range or none, texts, containers, arrays, other.
 WRONG: tuple[Any, ...] = (
@@ -118,7 +119,7 @@ def _calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]
         ),
         "SparseArray.from_bcoo": (
             ql.SparseArray.from_bcoo,
-            {"matrix": BCOO.fromdense(sparse)},
+            {"matrix": jsparse.BCOO.fromdense(sparse)},
         ),
         "BlockSparseArray.from_dense": (ql.BlockSparseArray.from_dense, {"w": sparse, "block_size": 2}),
         "OneHotVector": (arrays.sparse.OneHotVector, {"value": 1.0, "index": 1, "length": 3}),

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from quaxlike import kernels
 from quaxlike.kernels import NestedScales, blockwise, lora_matmul, nf4_matmul
-from quaxlike.kernels.block_matmul import NIBBLES, decode_rows, gpu, mosaic, tilings
+from quaxlike.kernels.block_matmul import NIBBLES, gpu, tilings
 from quaxlike.kernels.block_matmul.product import Product
 from quaxlike.kernels.block_matmul.tilings import Problem, Tiling
+from tests.samples import Late
 
 from . import simt
 from .programs import DTYPES, FORMATS, execute, problem, stored
 from .weights import gpu_at_hand, lowered, relative_error, stored_nf4, tpu_at_hand
+
+# Each of them imports Mosaic.
+decode_rows, mosaic = (Late(f"quaxlike.kernels.block_matmul.{name}") for name in ("decode_rows", "mosaic"))
 
 TABLE = [tiling for *_, tiling in tilings._TILINGS]
 
@@ -135,7 +139,7 @@ def test_every_byte_is_decoded_bit_for_bit(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", [*FORMATS, "nested"])
 def test_rows_are_decoded(name, dtype, monkeypatch):
-    monkeypatch.setattr(decode_rows, "BLOCKS", 2)
+    monkeypatch.setattr("quaxlike.kernels.block_matmul.decode_rows.BLOCKS", 2)
     form = {"kind": "float32", "zeros": None, "low_first": True, "bits": 4}
     form |= FORMATS.get(name, {"block_size": 64, "scales": "nested"})
     scales, kind = form.pop("scales"), form.pop("kind")

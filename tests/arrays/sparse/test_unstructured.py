@@ -5,16 +5,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.experimental import sparse as jsparse
 
 import quaxlike as ql
 from quaxlike.primitives.classes import ZERO_PRESERVING
 from tests.primitives.jaxprs import names
-from tests.samples import normal, once, wrong_types
+from tests.samples import Late, normal, once, wrong_types
+
+jsparse, scipy_sparse = Late("jax.experimental.sparse"), Late("scipy.sparse")
 
 S = ql.SparseArray
 
@@ -146,8 +146,8 @@ def test_bcoo_that_is_traced(shared):
 
 def test_scipy():
     for matrix in (
-        scipy.sparse.csc_array(a_matrix().materialise()),
-        scipy.sparse.dok_array(a_matrix().materialise()),
+        scipy_sparse.csc_array(a_matrix().materialise()),
+        scipy_sparse.dok_array(a_matrix().materialise()),
     ):
         np.testing.assert_array_equal(S.from_scipy(matrix).materialise(), a_matrix().materialise())
     assert a_matrix().to_scipy().format == "csr"
