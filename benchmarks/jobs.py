@@ -9,7 +9,6 @@ exchange, dense copies of weights, and the kernels that are called. The last rec
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import math
@@ -137,8 +136,7 @@ def _qlora(size: str, devices: Any) -> tuple[Any, list[tuple[int, int, int]]]:
     seen = _shape(tokens.shape, bool, of_run.mesh, "data")
     batch = Batch(tokens, tokens, seen, _shape((len(devices), 0), jnp.int32, of_run.mesh, "data"))
     terms = _shape((), jnp.float32, of_run.mesh)
-    with _described(of_run.mesh):
-        return program.lowered(place(frozen), state, batch, terms, None), _weights(size)
+    return program.lowered(place(frozen), state, batch, terms, None), _weights(size)
 
 
 def _decode(size: str, devices: Any) -> tuple[Any, list[tuple[int, int, int]]]:
@@ -171,22 +169,8 @@ def _decode(size: str, devices: Any) -> tuple[Any, list[tuple[int, int, int]]]:
 
     ids, start = _shape((ROWS, 1), jnp.int32, mesh), _shape((), jnp.int32, mesh)
     program = jax.jit(ql.quaxify(step), donate_argnums=2)
-    with _described(mesh):
-        lowered = program.lower(model, ids, jax.tree.map(of_heads, caches), start)
+    lowered = program.lower(model, ids, jax.tree.map(of_heads, caches), start)
     return lowered, _weights(size, len(devices))
-
-
-def _described(mesh: Any) -> Any:
-    """A context in which programs for TPUs that are not at hand are lowered.
-
-    libtpu alone knows nothing of kernels that are divided by `custom_partitioning`. In a mesh that is
-    described they are not, and XLA divides the reference.
-    """
-    import jax
-
-    if mesh.devices.flat[0].platform == "tpu":
-        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-    return contextlib.nullcontext()
 
 
 def _shape(shape: tuple[int, ...], dtype: Any, mesh: Any, *spec: Any) -> Any:
@@ -214,22 +198,29 @@ _CALLED = re.compile(r"(?:body|to_apply|calls|condition)=%?([\w.-]+)")
 
 
 def repetitions(text: str) -> dict[str, int]:
-    """How often each computation of a program runs: bodies of loops as often as the compiler knows."""
-    called: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    entry = inside = ""
+    """How often each computation of a program runs. A loop over layers runs as often as the compiler says, or
+    as the constant to which its condition compares."""
+    inside, entry = "", ""
+    limits: dict[str, int] = {}
+    lines: dict[str, list[str]] = collections.defaultdict(list)
     for line in text.splitlines():
         if found := _COMPUTATION.match(line):
             inside = found[2]
             entry = inside if found[1] else entry
-        times = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-        for name in _CALLED.findall(line):
-            called[inside].append((name, int(times[1]) if times else 1))
+        elif constant := re.search(r"= s32\[\]\S* constant\((\d+)\)", line):
+            limits[inside] = int(constant[1])
+        lines[inside].append(line)
     counts: dict[str, int] = collections.Counter()
 
     def count(name: str, times: int) -> None:
         counts[name] += times
-        for other, often in called[name]:
-            count(other, times * often)
+        for line in lines[name]:
+            often = 1
+            if condition := re.search(r" while\(.*condition=%?([\w.-]+)", line):
+                known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                often = int(known[1]) if known else limits.get(condition[1], 1)
+            for other in _CALLED.findall(line):
+                count(other, times * often)
 
     count(entry, 1)
     return dict(counts)
@@ -329,8 +320,8 @@ in bfloat16. “Decode” is a token of each of eight texts with room for 4,000,
 `tensor_parallel`. All figures are those of one device. Exchanged bytes are results of collectives, those in
 loops each time. A dense copy is an array as large as a weight of all layers in floating point.
 
-For TPUs, libtpu cannot divide kernels between devices that are not there. These programs have plain JAX in
-their place, which decodes a few rows of a weight at a time.
+On the machine itself, JAX tells the compiler how kernels are divided between devices. libtpu alone cannot be
+told, so that the programs for TPUs are not compiled here.
 """
 
 
@@ -348,9 +339,7 @@ def run(job: Job) -> Figures:
         if line.startswith("{"):
             return json.loads(line)
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    told = [line for line in said if "Ran out of memory" in line] or [
-        line for line in said if "Error" in line
-    ]
+    told = [line for line in said if re.match(r"[\w.]+(Error|Exception): ", line)]
     return {"error": (told or said or ["the compiler gave up without a message"])[-1][:200]}
 
 

@@ -35,6 +35,19 @@ def test_collectives_count_as_often_as_their_loops_run():
     assert jobs.exchanged(TEXT) == {"all-gather": 30 * 32 + 64, "all-reduce": 10 * 16}
 
 
+def test_a_loop_runs_as_often_as_its_condition_says():
+    """For TPUs, the compiler does not write the number."""
+    known = ', backend_config={"known_trip_count":{"n":"10"}}'
+    condition = """
+%less (p: f32[4]) -> pred[] {
+  %n = s32[]{:T(128)} constant(10)
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+"""
+    assert known in TEXT
+    assert jobs.exchanged(condition + TEXT.replace(known, "")) == jobs.exchanged(TEXT)
+
+
 def test_dense_copies_have_the_shape_of_a_weight_of_all_layers():
     assert jobs.dense_copies(TEXT, [(5, 6, 7)]) == 1  # 2 × 3 rows; codes and a single layer are none
     assert jobs.dense_copies(TEXT, [(5, 7, 6), (6, 7, 1)]) == 0
