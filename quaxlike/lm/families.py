@@ -360,13 +360,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Architectures that classify with a decoder, and the decoder and the head of each.
-CLASSIFIERS: dict[str, tuple[str, str]] = {
-    (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
-    for name, family in FAMILIES.items()
-    for head in family.heads
-}
-
 #: Architectures of which a decoder is a part, and the architecture of that by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -381,6 +374,15 @@ BODY_OF_TOWER = "model.language_model"
 #: How the names of the decoder begin in files of transformers 4 and 5, and those of the parts beside it.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+
+
+def classifiers() -> dict[str, tuple[str, str]]:
+    """Architectures that classify with a decoder, and the decoder and the head of each."""
+    return {
+        (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
+        for name, family in FAMILIES.items()
+        for head in family.heads
+    }
 
 
 def names_of(role: str) -> list[str]:

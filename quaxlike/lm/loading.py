@@ -31,7 +31,7 @@ from ..surgery.trees import named_arrays, replace
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import BESIDE_TEXT, BODY_OF_TOWER, CLASSIFIERS, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS
+from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS, classifiers
 from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
 from .folders.labels import Labels, numbered
@@ -50,7 +50,7 @@ from .models.modern_bert import (
     ModernBertForSequenceClassification,
     ModernBertForTokenClassification,
 )
-from .models.vocabulary import EMBEDDINGS
+from .models.vocabulary import embeddings
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
@@ -244,9 +244,9 @@ def is_published(model: PyTree) -> bool:
     return saving.is_published(named_arrays(model))
 
 
-#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name.
+#: Entries of `config.json` that the number of rows of an array decides, by the ends of its name. Embeddings
+#: decide the size of the vocabulary.
 _ROWS = {
-    "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight", "score.weight"),
@@ -263,7 +263,8 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     read, make = _architecture(path, config)
     parsed = read.from_json(config)
     renamed: Mapping[str, str] = parsed.family.renamed if isinstance(parsed, DecoderConfig) else {}
-    for entry, ends in _ROWS.items():
+    of_tokens = tuple(f"{name}.weight" for name in embeddings())
+    for entry, ends in {"vocab_size": of_tokens, **_ROWS}.items():
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
@@ -361,7 +362,8 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
     names = config.get("architectures")
-    supported = (*_ENCODERS, *FAMILIES, *CLASSIFIERS)
+    classify = classifiers()
+    supported = (*_ENCODERS, *FAMILIES, *classify)
     known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
         raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
@@ -369,7 +371,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[
         return _ENCODERS[known[0]]
     if known[0] in FAMILIES:
         return DecoderConfig, Decoder
-    of_texts = CLASSIFIERS[known[0]][1] == SEQUENCES
+    of_texts = classify[known[0]][1] == SEQUENCES
     return DecoderConfig, DecoderForSequenceClassification if of_texts else DecoderForTokenClassification
 
 
@@ -383,7 +385,8 @@ def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> U
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
     """Raises `CheckpointError` for sizes that the tensors of the checkpoint rule out, before anything of
     these sizes is made."""
-    limits = dict.fromkeys(_SIZES, (32 * weights.longest_axis, "the axes of its tensors"))
+    sizes = (*_SIZES, *(entry for family in FAMILIES.values() for entry in family.sizes))
+    limits = dict.fromkeys(sizes, (32 * weights.longest_axis, "the axes of its tensors"))
     # Each layer has four weights at least, and their norms.
     limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
     for name, (most, why) in limits.items():
@@ -396,7 +399,6 @@ _SIZES = (
     *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *(entry for family in FAMILIES.values() for entry in family.sizes),
 )
 
 

@@ -27,7 +27,7 @@ from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
 from ..families import FAMILIES, HEADS, IN_TOWER, names_of
-from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
+from ..models.vocabulary import embeddings, is_of_tokens
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
 from .stored import is_parameter, stored_as, why_unsupported, wrapped_names
@@ -237,7 +237,7 @@ def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
     for name, leaf in names.items():
-        if isinstance(leaf, TrainableRows) and name.endswith(tuple(f"{x}.weight" for x in EMBEDDINGS)):
+        if isinstance(leaf, TrainableRows) and name.endswith(tuple(f"{x}.weight" for x in embeddings())):
             rows = name, leaf.indices
     if not is_tied or head is None or rows is None:
         return None
@@ -363,7 +363,7 @@ def _embeddings(
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
-        if not OF_TOKENS.fullmatch(name) or base is None or isinstance(leaf, TrainableArray):
+        if not is_of_tokens(name) or base is None or isinstance(leaf, TrainableArray):
             continue
         layer, _, field = new.rpartition(".")
         wrapped = {TrainableRows: ".token_adapter.base_layer.", LoraBias: ".base_layer."}.get(type(leaf), ".")

@@ -12,7 +12,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.lm import load, models, peft, save
-from quaxlike.lm.families import CLASSIFIERS
+from quaxlike.lm.families import classifiers
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.clients.suite import client
 
@@ -35,7 +35,7 @@ _OPTIONS = {
 ENCODERS = [
     f"{kind}For{what}Classification" for kind in ("Bert", "ModernBert") for what in ("Sequence", "Token")
 ]
-ARCHITECTURES = [*CLASSIFIERS, *ENCODERS]
+ARCHITECTURES = [*classifiers(), *ENCODERS]
 
 
 def made(architecture, folder, kind, **more):
