@@ -203,7 +203,7 @@ _QWEN = Family(
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
 _DELTA_NET = Family(
-    qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True, heads=(),
+    qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True,
     entries=("attention_bias", *_SPARSE, "shared_expert_intermediate_size"),
     sizes={
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -330,10 +330,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"},
+        heads=(SEQUENCES,), head_stem="Qwen3_5Text",
         defaults={**_DELTA_NET.defaults, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": dataclasses.replace(
-        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in",
+        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in", heads=(),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

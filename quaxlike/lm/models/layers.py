@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -65,8 +66,9 @@ class Part(eqx.Module):
 @functools.cache
 def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
     """Makes a subclass of the same name with more fields: what no field holds is not in the pytree."""
-    like = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, (cls,), {**like, "__annotations__": dict.fromkeys(names, Any)})
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    namespace["__annotations__"] = dict.fromkeys(names, Any)
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(namespace))
 
 
 class Conv1D(eqx.Module):

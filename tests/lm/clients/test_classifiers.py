@@ -25,11 +25,16 @@ _SIZES = {
 }  # fmt: skip
 _OF_DECODERS = {"num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DELTA_NET = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
 _OPTIONS = {
     "Gemma3Text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "Mixtral": {"num_local_experts": 4}, "Qwen2Moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
-    "Qwen3Moe": _EXPERTS,
+    "Qwen3Moe": _EXPERTS, "Qwen3_5Text": _DELTA_NET,
+    "Qwen3Next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
 }  # fmt: skip
 ENCODERS = [
