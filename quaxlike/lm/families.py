@@ -135,6 +135,9 @@ class Family:
     """The heads that classify texts, or their tokens, by how the names of transformers' models end."""
     head_stem: str = ""
     """How the names of these begin, where not like that of the decoder."""
+    taken_for_experts: tuple[str, ...] = ()
+    """How the names of layers end that PEFT takes for experts, as transformers 4 called these, wherever
+    `target_modules` has them: only as parameters are they what they are called."""
     token_head: str = "score"
     """The name of the layer that classifies tokens."""
 
@@ -262,7 +265,7 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("qwen2moe", "qwen2_moe", square=True, keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm="heads", windows=0, window_switch=True, experts="out_in",
+        qk_norm="heads", windows=0, window_switch=True, experts="out_in", taken_for_experts=_EXPERT_FILES,
         entries=("attention_bias", *_SPARSE),
         gguf=Gguf("qwen3moe", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}),
     ),
@@ -323,6 +326,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3NextForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "fused_gated_delta_net"}, experts="out_in",
+        taken_for_experts=_EXPERT_FILES,
         defaults={
             **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,

@@ -26,7 +26,7 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion
-from ..families import FAMILIES, HEADS, IN_TOWER, names_of
+from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
 from ..models.vocabulary import embeddings, is_of_tokens
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
@@ -113,9 +113,10 @@ def save_adapter(
             trained[new] = leaf
     in_full = _trained_config(names, adapters, trained)
     _check_held(method, model, names, adapters, in_full)
-    tensors, of_all, entries = _entries(method, names, in_file, adapters)
+    family = getattr(getattr(model, "config", None), "family", None)
+    tensors, of_all, entries = _entries(method, names, in_file, adapters, family)
     for other in method.beside:
-        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old))
+        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old), family)
         tensors, entries[other.entry] = tensors | more, others[other.entry]
     if tied := _tied_head_entries(method, model, tensors, trained):
         tensors, entries["ensure_weight_tying"] = tensors | tied, True
@@ -247,7 +248,7 @@ def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
 
 def _entries(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
-    adapters: Mapping[str, Written],
+    adapters: Mapping[str, Written], family: Family | None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Makes the tensors of layers and of the whole model, and the configuration."""
     assert method.write is not None
@@ -277,13 +278,33 @@ def _entries(
     targets, parameters = adapters, [*wrapped]
     if "parameter" in method.kinds:
         every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
-        routers = [layer for layer in adapters if is_router(layer, every)]
-        targets = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *routers)}
-        parameters += [f"{layer}.weight" for layer in routers]
+        modules = {layer: x for layer, x in adapters.items() if layer not in wrapped}
+        by_weight = [x for x in modules if is_router(x, every) or _is_taken_for_experts(x, family)]
+        for layer in by_weight:
+            _check_parameter(modules[layer])
+        targets = {layer: x for layer, x in modules.items() if layer not in by_weight}
+        parameters += [f"{layer}.weight" for layer in by_weight]
     if parameters:
         config["target_parameters"] = sorted(parameters)
     config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
     return tensors, of_all, config
+
+
+def _is_taken_for_experts(layer: str, family: Family | None) -> bool:
+    return family is not None and layer.rpartition(".")[2] in family.taken_for_experts
+
+
+def _check_parameter(layer: Written) -> None:
+    """Raises for an adapter of a layer's weight that PEFT does not have for parameters."""
+    for what, is_there in {
+        "DoRA": getattr(layer.array, "magnitude", None) is not None,
+        "lora_bias": isinstance(layer.bias, LoraBias),
+    }.items():
+        if is_there:
+            raise ValueError(
+                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router "
+                "or would be taken for experts."
+            )
 
 
 def _check_kind(method: Method, layer: Written) -> None:
