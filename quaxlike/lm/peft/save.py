@@ -6,6 +6,7 @@ something else.
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -93,6 +94,21 @@ def save_adapter(
     """
     if base is not None:
         model = _relative_to_base(_unstacked(model), _unstacked(base))
+    stored, entries = tensors_and_config(model, rename=rename, task_type=task_type, layout=layout)
+    config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
+    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {key: np.asarray(array) for key, array in stored.items()}
+    files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+
+
+def tensors_and_config(
+    model: PyTree, *, rename: Rename = None, task_type: str | None = None, layout: Layouts = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tensors of an adapter's file and the entries of its configuration.
+
+    **Raises:** as for `save_adapter`.
+    """
     model = _rewritten(_unstacked(model))
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
@@ -127,13 +143,8 @@ def save_adapter(
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
     if _has_new_embeddings(model):
         tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
-    config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
-
-    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
-    stored |= {ROOT + key: np.asarray(array) for key, array in of_all.items()}
-    files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+    stored = {PREFIX + key: array for key, array in tensors.items()}
+    return stored | {ROOT + key: array for key, array in of_all.items()}, entries
 
 
 # PEFT trains these heads by default, so it expects them in the file.
@@ -286,6 +297,13 @@ def _entries(
         parameters += [f"{layer}.weight" for layer in by_weight]
     if parameters:
         config["target_parameters"] = sorted(parameters)
+        if config.get("lora_dropout"):
+            warnings.warn(
+                f"PEFT has no dropout for parameters such as {parameters[0]}: the file has lora_dropout=0, "
+                "and computes the same. Whoever goes on with it trains without dropout.",
+                stacklevel=5,
+            )
+            config["lora_dropout"] = 0.0
     config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
     return tensors, of_all, config
 

@@ -280,3 +280,17 @@ def test_layers_that_peft_takes_for_experts(architecture, tmp_path):
             ValueError, match=r"PEFT has no DoRA for .*mlp\.gate_proj\.weight, which it adapts"
         ):
             peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options | {"where": _DENSE}))
+
+
+def test_dropout_beside_experts(tmp_path):
+    """PEFT has none for parameters, and would not load a file that asks for it."""
+    base, _ = load(folder("qwen3_moe"))
+    save = lambda where: peft.save_adapter(
+        tmp_path, ql.loraify(base, rank=2, dropout=0.1, where=where, key=jax.random.key(0))
+    )
+    dropout = lambda: json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"]
+    with pytest.warns(UserWarning, match=r"no dropout for parameters such as .*experts\.\w+: .*=0"):
+        save("all-linear")
+    assert dropout() == 0
+    save(["q_proj"])
+    assert dropout() == 0.1
