@@ -161,7 +161,8 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """llama.cpp's `_M` presets (`llama-quant.cpp`): the head, and values and down projections of the first
-    and last layers and of each third one between, in 6 bits; beside eight experts, keys and values in 8."""
+    and last layers and of each third one between, in 6 bits; queries, keys and values in one array with one
+    bit more, in all layers; beside eight experts, keys and values in 8."""
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
         layers = {name: int(m[1]) for name in records if (m := _LAYER.search(name))}
@@ -172,6 +173,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             return i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
+        fused = [name for name in layers if _FUSED.fullmatch(name)]
         keys = output = list[str]()
         if _num_experts(records) == 8:  # as in Mixtral
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
@@ -180,6 +182,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             **_rule(output_layer(records), "q6_k"),
             **_rule(keys, "q8_0"),
             **_rule(output, "q5_k"),
+            **_rule(fused, _ONE_BIT_MORE[most]),
             **_rule([name for name in more if name not in keys], "q6_k"),
         }
         return {**rules, "all-linear": most}
@@ -207,7 +210,10 @@ _LAYER = re.compile(r"\.([0-9]+)\.")
 _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
-_MORE_BITS = re.compile(r".*\.(v_proj|qkv_proj|down_proj)(\..*)?")
+# As Llama, BERT, GPT-2 and ModernBERT name them.
+_MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
+_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
+_ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
 #: Functions that make a recipe for a model's arrays, by name.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
