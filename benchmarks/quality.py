@@ -89,7 +89,6 @@ SCHEMES: dict[str, Scheme] = {
     "mxfp4": Scheme("mxfp4"),
     "fp4": Scheme("fp4"),
     "int4": Scheme("int4"),
-    "int4, calibrated": Scheme("int4", calibrate="moments"),
     "q3_k": Scheme("q3_k"),
     "q3_k, importance": Scheme("q3_k", calibrate="importance"),
     "q2_k": Scheme("q2_k"),

@@ -84,7 +84,7 @@ def test_the_text_is_long_and_not_the_one_that_calibrates(quality):
 
 #: Bounds of the relative error of MiniLM's embeddings: of rounded weights, with inputs rounded token by
 #: token, by a scale from other texts, and token by token after smoothing.
-ERRORS = {"weights": 0.04, "token": 0.105, "calibrated": 0.28, "smoothed": 0.1}
+ERRORS = {"weights": 0.04, "token": 0.09, "calibrated": 0.24, "smoothed": 0.09}
 
 
 @pytest.mark.slow
@@ -111,7 +111,8 @@ def test_errors_of_products_in_8_bits(quality, default_promotion):
         run = jax.jit(ql.quaxify(embeddings))
         apart = {kind: jnp.linalg.norm(run(m, texts) - wanted) for kind, m in models.items()}
     found = {kind: float(x / jnp.linalg.norm(wanted)) for kind, x in apart.items()}
-    assert found["weights"] < found["smoothed"] < found["token"] < found["calibrated"]
+    assert found["weights"] < found["token"] < found["calibrated"]
+    assert found["smoothed"] == pytest.approx(found["token"], rel=0.1)
     for kind, most in ERRORS.items():
         assert 0.7 * most < found[kind] < most, found
 
