@@ -121,7 +121,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def materialise(self) -> Any:
-        """Computes the dense array. May raise, to refuse."""
+        """Computes the dense array. You can raise an error here if it should never be materialised."""
 
     @staticmethod
     def default(
@@ -267,7 +267,7 @@ class ArrayValue(Value):
 
     @abc.abstractmethod
     def materialise(self) -> jax.Array:
-        """Computes the dense array. May raise, to refuse."""
+        """Computes the dense array. You can raise an error here if it should never be materialised."""
 
     # These use `aval`, because the shape that a type reports might not be the one suggested by its leaves.
 
@@ -651,7 +651,7 @@ def _check_aval(value: Value, aval: Any, key: Any) -> None:
     try:
         with probing(), jax.enable_checks(False):  # otherwise JAX's own checks would recurse infinitely
             out = jax.eval_shape(lambda x: type(x).materialise(x), as_shapes(value))  # as in `aval`
-    except Exception:  # a type may refuse in any way
+    except Exception:  # a type can raise any error in order to refuse
         return
     if isinstance(out, jax.ShapeDtypeStruct) and (out.shape, out.dtype) != (aval.shape, aval.dtype):
         _checked.discard(cls)

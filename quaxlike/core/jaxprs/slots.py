@@ -184,7 +184,7 @@ def _gives_leaves_back(slot: LeafLayout) -> bool:
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
             dense, transpose = jax.vjp(lambda leaves: materialised(slot.unflatten(leaves)), leaves)
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
@@ -216,7 +216,7 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
             # leaves as they aren't used by the result.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return (True,) * len(slot)
     of_tangents = iter(used[len(slot) :])
     return tuple(not has or next(of_tangents) for has in moving)
@@ -299,7 +299,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialised(whole.unflatten(leaves))
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return True
         parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
