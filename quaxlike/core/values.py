@@ -52,15 +52,13 @@ on_new_type: list[Callable[[Any], None]] = []
 class Value(eqx.Module, metaclass=ValueMeta):
     """Anything standing in for a JAX array inside a function wrapped in `quaxify`.
 
-    For arrays, subclass [`quaxlike.ArrayValue`][] instead. You should only subclass this directly to
-    represent something that isn't an array.
+    Only subclass this directly for something that isn't an array; for arrays, see [`quaxlike.ArrayValue`][].
 
     A `Value` is an Equinox module, whose array fields are its leaves. Anything that determines its shape,
     dtype or dispatch should be a static field; these can hold any object that supports `==`, but never an
     array. If a field can be None then it must be annotated as optional.
 
-    All methods after `materialise` are optional. The docstring of each one describes what happens if it isn't
-    overridden.
+    All methods after `materialise` are optional; their docstrings describe what happens without them.
     """
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = None
@@ -152,8 +150,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """Converts a plain `array` to this type, to match `like`.
 
         This is called if one branch of a `cond` returns a Value but another one returns an array, or if a
-        loop carry changes from one to the other. You should only use the statics and shapes of `like`, not
-        its data.
+        loop carry changes from one to the other. Only use the statics and shapes of `like`, not its data.
 
         The result must be equal to `array`, and have the same derivative. Its static fields can differ from
         those of `like`, provided that `like` can be widened to them (see `widen`). If `like` contains another
@@ -170,19 +167,16 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
     def widen(self, like: "Value") -> "Value | jax.Array | NotImplementedType":
-        """Converts this value to the class, statics and leaf shapes of `like`, or to ones `like` can be
-        widened to.
+        """Converts this value to the form of `like`, or to a form that `like` can be widened to in turn.
 
         This is called if two branches of a `cond`, or a loop carry before and after an iteration, are Values
-        with different classes, static fields or leaf shapes. You should only use the statics and shapes of
-        `like`, not its data.
+        with different classes, static fields or leaf shapes. Only use the statics and shapes of `like`.
 
         First one of the two is widened to the other, and then the other is widened to the result, after which
         the two must agree. The value returned must be equal to this one, and have the same derivative. If
         it's a dense array, then both are made dense.
 
-        If this isn't overridden, then any fields that are Values are widened, and everything else has to
-        agree.
+        If this isn't overridden, then fields that are Values are widened, and everything else has to agree.
         """
         return NotImplemented
 
@@ -191,18 +185,15 @@ class Value(eqx.Module, metaclass=ValueMeta):
         """Converts a cotangent to what the backward function of a `jax.custom_vjp` receives.
 
         Here `ct` is a value of this type (which must be `linear`), or a plain array if only other results are
-        of this type. Override this if cotangents have different static fields from their primals, e.g. other
-        units.
+        of this type. Override this if static fields of cotangents differ from those of primals, e.g. units.
         """
         return ct
 
     def cotangent_factor(self, dtype: Any) -> Any:
-        """A scalar of this type and `dtype`, used to convert a cotangent for this value into one for its
-        leaves.
+        """A scalar of this type and `dtype`, for converting a cotangent of this value to one for its leaves.
 
         This is used for values that are created inside a function being differentiated. For example, a
-        quantity returns one in the same unit. By default this is None, in which case the cotangent is used
-        unchanged.
+        quantity returns one in the same unit. By default this is None, which leaves cotangents unchanged.
         """
         return None
 
@@ -360,8 +351,7 @@ def kind_of(x: Any) -> str:
 def is_value(x: Any) -> bool:
     """Returns whether `x` is a [`quaxlike.Value`][]; for `is_leaf=` and `filter_spec=`.
 
-    For example, pass this as `is_leaf` to `jax.tree.map` when mapping over a model, so that each Value is
-    treated as a single leaf rather than a subtree.
+    For example, use this in `jax.tree.map` over a model, so that each Value is a leaf and not a subtree.
 
     Note that a Value with missing parts (e.g. one half of the result of `eqx.partition`) does not represent
     an array, so this returns False for it, and it is treated as an ordinary pytree.
@@ -445,8 +435,7 @@ def _check_of(part: Any) -> Callable[[Any], bool]:
 def _holds_nothing_but_none(node: Any) -> bool:
     """Returns whether a node of any other type holds only None.
 
-    If a node contains None alongside actual leaves, then it might do so for its own reasons, so we don't
-    treat it as missing.
+    (If it contains None alongside actual leaves then it might do so for its own reasons.)
     """
     leaves = jtu.tree_leaves(node, is_leaf=lambda x: x is None)
     return bool(leaves) and all(x is None for x in leaves)
