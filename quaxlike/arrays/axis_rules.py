@@ -131,7 +131,7 @@ def _broadcast_in_dim(
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
-        name = next((name for name in labels_of(x) if name != "w"), "w")
+        name = next((name for name in labels_of(x) if name not in ("w", *x.numbers)), "w")
         part, own = getattr(x, name), _labels_in(x, range(n))[name]
         known = dict(zip(labels_of(x)[name], part.shape, strict=True)) | dict(enumerate(x.shape))
         sizes = (*shape[:n_new], *(known[i] for i in own))

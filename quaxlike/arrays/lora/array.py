@@ -360,6 +360,8 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
     _, a_labels, b_labels = labels(x)
 
     def pad(part: Any, own: Labels) -> Any:
+        if rank == x.rank:
+            return part  # shared with `x`, and not a copy
         widths = [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own]
         return quaxify(lambda part: jnp.pad(part, widths))(part)
 

@@ -44,9 +44,10 @@ def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
 
 
 def scaling_of(lora: "LoraArray", x: jax.Array, ndim: int = 1) -> jax.Array:
-    """The scaling of the matrices of a stack, for `x` with this many axes after the batch axes."""
+    """Returns the scaling of each matrix in a stack, for `x` with this many axes after the batch axes."""
     scaling = jnp.asarray(lora.scaling_in(x.dtype))
-    return scaling.reshape(scaling.shape + (1,) * ndim)
+    lacked = max(x.ndim - ndim - scaling.ndim, 0)  # batch axes without an `alpha` of their own
+    return scaling.reshape((1,) * lacked + scaling.shape + (1,) * ndim)
 
 
 def factored(lora: "LoraArray", delta: jax.Array, rank: int) -> "LoraArray":
