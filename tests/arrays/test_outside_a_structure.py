@@ -135,7 +135,7 @@ MODES = {
 }
 
 
-@pytest.mark.quick(11)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", SUMS)
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("mode", MODES)

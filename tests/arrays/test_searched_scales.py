@@ -38,7 +38,7 @@ def _error(w, q, importance=(1,)):
     return float(np.mean(np.asarray(importance, np.float32)[None] * (q.materialise() - w) ** 2) ** 0.5)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick("q4_0")
 @pytest.mark.parametrize("codec", LLAMA_CPP)
 def test_errors_are_at_most_those_of_llama_cpp(codec):
     w, importance = _matrix()
@@ -60,6 +60,7 @@ def test_scales_that_cover_the_range_are_worse():
         assert _error(w, ql.BlockArray.quantize(w, codec=codec)) < 0.99 * _error(w, covering)
 
 
+@pytest.mark.quick("q4_k", "mxfp4")
 @pytest.mark.parametrize("codec", ["q4_0", "q4_1", "q4_k", "iq4_nl", "mxfp4"])
 def test_unusual_blocks(codec):
     """Zeros, a constant, tiny and large numbers, and rows that blocks do not fill."""

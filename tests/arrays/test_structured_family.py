@@ -138,7 +138,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", MATRICES)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives_inside_of_what_reads_factors(derivative, kind):
@@ -168,7 +168,7 @@ SMALL = {  # JAX has determinants in half precision for few rows alone, in close
 }
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("kind", SMALL)
 def test_determinants_in_half_precision(kind, dtype):

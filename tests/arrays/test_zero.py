@@ -78,7 +78,7 @@ def test_zero_annihilates(zero_times):
     assert type(agrees(zero_times, X, ZERO)) is Zero
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("x", [ZERO, TWO, TRACED, STACK])
 @pytest.mark.parametrize(
     "f",
@@ -103,7 +103,7 @@ def test_elementwise_functions_work_on_one_number(f, x):
         jax.jit(ql.quaxify(f))(x)
 
 
-@pytest.mark.quick(19)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("x", [ZERO, TWO, TRACED])
 @pytest.mark.parametrize(
     "f",
@@ -247,7 +247,7 @@ def test_rows_of_a_stack_of_constants():
         jax.tree.map(np.testing.assert_array_equal, list(out), list(f(STACK.materialise())))
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("reduce", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("number", [np.inf, np.nan, 2.0])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

@@ -266,7 +266,7 @@ class TestLeavesThatAreNotElements:
             inside = ql.quaxify(jax.grad(loss))(x)
             np.testing.assert_allclose(ql.materialise(inside), jax.grad(loss)(ql.materialise(x)), rtol=1e-5)
 
-    @pytest.mark.quick("Pair", "of names")
+    @pytest.mark.quick("of names")
     @pytest.mark.parametrize("x", BY_ELEMENTS.values(), ids=BY_ELEMENTS)
     def test_a_linear_solve(self, x):
         a = jnp.eye(3) + 0.1 * MATRIX
