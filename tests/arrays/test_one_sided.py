@@ -313,7 +313,7 @@ MULTIPLYING = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize(("kind", "product", "returns_arrays"), covering(MULTIPLYING, ALONE, (False, True)))
 def test_a_rule_for_the_product_alone_is_found(kind, product, returns_arrays):

@@ -345,12 +345,12 @@ def test_the_weight_is_read_once_for_all_that_is_mapped():
     x = _x(w, (5, 3))
     fn = jax.vmap(lambda x: _times(x, w), in_axes=1, out_axes=2)
     assert names(fn, x) == ["transpose", "nf4_matmul", "transpose"]
-    assert relative_error(fn(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
+    assert relative_error(jax.jit(fn)(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
     a, b, _ = _adapters(w, "an adapter for each row")
     fn = lambda x, a, b: _times(x, w, adapters=(a, b, None))
     assert _products(jax.vmap(fn), x[:3], a, b) == ["nf4_matmul"]
     assert _products(jax.vmap(fn, in_axes=(0, None, None)), x, a[0], b[0]) == ["lora_matmul"]
-    codes = jnp.stack([w.leaves[0]] * 2)
+    codes = np.stack([w.leaves[0]] * 2)
     assert "nf4_matmul" in names(jax.vmap(lambda c: _times(x, w, (c, *w.leaves[1:]))), codes)
 
 
@@ -431,7 +431,7 @@ def test_on_gpus_activations_meet_scales_a_quarter_at_a_time(transpose, products
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("m", "dtype"), [(63, "f32"), (64, "bf16")])
 def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):
-    w = stored("q4_k", 128, 256)
+    w = stored("q4_1", 128, 256)
     x = _x(w, (m,), transpose, "bfloat16")
     with kernels.backend("reference"):
         dots = _dots(jax.jit(lambda x: _times(x, w, transpose=transpose)).lower(x).as_text())

@@ -11,12 +11,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS
-from tests.samples import normal, random_key, wrong_types
+from tests.samples import drawn, normal, random_key, wrong_types
 
 
 @pytest.fixture
 def mlp():
-    return eqx.nn.MLP(5, 3, 16, depth=2, key=jax.random.key(0))
+    return drawn(eqx.nn.MLP, 5, 3, 16, depth=2, key=random_key())
 
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
