@@ -123,7 +123,7 @@ def _weights(model):
     return arrays[f"{_EMBEDDING}.weight"], arrays.get(f"{_HEAD}.weight")
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("tied", "case"), [*((True, case) for case in TIED), *((False, case) for case in UNTIED)]
 )
