@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 def _agrees(f, *args):
-    found, expected = jax.jit(ql.quaxify(f))(*args), jax.jit(f)(*ql.materialise(args))
+    found, expected = ql.quaxify(f)(*args), jax.jit(f)(*ql.materialise(args))
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     tol = 1e-5 if expected.dtype == jnp.float32 else 1e-8
     np.testing.assert_allclose(ql.materialise(found), expected, rtol=tol, atol=tol)
