@@ -19,7 +19,6 @@ from quaxlike.lm.finetune.settings import RunSettings, TrainSettings
 from quaxlike.lm.finetune.tasks import NextToken
 from quaxlike.lm.finetune.train import State, TrainingProgram, optimiser_for, outputs_of, prepared, stored_for
 from quaxlike.lm.models import Decoder, DecoderConfig
-from tests.samples import drawn, random_key
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 SETTINGS = TrainSettings(Path(), batch_size=2)
@@ -30,7 +29,7 @@ def decoder(layers=1, vocabulary=13, **more):
         "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16,
         "num_hidden_layers": layers, "num_attention_heads": 2, "vocab_size": vocabulary, **more,
     })  # fmt: skip
-    return drawn(Decoder, config, key=random_key())
+    return Decoder(config, key=jax.random.key(0))
 
 
 def text(*ids, learned=None):
