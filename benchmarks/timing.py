@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Operands are rotated until together they are this much larger than the caches.
 # Programs that are started before the first has ended, so that the device does not wait for the host.
 _PROGRAMS = 4
-CACHE_BYTES = {"gpu": 3 * 50 * 2**20, "cpu": 64 * 2**20}
+# Operands are rotated until together they are this much larger than the caches.
+CACHE_BYTES = {"gpu": 3 * 50 * 2**20, "tpu": 2 * 128 * 2**20, "cpu": 64 * 2**20}
 
 
 class Time(NamedTuple):
@@ -54,10 +54,11 @@ class Way(NamedTuple):
 def measure(ways: Mapping[str, Way], repeats: int, *, chained: bool | None = None) -> dict[str, Time]:
     """The time of a call of each way by the clock, interleaved.
 
-    `chained`, as on a GPU if None, calls run one after the other on the device, as a program of all operands:
-    a call finds the caches filled by the others, and the device does not wait for the host between them.
+    `chained`, as on accelerators if None, calls run one after the other on the device, as a program of all
+    operands: a call finds the caches filled by the others, and the device does not wait for the host between
+    them.
     """
-    chained = jax.default_backend() == "gpu" if chained is None else chained
+    chained = jax.default_backend() != "cpu" if chained is None else chained
     runs = {name: (_chained if chained else _turns)(way) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):

@@ -24,7 +24,7 @@ def _code(cell: dict[str, Any]) -> str:
 
 
 def test_there_are_notebooks():
-    assert {path.stem for path in _NOTEBOOKS} == {"own-type", "lora-nf4", "fine-tune"}
+    assert {path.stem for path in _NOTEBOOKS} == {"own-type", "lora-nf4", "fine-tune", "kernels"}
 
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ Needs `pip install 'quaxlike[rivals]'`; rows whose rival is missing are told.
 import argparse
 import contextlib
 import datetime
-import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypedDict
 
+from .. import provenance
 from . import files
 from .rows import ROWS, Row
 
@@ -41,6 +42,7 @@ class Record(TypedDict):
     """Of the newest row."""
     versions: str
     rows: list[dict[str, Any]]
+    """Each with the `commit` that it was measured at, if that is known."""
 
 
 class Missing(Exception):
@@ -97,6 +99,7 @@ def measure(row: Row, cores: int, folder: pathlib.Path, size: files.Size, repeat
     of_theirs = job | {"side": side or "theirs", "function": function}
     of_theirs |= {"options": {**row.options, **row.of_theirs}}
     found: dict[str, Any] = {"row": row.name, "rival": row.rival, "cores": cores, "at most": row.limit}
+    found["commit"] = provenance.commit()
     load = os.getloadavg()[0]
     with contextlib.closing(_runs(of_theirs, row.starts)) as theirs:
         try:
@@ -149,15 +152,6 @@ def processor() -> str:
     return f"{name} ({', '.join(has) or platform.machine()}), {os.cpu_count()} cores"
 
 
-def versions() -> str:
-    """Of all sides."""
-    found = [f"Python {platform.python_version()}"]
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join(found)
-
-
 HEADERS = ("work", "beside", "cores", "ours ÷ theirs", "range", "at most", "ms, ours and theirs", "load")
 
 
@@ -180,22 +174,47 @@ def page(records: Mapping[str, Record]) -> str:
     """The page of the documentation: a row for each work, a column for each processor."""
     size = files.FULL
     parts = [_INTRODUCTION.format(size=size, millions=size.parameters / 1e6), _PICTURE]
-    parts += ["\n".join(f"| {' | '.join(row)} |" for row in _table(records))]
-    parts += [f"**{on}**: {record['date']}, with {record['versions']}." for on, record in records.items()]
+    parts.append(_lines(_table(records, apart=False)))
+    parts += [
+        f"**{on}**: {record['date']}, {_commits(record)}, with {record['versions']}."
+        for on, record in records.items()
+    ]
     if above := list(_above(records)):
         parts.append("\n".join(["Above what is aimed at:", "", *above]))
+    if len(apart := list(_table(records, apart=True))) > 2:
+        parts += [_APART, _lines(apart)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(records: Mapping[str, Record]) -> Iterator[list[str]]:
-    header = ["work ÷ beside", "cores", "at most", *records]
+def _lines(table: Iterable[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)
+
+
+def _commits(record: Record) -> str:
+    """The commits of the rows."""
+    known = dict.fromkeys(commit for row in record["rows"] if (commit := row.get("commit")))
+    return f"at commit {', '.join(known)}" if known else "at a commit that was not noted"
+
+
+def _table(records: Mapping[str, Record], apart: bool) -> Iterator[list[str]]:
+    """The ratios; or `apart`, those that tell how slow the rival is on a processor."""
+    rows = {row.name: row for row in ROWS}
+    of = {
+        on: {(x["row"], x["cores"]): x for x in record["rows"] if _is_apart(on, x, rows) == apart}
+        for on, record in records.items()
+    }
+    shown = {on: found for on, found in of.items() if found} if apart else of
+    header = ["work ÷ beside", "cores", "at most", *shown]
     yield header
     yield ["---"] * len(header)
-    of = [{(x["row"], x["cores"]): x for x in record["rows"]} for record in records.values()]
     for row in ROWS:
-        for cores in sorted({cores for rows in of for name, cores in rows if name == row.name}):
-            found = [rows.get((row.name, cores)) for rows in of]
-            yield [f"{row.name} ÷ {row.rival}", str(cores), f"{row.limit:g}", *map(_cell, found)]
+        for cores in sorted({cores for found in shown.values() for name, cores in found if name == row.name}):
+            cells = [_cell(found.get((row.name, cores))) for found in shown.values()]
+            yield [f"{row.name} ÷ {row.rival}", str(cores), f"{row.limit:g}", *cells]
+
+
+def _is_apart(on: str, found: Mapping[str, Any], rows: Mapping[str, Row]) -> bool:
+    return found["row"] in rows and rows[found["row"]].shows_the_rival(on)
 
 
 def _cell(found: dict[str, Any] | None) -> str:
@@ -230,15 +249,19 @@ _INTRODUCTION = """\
 After this page, you know how long whole jobs take on a CPU with quaxlike, and with what you would pick
 instead.
 
-`python -m benchmarks.rivals --record` wrote it. Both sides read the same weights, random ones of a Llama of
-{millions:.0f} million ({size.layers} layers of {size.width}), and the same tokens. Each is a process of
-its own; they take turns. A number is the median of ours ÷ theirs: below 1, quaxlike takes less time.
-Milliseconds of both are in parentheses. “At most” is what the project aims at.
+`python -m benchmarks.rivals --record` wrote it; `--only TEXT --cores N` measures single rows. Both sides read
+the same weights, random ones of a Llama of {millions:.0f} million ({size.layers} layers of {size.width}), and
+the same tokens. Each is a process of its own; they take turns. A number is the median of ours ÷ theirs: below
+1, quaxlike takes less time. Milliseconds of both are in parentheses. “At most” is what the project aims at.
 
 “Load and 32 tokens” is a process from its start to its end, the second one, as is “second start”: the
-programs that the first one compiled are in the cache that commands keep. With AVX2 alone, PyTorch's products
-of many rows in bfloat16, and those of bitsandbytes, take many times as long as with AVX-512: there, ratios to
-them show that, and little of quaxlike.\
+programs that the first one compiled are in the cache that commands keep.\
+"""
+_APART = """\
+## Where the other is slow
+
+With AVX2 alone, PyTorch's products in bfloat16, and those of bitsandbytes, take many times as long as with
+AVX-512. These ratios show that, and little of quaxlike. They are not in the picture.\
 """
 
 
@@ -246,15 +269,19 @@ def draw(records: Mapping[str, Record], path: pathlib.Path) -> None:
     """The picture: points for each row, their ranges, and what they should be at most."""
     import matplotlib.pyplot as plt
 
-    shown = [x for record in records.values() for x in record["rows"] if "ratio" in x]
-    order = [row.name for row in ROWS]
+    rows = {row.name: row for row in ROWS}
+    drawn = {
+        on: [x for x in record["rows"] if "ratio" in x and not _is_apart(on, x, rows)]
+        for on, record in records.items()
+    }
+    shown, order = list(itertools.chain(*drawn.values())), list(rows)
     shown.sort(key=lambda found: order.index(found["row"]), reverse=True)
     names = list(dict.fromkeys(map(_name, shown)))
     # As wide as a phone can show, so names stand above their points.
     figure, axes = plt.subplots(figsize=(4.6, 1.4 + 0.36 * len(names) + 0.3 * len(records)))
-    for colour, (on, record) in enumerate(records.items()):
+    for colour, (on, measured) in enumerate(drawn.items()):
         for cores, marker in ((1, "o"), (2, "s")):
-            of_cores = [x for x in record["rows"] if "ratio" in x and x["cores"] == cores]
+            of_cores = [x for x in measured if x["cores"] == cores]
             if not of_cores:
                 continue
             at = [names.index(_name(x)) + 0.15 * (1.5 - cores) for x in of_cores]
@@ -303,7 +330,8 @@ def main() -> None:
     size, repeats = (files.QUICK, 2) if arguments.quick else (files.FULL, arguments.repeats)
     records: dict[str, Record] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     kept = records.get(processor())
-    if kept is not None and kept["versions"] != versions():
+    versions = provenance.versions(_PACKAGES)
+    if kept is not None and kept["versions"] != versions:
         if arguments.record:
             console.print(f"Rows of other versions are dropped: {kept['versions']}", markup=False)
         kept = None
@@ -331,7 +359,7 @@ def record(records: dict[str, Record], measured: Mapping[tuple[str, int], dict[s
     rows = [found for (name, _), found in measured.items() if name in order]
     rows.sort(key=lambda found: (order.index(found["row"]), found["cores"]))
     records[processor()] = {
-        "date": datetime.date.today().isoformat(), "versions": versions(), "rows": rows
+        "date": datetime.date.today().isoformat(), "versions": provenance.versions(_PACKAGES), "rows": rows
     }  # fmt: skip
     RECORD.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     PAGE.write_text(page(records))

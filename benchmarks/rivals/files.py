@@ -10,7 +10,11 @@ import numpy as np
 GGUF = {
     "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
     "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
+    "Q3_K_M": "LLAMA_FTYPE_MOSTLY_Q3_K_M",
     "Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M",
+    "Q5_K_M": "LLAMA_FTYPE_MOSTLY_Q5_K_M",
+    "Q6_K": "LLAMA_FTYPE_MOSTLY_Q6_K",
+    "IQ4_XS": "LLAMA_FTYPE_MOSTLY_IQ4_XS",
 }
 
 
@@ -65,7 +69,7 @@ def make(folder: pathlib.Path, size: Size) -> None:
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size.width,
         "intermediate_size": size.mlp, "num_hidden_layers": size.layers, "num_attention_heads": heads,
         "num_key_value_heads": heads, "head_dim": 64, "vocab_size": size.vocabulary,
-        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu",
         "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
         "dtype": "bfloat16",
     }  # fmt: skip

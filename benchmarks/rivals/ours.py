@@ -28,9 +28,9 @@ from .files import LENGTH, RANK, ROWS, Size, gguf, ids, sparse_weight
 Run = Callable[[], float]
 
 
-def _load(folder: pathlib.Path, quantize: str | None, head: bool = False, dtype: str | None = None) -> Any:
+def _load(path: pathlib.Path, quantize: str | None, head: bool = False, dtype: str | None = None) -> Any:
     kernels.native.prepare(print)
-    return ql.lm.load(folder, quantize=quantize, head=head, dtype=dtype)[0]
+    return ql.lm.load(path, quantize=quantize, head=head, dtype=dtype)[0]
 
 
 def token(
@@ -38,11 +38,7 @@ def token(
     quantize: str | None = None, head: bool = False, file: str | None = None, length: int | None = None,
 ) -> Run:  # fmt: skip
     """The median time of a token, after the first two, of a text of `length` tokens."""
-    if file is not None:
-        kernels.native.prepare(print)
-        model, _ = ql.lm.load(gguf(folder, file), dtype=dtype)
-    else:
-        model = _load(folder, quantize, head, dtype)
+    model = _load(folder if file is None else gguf(folder, file), quantize, head, dtype)
 
     def run() -> float:
         times: list[float] = []
@@ -54,8 +50,13 @@ def token(
     return run
 
 
-def prefill(folder: pathlib.Path, size: Size, cores: int, *, quantize: str | None = None) -> Run:
-    model, prompt = _load(folder, quantize), ids(size, 1, 128)
+def prefill(
+    folder: pathlib.Path, size: Size, cores: int, *, length: int = 128, dtype: str | None = None,
+    quantize: str | None = None, file: str | None = None,
+) -> Run:  # fmt: skip
+    """The time of the first token after a text of `length` tokens."""
+    model = _load(folder if file is None else gguf(folder, file), quantize, dtype=dtype)
+    prompt = ids(size, 1, length)
     run = lambda: _seconds(lambda: generate(model, prompt, max_new_tokens=1))
     run()
     return run

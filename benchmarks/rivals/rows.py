@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from .files import GGUF
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -33,6 +35,13 @@ class Row:
     of_theirs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     starts: bool = False
     why: str = ""
+
+    def shows_the_rival(self, processor: str) -> bool:
+        """Whether a ratio tells how slow the rival is there, and little of ours: PyTorch has no products in
+        bfloat16 for AVX2, and converts element by element."""
+        in_bfloat16 = self.options.get("dtype", "bfloat16") == "bfloat16"
+        by_torch = self.rival in ("transformers", "bitsandbytes", "PEFT")
+        return by_torch and in_bfloat16 and "AVX2" in processor and "AVX-512" not in processor
 
 
 def _token(
@@ -73,6 +82,15 @@ ROWS: tuple[Row, ...] = (
             ),
         )
         for name, of_ours in ((kind, {}), (f"{kind} in bfloat16", {"dtype": "bfloat16"}))
+    ),
+    *(
+        Row(
+            f"GGUF {kind}{form}, a prompt of {length}", "llama.cpp", "prefill", "llama_prefill", 0.9,
+            {"file": kind, "length": length}, of_ours, why=_PRODUCT,
+        )
+        for length in (128, 512)
+        for kind in GGUF
+        for form, of_ours in (("", {}), (" in bfloat16", {"dtype": "bfloat16"}))
     ),
     Row("load and 32 tokens, bf16", "transformers", "start", "start", 1.0, starts=True),
     Row("load and 32 tokens, NF4", "bitsandbytes", "start", "start", 0.5, {"quantize": "nf4"}, starts=True),

@@ -53,10 +53,25 @@ def token(
     return run
 
 
-def llama_token(folder: pathlib.Path, size: Size, cores: int, *, file: str, length: int | None = None) -> Run:
+def _llama(folder: pathlib.Path, cores: int, file: str) -> Any:
     from llama_cpp import Llama
 
-    model = Llama(str(gguf(folder, file)), n_ctx=512, n_threads=cores, n_threads_batch=cores, verbose=False)
+    return Llama(str(gguf(folder, file)), n_ctx=1024, n_threads=cores, n_threads_batch=cores, verbose=False)
+
+
+def llama_prefill(folder: pathlib.Path, size: Size, cores: int, *, file: str, length: int) -> Run:
+    model, prompt = _llama(folder, cores, file), ids(size, 1, length)[0].tolist()
+
+    def run() -> float:
+        model.reset()
+        return _seconds(lambda: (model.eval(prompt), model.sample(temp=0.0)))
+
+    run()
+    return run
+
+
+def llama_token(folder: pathlib.Path, size: Size, cores: int, *, file: str, length: int | None = None) -> Run:
+    model = _llama(folder, cores, file)
 
     def run() -> float:
         model.reset()

@@ -1,8 +1,9 @@
 """`AdaptedArray`: a frozen weight with trained parts, the base class of all adapters.
 
-The invariant is that derivatives reach the base exactly as `gradients` says, whatever rules do to the array.
-So a rule that computes with the base reads `self.base`. With `self.w` instead, gradients
-would leak into a frozen weight (and be computed, at full size).
+The invariant is that the base receives gradients precisely as specified by `gradients`, regardless of which
+rules are applied to the array. In particular, any rule that computes with the base must use `self.base`. If
+it used `self.w` instead, then gradients would leak into a frozen weight (and would be computed, at full
+size).
 """
 
 import dataclasses
@@ -31,43 +32,44 @@ _Self = TypeVar("_Self", bound="AdaptedArray")
 class AdaptedArray(GradientsArray):
     """A frozen weight with trained parts: the base class for [`quaxlike.LoraArray`][] and your own adapters.
 
-    Subclass this, declare the parts as fields, and write `materialise` using them and `self.base`, which is
-    `w` without gradients. Put your adapter on a model with [`quaxlike.adapt`][]. Everything for adapters then
-    works with yours: [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the
-    base, fine-tuning, generation. Without rules, it is materialised wherever it is used; write a rule for
-    `dot_general` first.
+    To create your own adapter, subclass this, declare the trained parts as fields, and define `materialise`
+    in terms of these and `self.base`, which is `w` without gradients. You can then insert it into a model
+    using [`quaxlike.adapt`][]. Everything else that works for adapters will also work for yours:
+    [`quaxlike.trainable`][], [`quaxlike.merge`][], [`quaxlike.summary`][], quantising the base, fine-tuning,
+    and generation. Note that an adapter without any rules is materialised whenever it is used, so you will
+    usually want to start by adding a rule for `dot_general`.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value.
-    - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
-        but do not train it (say, you have put arrays with gradients into it); `"train"` if it is trained,
-        too. Default: `"none"`.
+    - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
+        should be propagated through it, without training it (e.g. because it was computed from arrays that
+        are differentiated); `"train"` if it should be trained as well. Default: `"none"`.
 
     A subclass may also set, as class attributes or static fields:
 
     - `part_axes`: names the last axes of each part, as in `{"a": "rank in", "b": "out rank"}`. Here `out` and
         `in` are the weight's axes; any other word is an axis of the part only. Axes in front of these are
         batch axes (several adapters on one weight, or stacked layers), which `materialise` has to accept.
-        This is needed by [`quaxlike.stack_adapters`][], shardings, and loops over stacked layers. Default:
-        not known.
+        This is required for [`quaxlike.stack_adapters`][], for sharding, and for loops over stacked layers.
+        Default: not known.
     - `out_axes`, `in_axes`: the weight's output and input axes, counted from the end. Default: `(-2,)` and
         `(-1,)`.
-    - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so,
-        transposes and reshapes change them, and the result is an adapter too. Default: False.
+    - `any_axes`: whether `out_axes` and `in_axes` are static fields with arbitrarily many axes. If so, then
+        these are updated by transposes and reshapes, whose result is also an adapter. Default: False.
     - `cuttable`: the axes (`"out"`, `"in"` or both) along which slicing the parts slices the array, because
         each entry depends only on the same entry of each part. Default: neither.
     - `numbers`: the fields with numbers that belong to each adapter but are not trained, like LoRA's `alpha`.
-        A Python number becomes an array, with an entry for each of stacked adapters or layers; so adapters
-        with other numbers run in the same compiled program. Put them through `jax.lax.stop_gradient` where
-        you compute with them. Default: none.
+        Python numbers are converted to arrays, with one entry for each adapter or layer in a stack, so that
+        changing them doesn't trigger recompilation. You should apply `jax.lax.stop_gradient` to these
+        whenever you compute with them. Default: none.
     - `faster`: the parts with their own learning rate in [`quaxlike.optim.lora_plus`][], since they begin at
         zero. Default: none.
     - `dropout`: the dropout rate for inputs, if the field `key` is a PRNG key.
-    - `invocation`: the tokens from which the adapter acts onward, if it does not always act.
+    - `invocation`: the sequence of tokens after which the adapter is active, if it isn't always active.
         [`quaxlike.activate`][] then sets the field `active` to one flag per token. Default: None.
-    - `taken`: not None if an initialisation moved a part of `w` into the adapter, so a file without the
-        base cannot represent it. Default: None.
+    - `taken`: not None if an initialisation moved a part of `w` into the adapter, in which case it can't be
+        represented by a file that doesn't include the base. Default: None.
 
     !!! example
 
@@ -98,7 +100,7 @@ class AdaptedArray(GradientsArray):
     faster: ClassVar[Sequence[str]] = ()
     any_axes: ClassVar[bool] = False
     cuttable: ClassVar[Sequence[str]] = ()
-    # These have no annotations, so a subclass that makes them fields decides about their order.
+    # We don't annotate these, so that a subclass can turn them into fields in whichever order it likes.
     out_axes = (-2,)
     in_axes = (-1,)
     dropout = 0.0
@@ -110,21 +112,23 @@ class AdaptedArray(GradientsArray):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        numbers_as_arrays(self)  # until version 0.2 they were static
+        numbers_as_arrays(self)  # these were static until version 0.2
 
     @property
     def base(self) -> Any:
-        """`w`, cut off from differentiation unless `gradients` says otherwise.
+        """`w`, with `stop_gradient` applied unless `gradients` specifies otherwise.
 
-        An adapter inside this one decides for itself, and so does a quantised weight with trained scales.
+        Note that an adapter nested inside this one has its own `gradients`, as does a quantised weight with
+        trained scales.
         """
         return self.w if self.gradients != "none" or _decides(self.w) else frozen(self.w)
 
     def trained(self) -> Sequence[str]:
         """Returns the names of the fields to train.
 
-        By default, all fields with floating-point arrays except `numbers`, but `w` only if `gradients` is
-        "train". Several adapters on one weight share all fields that are neither trained nor `numbers`.
+        By default, these are all fields with floating-point arrays, except for `numbers`, and except for `w`
+        unless `gradients` is "train". If there are several adapters on the same weight, then they share any
+        fields that are neither trained nor listed in `numbers`.
         """
         names = [name for name in array_fields(self) if name != "w" or self.gradients == "train"]
         names = [name for name in names if name not in self.numbers]
@@ -142,9 +146,9 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def adds_nothing(self) -> bool:
-        """Returns whether zeros in all parts leave the base unchanged.
+        """Returns whether this is equal to the base if all parts are zero.
 
-        If so, weights without an adapter can meet weights with one: in branches, and in
+        If so, then weights with and without an adapter can be combined, both in branches and in
         [`quaxlike.stack_adapters`][]. Default: False.
         """
         return False
@@ -157,9 +161,9 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Converts several adapters on one weight to a common form, so their parts can be stacked.
+        """Converts several adapters on one weight to a common form, so that their parts can be stacked.
 
-        By default, returns them unchanged if their static fields and the shapes of their parts are equal.
+        By default, this returns them unchanged if their static fields and the shapes of their parts agree.
         """
 
         def form(x: Any) -> Any:
@@ -177,10 +181,10 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> Any:
-        """Resizes this array along an axis, as for another vocabulary.
+        """Resizes this array along an axis, e.g. for a different vocabulary.
 
-        `resize(part, axis)` does so for the base or a part. New entries are the mean of all others, or with
-        `like=`, the mean of another array. Default: `NotImplemented`.
+        `resize(part, axis)` resizes the base or one of the parts. New entries are the mean of the existing
+        ones, or of another array if `like=` is passed. Default: `NotImplemented`.
         """
         return NotImplemented
 
@@ -189,15 +193,16 @@ class AdaptedArray(GradientsArray):
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
-        """Replaces some fields, without checking them against the others.
+        """Replaces some fields, without checking that they are consistent with the others.
 
-        If `w` decided about its gradients and the new one does not, they still flow through it as before.
+        If the old `w` controlled its own gradients, but the new one doesn't, then gradients are still
+        propagated as before.
         """
         fields = self.with_switches(fields, self.gradients)
         if self.numbers:
             fields = _with_numbers(self, fields)
         if _decides(self.w) and not _decides(fields.get("w", self.w)):
-            # Otherwise a rule that replaces the base, say by its slice, would silently freeze it.
+            # Otherwise a rule that replaces the base (e.g. by a slice of it) would silently freeze it.
             fields = {"gradients": strongest("pass", self.gradients), **fields}
         return replace_fields(self, **fields)
 
@@ -207,11 +212,12 @@ class AdaptedArray(GradientsArray):
 
     @classmethod
     def promote(cls, array: Any, like: Any) -> Value | NotImplementedType:
-        """Makes `array` a base with gradients, and adds parts that are zero, if zeros add nothing."""
+        """Converts `array` to a base with gradients, adding parts that are zero, provided that these have no
+        effect."""
         if not like.adds_nothing() or not array.shape == like.shape == like.w.shape:
             return NotImplemented
         w = widened(array, like.w)
-        # The array could not be lifted to the base's type, so both branches would differ.
+        # The array couldn't be lifted to the type of the base, so the two branches would still differ.
         if is_value(w) != is_value(like.w):
             return NotImplemented
         out = jtu.tree_map(lambda part: jnp.zeros(part.shape, part.dtype), like.with_base(None))
@@ -221,10 +227,10 @@ class AdaptedArray(GradientsArray):
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
-        """Lets gradients pass if they pass in `like`. Becomes dense if the axes differ."""
+        """Propagates gradients to the base if `like` does. Returns a dense array if the axes differ."""
         if type(like) is not type(self):
             return NotImplemented
-        # Parts belong to other axes of the weight, so they cannot stand in for each other.
+        # The parts correspond to different axes of the weight, so they aren't interchangeable.
         if (self.out_axes, self.in_axes) != (like.out_axes, like.in_axes):
             return dense_when_incompatible(self)
         reach = gradients_through(like, self)
@@ -235,7 +241,7 @@ class AdaptedArray(GradientsArray):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not knows_axes(self) or 0 in matrix_labels(self):
-            return NotImplemented  # a row of a matrix has no adapter
+            return NotImplemented  # a single row of a matrix can't have an adapter
         return leading_axes((getattr(self, name), 0 in own) for name, own in labels_of(self).items())
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
@@ -253,17 +259,17 @@ class AdaptedArray(GradientsArray):
 
 
 def number(x: Any, shape: Sequence[int] = ()) -> Any:
-    """A number as an array of NumPy, which is known also while JAX traces."""
+    """Converts to float32. Python numbers become NumPy arrays, whose values are also known under a trace."""
     if isinstance(x, (int, float, np.number)):
         return np.full(shape, x, np.float32)
     return x if x.dtype == np.float32 else x.astype(np.float32)
 
 
 def numbers_as_arrays(x: AdaptedArray) -> None:
-    """Makes arrays of an array's `numbers`, while it is constructed.
+    """Converts the `numbers` of an array to arrays, during its construction.
 
-    A number that is not in an array of JAX's gets the batch axes that the base and all trained parts have, so
-    that `jax.vmap` and `jax.lax.scan` can map over every part.
+    Any number that isn't already a JAX array is broadcast to the batch axes that the base and all trained
+    parts have in common, so that we can use `jax.vmap` and `jax.lax.scan` to map over every part.
     """
     for name in x.numbers:
         if (value := getattr(x, name)) is not None:
@@ -277,8 +283,8 @@ def numbers_as_arrays(x: AdaptedArray) -> None:
                 object.__setattr__(x, name, _on_device(value))
 
 
-# A compiled function takes an array on a device faster than one of NumPy's. This is the fastest way there,
-# and each result has memory of its own, which may be donated.
+# Passing a device array to a compiled function is faster than passing a NumPy array. This is the fastest way
+# of converting it, and each result has its own buffer, so that it can be donated.
 _on_device = jax.jit(lambda x: x)
 
 
@@ -302,9 +308,10 @@ def without_numbers(x: Any) -> Any:
 
 
 def _with_numbers(x: AdaptedArray, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields to replace, where a number is an array as well.
+    """Returns the fields to replace, with numbers converted to arrays.
 
-    If what replaces the parts is no array (an axis for `jax.vmap`, a sharding), numbers have None.
+    If the parts are being replaced by something other than arrays (e.g. an axis for `jax.vmap`, or a
+    sharding), then the numbers are replaced by None.
     """
     if any(name in x.part_axes and part is not None and not hasattr(part, "shape")
            for name, part in fields.items()):  # fmt: skip
@@ -316,7 +323,7 @@ def _with_numbers(x: AdaptedArray, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def constant(x: Any) -> Any:
-    """A number, cut off from differentiation."""
+    """Returns a number, with `stop_gradient` applied."""
     return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
@@ -341,7 +348,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _decides(w: Any) -> bool:
-    """Returns whether a base decides about its own gradients."""
+    """Returns whether a base controls its own gradients."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
@@ -351,28 +358,27 @@ def frozen(x: Any) -> Any:
 
 
 def with_gradients(x: _Self, gradients: Gradients) -> _Self:
-    """Lets at least these `gradients` through. A base that was frozen stays frozen."""
+    """Sets at least these `gradients`. Note that a base that has already been frozen stays frozen."""
     gradients = strongest(x.gradients, gradients)
     return x if gradients == x.gradients else x.replace(w=x.base, gradients=gradients)
 
 
 def reached_by(x: _Self, operand: Any) -> _Self:
-    """Lets gradients pass if they may have to reach an operand that changes the base."""
+    """Propagates gradients through the base if `operand` (which will be combined with it) is traced."""
     return with_gradients(x, "pass") if isinstance(operand, jax.core.Tracer) else x
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
     """Returns the gradients of the base of `like`.
 
-    These include the gradients about which it decides for itself, unless the bases of the others do so as
-    well.
+    This includes the gradients that the base controls itself, unless the bases of the others do so as well.
     """
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
     return strongest("pass", like.gradients) if alone else like.gradients
 
 
 def alike_in_training(adapted: Sequence[_Self]) -> list[_Self]:
-    """Gives all arrays the strongest `gradients` among them."""
+    """Sets `gradients` of all arrays to the strongest one amongst them."""
     marks: list[Gradients] = [gradients_through(x, *adapted) for x in adapted]
     return [with_gradients(x, strongest(*marks)) for x in adapted]
 
@@ -391,7 +397,7 @@ def array_fields(x: AdaptedArray) -> list[str]:
 
 
 def frozen_parts(x: AdaptedArray) -> list[str]:
-    """Returns the names of the untrained parts. Several adapters may share these."""
+    """Returns the names of the parts that aren't trained, which can be shared by several adapters."""
     own = ("w", "key", *x.trained(), *x.numbers)
     return [name for name in array_fields(x) if name not in own]
 
@@ -455,7 +461,7 @@ def _labels(
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
         if ndim is not None:
             parts[name] = words, ndim - sum(size.get(word, 1) for word in words)
-    # A part may have more batch axes than the base: several adapters share it.
+    # A part can have more batch axes than the base, if the base is shared by several adapters.
     n = max([w_ndim, *(size["out"] + size["in"] + batch for _, batch in parts.values())])
     axes = {"out": [n + axis for axis in out_axes], "in": [n + axis for axis in in_axes]}
     batch = [i for i in range(n) if i not in axes["out"] and i not in axes["in"]]

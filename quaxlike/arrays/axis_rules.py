@@ -1,22 +1,23 @@
 """Axes of adapted arrays: transposes, slices, joins, reshapes and lookups, each done part by part.
 
-One rule serves every type, because all parts' axes have labels (`labels_of`). If an axis belongs to the
-whole array, its label is the axis number, wherever it occurs in a part. If only parts have it, like the rank
-of a LoRA, the label is negative. A part without some label is constant along that axis. So a rule treats each
-part like the whole, along the labels it finds there, and then records at which axes the outputs and
-inputs now are.
+The same rules work for every type, because we label the axes of all parts (`labels_of`). If an axis of a part
+corresponds to an axis of the whole array, then its label is the number of that axis. Axes that only occur in
+parts, e.g. the rank of a LoRA, have negative labels. If a part doesn't have some label then it's constant
+along that axis. Thus a rule can apply the same operation to each part as to the whole array, along those
+labels that the part has, and then record the new positions of the output and input axes.
 
-Two things hold before and after each rule:
+The following two invariants hold before and after each rule:
 
-- The base's axes are in the same order as for the whole. Any other part has its batch axes first, in this
-    order, and then the axes that `part_axes` lists. A transpose of the matrix therefore only moves the base's
-    axes.
-- A part may lack batch axes only in front of those it has, since `labels_of` counts them from the end.
-    Where an operation would break this, the part gets all of them first (`with_all_axes`).
+- The axes of the base are in the same order as those of the whole array. Every other part starts with its
+    batch axes, in this order, followed by the axes listed in `part_axes`. In particular, transposing the
+    matrix only changes the axes of the base.
+- If a part doesn't have all batch axes, then it's the leading ones that are missing, since `labels_of` counts
+    them from the end. If an operation would violate this, then we first add all batch axes to the part
+    (`with_all_axes`).
 
-Batch axes may be cut for every type: each matrix of a stack has its own adapter. Outputs and inputs may be
-cut only if the type says so (`cuttable`), and moved or reshaped only if it can say where they are
-(`any_axes`).
+It's always possible to slice batch axes, since each matrix of a stack has its own adapter. Outputs and inputs
+can only be sliced if the type allows it (`cuttable`), and can only be moved or reshaped if the type is able
+to represent their new positions (`any_axes`).
 """
 
 import math
@@ -45,8 +46,8 @@ def each(
 ) -> Any:
     """Replaces each part of `x` by `fn(part, labels, labels in the result)`.
 
-    `order` lists labels for the result's axes. Default: the same as for `x`. Returns `NotImplemented` if
-    outputs or inputs would be at axes that the type cannot have.
+    `order` lists the labels of the axes of the result. Default: the same as for `x`. Returns `NotImplemented`
+    if the type can't represent the resulting positions of the outputs or inputs.
     """
     order = range(x.ndim) if order is None else order
     axes = _axes_in(x, order)
@@ -70,7 +71,8 @@ def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
-    """Labels each part as if it had all batch axes, in an array with the axes `order`."""
+    """Returns the labels that each part would have, with all batch axes, in an array with the axes
+    `order`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
     found = {"w": [*order]}
@@ -81,7 +83,7 @@ def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
 
 
 def with_all_axes(x: AdaptedArray) -> Any:
-    """Puts all batch axes on every part."""
+    """Adds any missing batch axes to every part."""
     sizes = dict(enumerate(x.shape))
 
     def stretched(part: Any, own: Labels, wanted: Labels) -> Any:
@@ -102,7 +104,7 @@ def _even(x: AdaptedArray) -> Any:
 
 
 def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
-    """Puts the axes of `x` in this order of labels. Labels from `x.ndim` onward are new axes of size one."""
+    """Transposes the axes of `x` to this order of labels. Labels from `x.ndim` are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
     if any(i >= n for i in order) or any(wanted[name][: len(own)] != own for name, own in lacked.items()):
@@ -248,7 +250,7 @@ def concatenated(parts: Sequence[Any], axis: int) -> Any:
 def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
     """Converts the operands to adapters with one form; None if there is none.
 
-    A plain array gets parts that add nothing.
+    Plain arrays are given parts that have no effect.
     """
     like = next(x for x in operands if isinstance(x, AdaptedArray))
     if not knows_axes(like):
@@ -277,7 +279,8 @@ def _form(x: AdaptedArray) -> Any:
 
 @register("reshape")
 def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
-    """Splits or merges axes within `out`, `in`, or the batch. Mixing these makes the array dense."""
+    """Splits or merges axes within `out`, `in`, or the batch. If these would be mixed then the array is made
+    dense."""
     if not knows_axes(x) or any(value is not None for value in params.values()) or math.prod(new_sizes) == 0:
         return NotImplemented
     n, m, matrix = x.ndim, len(new_sizes), matrix_labels(x)
@@ -332,7 +335,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
             else:
                 right, j = right * new[j], j + 1
         groups.append((range(start[0], i), range(start[1], j)))
-    if groups:  # the last run takes the remaining axes, which have size one
+    if groups:  # the last run also includes the remaining axes, which have size one
         last_old, last_new = groups[-1]
         groups[-1] = (range(last_old[0], len(old)), range(last_new[0], len(new)))
     return groups
@@ -423,7 +426,8 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # If the base is filled with NaN, so is the result, but slices that parts share must not be.
+    # Filling the base with NaN is enough to fill the result with it. This mustn't happen to slices shared by
+    # parts.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):
         found = _matrices(x, Lookup(x, indices, dnums, slice_sizes, mode, params), fill_value)
@@ -431,7 +435,7 @@ def looked_up(
             return found
     if rows is None:
         return NotImplemented
-    # We fill rows at the end: a NaN in them would reach the gradients of all parts.
+    # Fill rows at the end, as NaNs in the rows would otherwise propagate to the gradients of all parts.
     found = rows(x, Lookup(x, indices, dnums, slice_sizes, "clip" if outside else mode, params))
     if found is NotImplemented or not outside:
         return found
@@ -458,5 +462,5 @@ def _matrices(x: AdaptedArray, lookup: Lookup, fill_value: Any) -> Any:
         if name not in keys
     }
     if any(part is None for part in parts.values()):
-        return NotImplemented  # some part lacks a batch axis behind the new one, so labels would be wrong
+        return NotImplemented  # a part is missing a batch axis after the new one, so labels would be wrong
     return x.replace(**parts, **axes)

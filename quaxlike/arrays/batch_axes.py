@@ -18,7 +18,7 @@ _S = TypeVar("_S", bound="Stack")
 
 @runtime_checkable
 class Stack(Protocol):
-    """The interface that this module's functions need."""
+    """The interface required by the functions in this module."""
 
     @property
     def num_batch(self) -> int:
@@ -33,7 +33,7 @@ class Stack(Protocol):
         ...
 
     def stacked(self: _S) -> _S:
-        """Puts all batch axes on every part."""
+        """Adds any missing batch axes to every part."""
         ...
 
 
@@ -42,8 +42,8 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
-    # A part may lack batch axes that it does not depend on. `stacked` adds them first, so `order` fits every
-    # part.
+    # A part might be missing batch axes that it doesn't depend on. Use `stacked` to add these first, so that
+    # `order` is valid for every part.
     return x.stacked().each(lambda part, own: jnp.transpose(part, (*order, *range(n, n + own))))
 
 
@@ -82,7 +82,7 @@ def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """Gives a part the batch axes of `like`, if that has more.
+    """Broadcasts a part to the batch axes of `like`, if that has more of them.
 
     All but the last `core` axes are batch axes.
     """

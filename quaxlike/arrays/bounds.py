@@ -1,7 +1,8 @@
 """Starts, bounds and fill values for `dynamic_slice` and `gather` beyond an array's ends.
 
-`jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive. The primitives themselves never
-wrap, so a rule must not wrap again: it would read valid elements where JAX clamps or fills.
+`jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive, whereas the primitives
+themselves never do so. Rules therefore mustn't wrap indices either, as otherwise they would return elements
+where JAX clamps or fills.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def cuts_of(
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
     """Like `lax.slice_in_dim`, but without strides if they are 1.
 
-    JAX compiles every new slice with strides; without, it takes the start as an operand.
+    With strides, JAX has to compile each slice separately. Without them, the start is passed as an operand.
     """
     starts, limits = [0] * operand.ndim, list(operand.shape)
     starts[axis], limits[axis] = start, limit
@@ -48,7 +49,8 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
     - `slice_size`: how long the slice is along this axis.
     """
     start = jnp.asarray(start)
-    # In int8, say, a long axis has a last start that does not fit. It would wrap, and clamp everything to it.
+    # E.g. for int8, the last valid start along a long axis might not be representable. If this were to wrap
+    # around, then every start would be clamped to the wrong value.
     last = min(size - slice_size, jnp.iinfo(start.dtype).max)
     zero = jnp.zeros((), start.dtype)
     return lax.clamp(zero, start, jnp.asarray(last, start.dtype)).astype(jnp.int32)
@@ -109,7 +111,8 @@ def fills(
     slice_sizes: Sequence[int],
     mode: Any,
 ) -> bool:
-    """Returns whether a `gather` may read out of bounds, and then fill. Arguments as for `in_bounds`."""
+    """Returns whether a `gather` might be out of bounds, and fills if so. See `in_bounds` for the
+    arguments."""
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return False
     inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)
@@ -117,7 +120,8 @@ def fills(
 
 
 def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
-    """Moves axes (first the indices', then the slices') to where `gather` puts them."""
+    """Moves axes (first those of the indices, then those of the slices) to their positions in `gather`'s
+    result."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     order = [*batch, *dimension_numbers.offset_dims]
     return out.transpose([order.index(axis) for axis in range(out.ndim)])

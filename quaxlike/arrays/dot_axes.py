@@ -33,10 +33,10 @@ class DotAxes(NamedTuple):
 
 
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
-    """Finds out what `dot_general` does with its operands' axes, for use in rules.
+    """Determines the role of each axis of the operands of `dot_general`, for use in rules.
 
-    Even a product written as `w @ x` reaches a rule with many different `dimension_numbers`: transposes,
-    `jax.vmap` and `jax.grad` choose them.
+    Even for a product that was written as `w @ x`, a rule might be called with many different
+    `dimension_numbers`, as a result of transposes, `jax.vmap` and `jax.grad`.
 
     **Arguments:**
 
@@ -90,7 +90,7 @@ def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
     """Multiplies `x` and `y`, summing over all labels not in `keep`. Also returns the result's labels."""
-    # A label that only one operand has is summed before the product, which is then smaller.
+    # If only one of the operands has a label then sum over it beforehand, which makes the product smaller.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -113,7 +113,7 @@ def contract(
 def weight_product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
     """Multiplies a weight: by `dense_matmul` if both are arrays.
 
-    Values are dispatched as they are, because some have rules for only one side.
+    Values are dispatched unchanged, since some of them only have rules for one side.
     """
     plain = not any(is_value(value_of(each)) for each in (x, y))
     product = dense_matmul.dot_general if plain else jax.lax.dot_general
@@ -139,7 +139,7 @@ def common_dtype(*arrays: Any) -> Any:
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
-    # Rules run inside the user's settings. Under strict promotion, computing with our own dtypes would raise.
+    # Rules run under the user's settings, and strict promotion would raise an error for our own computations.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 

@@ -1,7 +1,7 @@
 """Factors of arrays made from several parts: what we know about them during tracing.
 
-Distributing a product over parts is exact only for finite factors, and only if every part has elements. These
-functions say when it is not.
+Distributing a product over the parts is only exact for finite factors, and only if every part has elements.
+The functions below detect the cases in which this doesn't hold.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ from ..core import compat
 def is_infinite(y: Any) -> bool:
     """Returns whether a factor is known to be infinite or NaN.
 
-    Applied to each term of a sum, it could turn them into opposite infinities, and the sum into NaN.
+    Multiplying each term of a sum by such a factor could produce infinities of opposite signs, whose sum is
+    NaN.
     """
     y = compat.literal_of(y)
     return not isinstance(y, jax.core.Tracer) and not np.isfinite(np.asarray(y)).all()
@@ -26,8 +27,8 @@ def is_infinite(y: Any) -> bool:
 def multiplies_nothing(x: Any, y: Any) -> bool:
     """Returns whether neither `x` nor its product with `y` has any elements.
 
-    Then we may not multiply any nonempty part of `x`: it could become infinite, and its gradient, which is
-    zero, NaN.
+    In this case we mustn't multiply any nonempty part of `x`: this might become infinite, so that its
+    gradient would be NaN when it ought to be zero.
     """
     return 0 in x.shape and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
 

@@ -1,7 +1,8 @@
-"""`gradients`: whether derivatives see a part that is frozen by default, and whether it is trained.
+"""`gradients`: whether a part that is frozen by default should receive gradients, and whether it should be
+trained.
 
-The marks are ordered: combining two arrays keeps the stronger one. Weakening a mark would freeze something
-that the user trains.
+The possible values are ordered, and combining two arrays must keep the stronger one, as otherwise we would
+freeze something that the user is training.
 """
 
 from collections.abc import Mapping
@@ -18,12 +19,12 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """Returns the mark for combined arrays: if one lets gradients through, all do."""
+    """Returns the strongest of several values, for use when combining arrays."""
     return max(marks, key=_ORDER.index)
 
 
 def trained_if(train: bool) -> Gradients:
-    """Returns the mark for a part that is either trained or frozen."""
+    """Returns the value for a part that is either trained or frozen."""
     return "train" if train else "none"
 
 
@@ -37,7 +38,8 @@ class _TakesSwitches(type(ArrayValue)):
 class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
     """An array with one part that is frozen by default: an adapter's base, or the scales of codes.
 
-    Version 0.1 had two switches instead of `gradients`. Its files and pickles still do.
+    Version 0.1 used two boolean fields instead of `gradients`, which therefore still occur in its files and
+    pickles.
     """
 
     gradients: eqx.AbstractVar[Gradients]
@@ -65,7 +67,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
             return dict(fields)
         train, passes = cls.older_switches
         mark = fields.get("gradients", "none")
-        # An old file may have one of the two switches only; the other then keeps what `gradients` says.
+        # An old file might only contain one of the two. In this case, get the other one from `gradients`.
         trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
         kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
         return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}

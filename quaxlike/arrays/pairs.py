@@ -1,7 +1,7 @@
 """Rules that fuse two array types in one product, if a kernel can compute it.
 
-Without these rules, redispatch gives the same result, as one product after the other. So nothing may depend
-on them but speed.
+Without these rules, redispatch computes the same result using separate products. So these must only be an
+optimisation, which nothing else relies on.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
 """The order in which rules for nested array types are tried if several match.
 
-The larger number comes first. That type is the outer one in a nest, and passes its contents on to the others.
-If an inner type came first, it would have to know every outer one. Types that are not listed have 0.
+Types with a larger number are tried first. These are the outer ones when types are nested, and pass on their
+contents to the others. (If an inner type were tried first, then it would need a rule for every outer one.)
+Types that aren't listed have precedence 0.
 """
 
 ADAPTED = -1  # for any kind of adapter: a type's own rules come first

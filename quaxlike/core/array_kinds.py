@@ -1,7 +1,7 @@
 """Dtypes and shapes in annotations such as jaxtyping's `Float[Array, "n m"]`.
 
-Dispatch orders rules by `implies`, and `excludes` lets two rules coexist. Both may answer False when in
-doubt, but never True: a wrong True would silently choose the wrong rule.
+Dispatch orders rules by `implies`, and `excludes` lets two rules coexist. Both are conservative: they return
+False when in doubt, since incorrectly returning True would silently select the wrong rule.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Axis(NamedTuple):
 class ArrayKind:
     """The dtypes and shapes of an annotation such as `Float[Array, "n m"]`.
 
-    The names of axes are not kept; only which axes share a name.
+    We don't keep the names of axes, only which axes have the same name.
     """
 
     dtypes: Any = None
@@ -82,12 +82,12 @@ class ArrayKind:
         return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]
 
     def implies(self, other: "ArrayKind") -> bool:
-        """Returns whether every array of this kind is also an `other`. May be False if it is not obvious."""
+        """Returns whether every array of this kind is also an `other`, or False if we can't tell."""
         if not _dtypes(self.dtypes) <= _dtypes(other.dtypes):
             return False
         if (self.first, self.last) == (other.first, other.last):
             return True
-        # We accept any number of axes and the other one does not.
+        # We accept any number of axes, but `other` does not.
         if self.last is not None and other.last is None:
             return False
         theirs = other._axes(len(self.first) + len(self.last or ()))
@@ -99,19 +99,20 @@ class ArrayKind:
                 same.setdefault(y.same_as, set()).add(x)
             elif y is not None and not x.implies(y):
                 return False
-        # `other` wants equal sizes on these axes. That is certain only if ours are the same fixed size, or
-        # the same name.
+        # `other` requires these axes to have equal sizes. We can only guarantee this if our axes have the
+        # same fixed size, or the same name.
         known = [all(axis != Axis() and not axis.or_one for axis in axes) for axes in same.values()]
         return all(known) and all(len(axes) == 1 for axes in same.values())
 
     def excludes(self, other: "ArrayKind") -> bool:
-        """Returns whether no array is of both kinds. May be False if it is not obvious."""
+        """Returns whether no array is of both kinds, or False if we can't tell."""
         if _dtypes(self.dtypes).isdisjoint(_dtypes(other.dtypes)):
             return True
         for x, y in ((self, other), (other, self)):
             if x.last is None:
                 own, others = x.first, y._axes(len(x.first))
-                # Different fixed sizes exclude each other. Sizes that depend on names never do for certain.
+                # Different fixed sizes exclude each other, whereas named sizes might always turn out to be
+                # equal.
                 return others is None or any(
                     b is not None
                     and None not in (a.size, b.size)
@@ -123,7 +124,8 @@ class ArrayKind:
 
 
 def _read(word: str) -> tuple[bool, str, bool]:
-    """Parses one word of a jaxtyping shape: is it variadic, its name or size, and may it be one."""
+    """Parses an axis of a jaxtyping shape. Returns whether it's variadic, its name or size, and whether it
+    may be 1."""
     if word == "...":
         return True, "", False
     rest = word.lstrip("#*_?")

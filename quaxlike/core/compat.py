@@ -58,7 +58,7 @@ def hide_file(path: str) -> None:
 def drops_frames(error: Exception) -> bool:
     """Returns whether `jax_traceback_filtering` lets us drop frames from this error.
 
-    If so, this also removes JAX's first traceback, which shows where an equation was made.
+    If so, this also removes JAX's first traceback, i.e. the one showing where an equation was made.
     """
     if traceback_util._filtering_mode() == "off":
         return False
@@ -117,9 +117,10 @@ def set_user_context(context: Any, value: Any) -> None:
 class DecidedLate:
     """A setting decided when JAX first uses it in a cache key.
 
-    JAX's settings belong to a thread, but asyncio tasks share a thread, so we cannot set one per task.
-    Instead we set this object. When JAX hashes or compares it, it decides its value, and sets a new,
-    undecided object in its place. It equals whatever it decided.
+    JAX's settings are thread-local, but asyncio tasks share a thread, so we can't set one per task. Instead
+    we set the context to an instance of this class, whose value is only computed once JAX hashes or compares
+    it. At that point the context is also reset to a new, undecided instance. Afterwards, this instance is
+    equal to the value that was computed.
     """
 
     __slots__ = ("_context", "_decide", "_decided")
@@ -161,7 +162,7 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
-# A jaxpr with its constants. Since JAX 0.11 every jaxpr has them, and the old name is about to go.
+# A jaxpr with its constants. Since JAX 0.11 every jaxpr has them, and the old name is about to be removed.
 if TYPE_CHECKING:
     ClosedJaxpr = jexc.Jaxpr
 else:
@@ -179,7 +180,8 @@ def trace_to_jaxpr(
 
     A jaxpr without constants, and the constants, which are its first inputs.
     """
-    # We drop the names of arguments and results. JAX checks their number, and it changes here.
+    # We drop the names of the arguments and results, since JAX checks that there is one for each, and their
+    # number changes here.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
@@ -247,12 +249,12 @@ def all_invars(jaxpr: Any) -> list[Any]:
 
 
 def has_context(eqn: jexc.JaxprEqn) -> bool:
-    """Returns whether an equation was traced under a setting with an effect even when running eagerly."""
+    """Returns whether an equation was traced under a setting that matters even in eager evaluation."""
     return eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata is not None
 
 
 def is_differentiated(x: Any) -> bool:
-    """Returns whether an array is visibly being differentiated."""
+    """Returns whether an array is being differentiated, as far as we can tell from the tracer itself."""
     while isinstance(x, batching.BatchTracer):
         x = x.val
     return isinstance(x, ad.JVPTracer | ad.LinearizeTracer)
@@ -270,7 +272,7 @@ def flat_tree(leaves: list[Any]) -> Any:
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the number behind a tracer, if it is a literal in a staged program; else `x` itself."""
+    """Returns the concrete value of a tracer that is a literal in a staged program; otherwise `x` itself."""
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 
@@ -389,9 +391,9 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
     return len(operands) if clear and not varies else None
 
 
-# Private functions, variables and error texts in JAX 0.10 to 0.12, identified by name. There is no
-# public way to ask these questions. Each has a test in tests/core/test_compat.py, which fails if a new JAX
-# version changes it.
+# Private functions, variables and error messages of JAX 0.10 to 0.12, which we identify by name because there
+# is no public API for any of this. Each of them has a test in tests/core/test_compat.py, which will fail if a
+# new version of JAX changes it.
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
@@ -444,7 +446,7 @@ def has_unsortable_keys(error: ValueError) -> bool:
 
 
 def wants_concrete(error: Exception) -> bool:
-    """Returns whether JAX asks for the number behind a tracer, as for a shape or an `if`."""
+    """Returns whether JAX requires a concrete value in place of a tracer, e.g. for a shape or an `if`."""
     return re.search("concrete|must (have|be) static", str(error)) is not None
 
 
@@ -471,7 +473,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Makes JAX choose devices before it lowers `primitive`, because the lowering needs them."""
+    """Makes JAX choose devices before it lowers `primitive`, because the lowering rule depends on them."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
@@ -483,14 +485,14 @@ def is_missing_tangent(x: Any) -> bool:
 
 
 def lowers_with_devices(jaxpr: Any) -> bool:
-    """Returns whether any equation of a closed jaxpr needs to know its devices when lowered."""
+    """Returns whether lowering any equation of a closed jaxpr requires the devices to be known."""
     return dispatch.jaxpr_has_prim_requiring_devices(open_jaxpr(jaxpr))
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
-    """Lowers with operands which vary over no `shard_map` axis.
+    """Lowers as if the operands did not vary over any `shard_map` axis.
 
-    A kernel cannot declare which axes its results vary over, and they do not change how it is lowered.
+    A kernel can't declare which axes its results vary over, and in any case this doesn't affect its lowering.
     """
     unvaried = core.ManualAxisType()
     avals = [aval.update(manual_axis_type=unvaried) for aval in context.avals_in]
@@ -499,7 +501,8 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 
 
 def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
-    """Makes `checkify` report for `primitive`, which returns its one operand, what it reports for `other`.
+    """Makes `checkify` report the same errors for `primitive`, which returns its only operand, as for
+    `other`.
 
     The operands and parameters of `other` are `as_other(operand, **params)`.
     """
@@ -518,8 +521,8 @@ def register_dce(
 ) -> None:
     """Registers `rule(used_outs, eqn) -> (used_ins, eqn)`.
 
-    Since JAX 0.12, such a rule is also passed the references that are read later. A primitive without
-    references ignores them.
+    Since JAX 0.12, such a rule also receives the references that are read later on, which we ignore, because
+    our primitives don't use references.
     """
     takes_live = len(inspect.signature(partial_eval.dce_jaxpr_closed_call_rule).parameters) == 3
     registered: Any = (lambda outs, _, eqn: rule(outs, eqn)) if takes_live else rule
@@ -581,7 +584,7 @@ def vary_over(x: Any, axes: frozenset[Any]) -> Any:
 def vary_alike(operands: Sequence[Any]) -> list[Any]:
     """Makes all arrays vary over the same mesh axes.
 
-    Primitives require this inside a shard_map, where a newly created array varies over none.
+    Primitives require this inside a `shard_map`, in which a newly created array doesn't vary over any axis.
     """
     axes = frozenset[Any]().union(*map(varying_axes, operands))
     return [vary_over(x, axes) for x in operands] if axes else list(operands)

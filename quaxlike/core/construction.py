@@ -1,8 +1,9 @@
 """Fast construction of Values, with a check for arrays in static fields.
 
-An instance built by the fast path must equal the one Equinox would build. We therefore use it only if
-the class does nothing but set its fields. The check keeps every Value usable as a cache key: an array in a
-static field cannot be hashed, and would make `jit` fail far from the mistake.
+An instance built by the fast path must be equal to the one that Equinox would build, so we only use it if
+constructing the class does nothing except set its fields. The check ensures that every Value can be used as a
+cache key: otherwise an array in a static field, which isn't hashable, would make `jit` fail with an error
+that says nothing about the actual mistake.
 """
 
 import copyreg
@@ -19,10 +20,10 @@ from . import compat
 
 
 class _Making(type):
-    """Runs `__new__` and `__init__` for Equinox's metaclass, unless nothing needs initialising.
+    """Runs `__new__` and `__init__` for Equinox's metaclass, skipping `__init__` where Python would skip it.
 
-    A `__new__` may return an object of another class, or an instance it made earlier. Then `__init__`
-    must not run (again).
+    Note that `__new__` is allowed to return an object of another class, or an instance that it created
+    earlier. In these cases we must not run `__init__` (again).
     """
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,10 +39,10 @@ class _Making(type):
 class QuickMeta(type(eqx.Module), _Making):
     """Creates instances of Values quickly.
 
-    Equinox's metaclass would take most of the time in an eager operation. We bypass it from the second
-    instance onward, so Equinox checks the class once, and only if constructing an instance just sets
-    fields: the class has no `__init__`, `__new__`, `__post_init__` or `__check_init__` of its own, no
-    converter and no default factory.
+    Equinox's metaclass would dominate the cost of an eager operation, so we bypass it from the second
+    instance onwards. (Equinox still checks the class once.) We only do so if constructing an instance just
+    sets its fields. That is, the class doesn't define `__init__`, `__new__`, `__post_init__` or
+    `__check_init__`, and none of its fields has a converter or a default factory.
     """
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
@@ -75,9 +76,10 @@ class QuickMeta(type(eqx.Module), _Making):
 
 
 def _pickled(cls: Any) -> Any:
-    """Pickles a class made by `plum.parametric`: its name, or `P` and the parameter for `P["m"]`.
+    """Pickles a class made by `plum.parametric`, either by name or (for e.g. `P["m"]`) as `P` and its
+    parameter.
 
-    No module holds a class such as `P["m"]`, so its name would not be found.
+    A class such as `P["m"]` is not an attribute of any module, so it can't be pickled by name.
     """
     if not vars(cls).get("_concrete"):
         return cls.__qualname__

@@ -1,7 +1,8 @@
 """Derivatives of Values as JAX returns them: without tangents for indices, codes and keys.
 
-JAX gives integer leaves the dtype float0 (or, in `jax.jacfwd`, zeros). A Value made from such leaves has lost
-its pattern, so using it as an array would give wrong numbers; we raise instead.
+JAX returns float0 arrays as the tangents of integer leaves (or, in `jax.jacfwd`, zeros). A Value made of such
+leaves has lost its pattern, so using it as an array would silently compute wrong numbers. We raise an error
+instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ def derivative_alone(cls: type) -> ValueError:
 
 def lacks_tangents(value: Any) -> bool:
     """Returns whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
-    # `jax.jacfwd` runs under `vmap`, so eagerly this cannot happen, and we need not look at the leaves.
+    # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly, and we don't need to look at the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
     return any(map(compat.is_missing_tangent, jtu.tree_leaves(value)))
@@ -43,7 +44,8 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 
     This holds if no frame of another function lies between them.
     """
-    # JAX fills in zeros after this function has returned, and offers no hook. So we look at who called.
+    # JAX only fills in the zeros after this function has returned, and doesn't offer a hook for it. So we
+    # have to inspect the calling frames.
     while frame is not None and is_internal(frame.f_code.co_filename):
         if compat.is_jacfwd(frame):
             return True

@@ -27,8 +27,8 @@ _REPLACED = {
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns a primitive's name and parameters.
 
-    If a high-level primitive carries code, these are the name and parameters of the primitive that it
-    replaces.
+    For a high-level primitive that carries code, e.g. a jaxpr, these are the name and parameters of the
+    ordinary primitive that it replaces.
     """
     hi: Any = params.get("_prim")
     name = _REPLACED.get(type(hi).__name__)

@@ -1,7 +1,8 @@
-"""Calls to a Value's hooks: errors name the hook, and no trace is active.
+"""Calls to a Value's hooks, made so that errors name the hook, and so that no trace is active.
 
-A hook runs in the middle of a primitive, so without a note its error would look like one in the user's
-program. It must also give the same answer everywhere, because answers are cached; hence `probing`.
+A hook runs while a primitive is being bound, so without a note its error would look like an error in the
+user's program. In addition, a hook must return the same result wherever it is called, because we cache the
+results. This is what `probing` is for.
 """
 
 import contextlib
@@ -56,13 +57,12 @@ def _naming(hook: str, method: Any) -> Any:
         except Exception as error:
             of = args[0] if args and hook != "default" else None
             cls = of if isinstance(of, type) else type(of)
-            # The hook failed because of what JAX left out, and not because of a mistake in it.
+            # The hook isn't to blame: it failed because JAX left out the integer leaves.
             if isinstance(cls, ValueMeta) and is_derivative_alone(jtu.tree_leaves(of)):
                 raise derivative_alone(cls) from error
             name = call.__qualname__ if of is None else f"{cls.__qualname__}.{hook}"
             note = f"Raised by `{name}`, which quaxlike asked for {_HOOKS[hook]}."
-            # An error passes through every hook that it leaves, and would collect the same note several
-            # times.
+            # An error might propagate through several nested hooks, so make sure to only add each note once.
             for line in (note, remedy(of, error)):
                 if line and line not in getattr(error, "__notes__", ()):
                     error.add_note(line)
@@ -77,8 +77,8 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(materialise)
     def guarded(self: Any) -> Any:
         running = running_hooks.materialising
-        # We look for the same object and not for an equal one, because a hook may well use another Value of
-        # its type.
+        # Compare by identity rather than equality, because it's fine for a hook to materialise another Value
+        # of its own type.
         for call, value in running:
             if value is self and call is materialise:
                 raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__))
@@ -89,7 +89,8 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
             # JAX's own error for a non-array would appear far from the hook that returned it.
             return as_dense(materialise(self), f"{type(self).__qualname__}.materialise")
         except RecursionError as error:
-            # A hook that makes new Values never meets the same object, but it fills the stack with itself.
+            # A hook that creates a new Value each time isn't caught by the identity check above, so instead
+            # we count how often it appears on the stack.
             if sum(call is materialise for call, _ in running) < OFTEN:
                 raise
             raise Endless(computes_with_itself(inspect.unwrap(materialise).__code__)) from error
@@ -100,7 +101,7 @@ def _guarded(materialise: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RunningHooks(threading.local):
-    """The hooks this thread is inside, outermost first."""
+    """The hooks that this thread is currently running, outermost first."""
 
     def __init__(self) -> None:
         self.materialising: list[tuple[Callable[..., Any], Any]] = []  # each with its Value
@@ -109,11 +110,11 @@ class _RunningHooks(threading.local):
 
 
 running_hooks = _RunningHooks()
-OFTEN = 5  # if a hook is this deep inside itself when Python's stack ends, it calls itself
+OFTEN = 5  # on hitting the recursion limit, a hook nested at least this often is taken to be calling itself
 
 
 def as_dense(out: Any, hook: str) -> Any:
-    """Checks that a hook returned an array or a Value; converts numbers and NumPy arrays."""
+    """Checks that a hook returned an array or a Value, converting numbers and NumPy arrays to JAX arrays."""
     if isinstance(out, bool | int | float | complex | np.ndarray | np.generic):
         return jnp.asarray(out)
     if not hasattr(out, "shape") and not isinstance(type(out), ValueMeta):
@@ -122,9 +123,9 @@ def as_dense(out: Any, hook: str) -> Any:
 
 
 def remedy(value: Any, error: Exception) -> str:
-    """Returns what to do about a hook which fails because it is traced; empty for other reasons.
+    """Suggests a fix for a hook that failed because it was traced. Empty if it failed for any other reason.
 
-    We trace hooks to infer shapes, and so does the user under `jit`.
+    Hooks are traced in order to infer shapes, and also whenever the user calls them under `jit`.
     """
     is_numpys = isinstance(error, jax.errors.TracerArrayConversionError)
     if not is_numpys and not compat.wants_concrete(error):
@@ -180,8 +181,8 @@ class RuleError(TypeError):
 class Endless(ValueError):
     """A hook, or a rule it uses, calls itself endlessly.
 
-    It becomes a `RuleError` where it leaves the hooks. It cannot be one before, because JAX would replace a
-    `TypeError` on the way.
+    This is converted to a `RuleError` once it has propagated out of all hooks. We can't raise a `RuleError`
+    to begin with, because JAX replaces any `TypeError` raised while binding a primitive.
     """
 
 
@@ -208,7 +209,7 @@ def endless_error(error: Endless) -> Exception:
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """Makes the error for a field other than an array. (JAX would replace a `TypeError` by its own.)"""
+    """Makes the error for a field that isn't an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -228,8 +229,8 @@ class ValueMeta(QuickMeta):
 class _Probing:
     """A context for calling hooks outside every trace.
 
-    Contexts in `asides`, for example to suspend the policy, are entered as well. Hook results are
-    cached, so a policy would see the hook's operations only the first time.
+    This also enters every context in `asides`, e.g. one that suspends the policy. (Since the results of hooks
+    are cached, a policy would otherwise only see the hook's operations the first time around.)
     """
 
     def __init__(self) -> None:
@@ -248,7 +249,7 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Calls `hook` with tracers in place of the shapes in a Value, so it can compute with them."""
+    """Calls `hook` with the shapes in a Value replaced by tracers, so that the hook can compute with them."""
 
     def on_shapes(value: Any) -> Any:
         # The result may not be an array, and `eval_shape` returns only arrays.

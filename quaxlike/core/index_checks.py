@@ -1,9 +1,9 @@
 """Makes `jax.experimental.checkify` see indices into Values.
 
-Rules clamp and shift a program's indices, and read leaves with other shapes than the array. If checkify
-saw only these, it would miss out-of-bounds indices, or report valid ones. So an equation which stands
-for the check precedes the rule: checkify reports for it what it reports for the array. It returns the
-indices, and compiles to nothing.
+Rules clamp and shift the indices used by a program, and index into leaves whose shapes differ from that of
+the array. If checkify were only to see these, then it would miss out-of-bounds indices, or report valid ones.
+So we insert an equation before the rule, for which checkify reports the same errors as it would for the dense
+array. This equation just returns the indices, and compiles to nothing.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ mlir.register_lowering(index_p, lambda ctx, indices, **params: [indices])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    # Bind it again, so that a differentiated program is checked too.
+    # Bind it again, so that the differentiated program is checked as well.
     out = index_p.bind(*primals, **params)
     return out, ad.Zero(jax.typeof(out).to_tangent_aval())
 
@@ -69,7 +69,8 @@ compat.check_errors_like(index_p, lax.gather_p, _as_gather)
 def with_checks(primitive: jexc.Primitive, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     """Adds checks to the operands of a primitive which indexes into its first operand.
 
-    Only indices which might be out of bounds get one. There are none when running eagerly: checkify traces.
+    We only add checks for indices that might be out of bounds, and none at all when running eagerly, since
+    checkify always traces.
     """
     if compat.is_eval_trace(compat.current_trace()):
         return operands
@@ -92,7 +93,7 @@ def _checked(indices: Any, shape: tuple[int, ...], axes: Any, sizes: tuple[int, 
         return indices
     if not isinstance(indices, jax.core.Tracer):
         last = np.asarray(shape)[np.asarray(axes, int)] - np.asarray(sizes)[np.asarray(axes, int)]
-        # Static indices in bounds need no check. Each one would be an equation in the user's jaxpr.
+        # Static indices that are in bounds don't need a check, which would only clutter the user's jaxpr.
         known = np.asarray(indices)
         if ((known >= 0) & (known <= last)).all():
             return indices

@@ -1,7 +1,7 @@
 """The running levels of `quaxify`, and which one dispatches on a Value.
 
-We find a level by walking JAX's own chain of traces. The list `running` is needed only where JAX cuts the
-chain. It is local to the thread, so two threads never see each other's levels.
+We find a level by walking up JAX's own chain of traces. The list `running` is only needed where JAX breaks
+the chain; it is thread-local, so that threads never see each other's levels.
 """
 
 import threading
@@ -22,8 +22,8 @@ def level_of(value: Any | None = None) -> Any:
         if ours(trace):
             return trace
         trace, last = getattr(trace, "parent_trace", None), trace
-    # JAX traces the functions of custom derivatives under a trace without a parent. A running level will be
-    # handed the resulting program.
+    # JAX traces the functions of custom derivatives under a trace without a parent, and it's only the
+    # resulting jaxpr that is later evaluated under a running level.
     cut = last is not None and not compat.is_eval_trace(last)
     if not cut:
         return None
@@ -31,7 +31,7 @@ def level_of(value: Any | None = None) -> Any:
 
 
 class _Running(threading.local):
-    """The traces of the `quaxify` calls this thread is inside, outermost first."""
+    """The traces of all `quaxify` calls that are currently running in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.levels: list[Any] = []
@@ -43,8 +43,8 @@ running = _Running()
 def has_operators(value: Any) -> bool:
     """Returns whether this Value has operators here, although its type does not define any.
 
-    This is so if a running level dispatches on it. Inside a rule, the Values that operands hold have
-    operators, too.
+    This is the case if a running level dispatches on it. Inside a rule, it also applies to the Values nested
+    inside the operands.
     """
     if level_of(value) is not None:
         return True

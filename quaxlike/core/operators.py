@@ -1,7 +1,7 @@
 """Operators, methods and functions of arrays for Values, inside `quaxify` or not.
 
-An operator outside `quaxify` opens a level for itself. Inside, it must join the running level: under
-a new level, the Values of the running one would be plain arrays, and their rules would be skipped.
+Outside of `quaxify`, an operator opens a level of its own. Inside, it must instead use the running level: a
+new level would treat the Values of the running one as plain arrays, and would therefore skip their rules.
 """
 
 import functools
@@ -30,12 +30,12 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `fn(value, ...)` under the level for `value`, or under a new one."""
     check_complete(value)
     level = level_of(value)
-    # Here we must not open a level, or the operands' own level would see plain arrays.
+    # In this case we must not open a new level, which would treat the Values of the running one as arrays.
     if level is not None and level.holds(value):
         return fn(level.enter_late(value), *args, **kwargs)
     if level is not None and any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-        # In the transform that holds the arrays of `value`, a tracer may stand for a Value that only the
-        # level outside the transform knows.
+        # The arrays of `value` belong to a transform. Within that transform, another tracer may represent a
+        # Value that is only known to the level outside it.
         return fn(stage(value), *args, **kwargs)
     return quaxify(fn)(value, *args, **kwargs)
 
@@ -43,7 +43,8 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
     """Wraps a jax.numpy function so that it accepts Values, inside `quaxify` or not.
 
-    If a running level dispatches on the Values, then they join it, and meet that level's own Values there.
+    If a running level dispatches on the Values, then we use that level, so that they can be combined with the
+    level's own Values.
     """
     quaxified = quaxify(fn)
 
@@ -52,7 +53,7 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        if any(is_value(x) and level_of(x) is None for x in leaves):  # no running level takes it
+        if any(is_value(x) and level_of(x) is None for x in leaves):  # no running level dispatches on it
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
         args, kwargs = jtu.tree_unflatten(structure, operands)
@@ -99,7 +100,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _nbytes(value: Any) -> int:
-    """Returns the bytes of the leaves: what the value occupies, not what its dense array would."""
+    """Returns the total size of the leaves in bytes. (This is not the size of the dense array.)"""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
@@ -195,7 +196,7 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
     __round__ = _unary(round)
 
-    # Python needs actual numbers for these, so the value is materialised, under the policy.
+    # Python requires concrete values for these, so we have to materialise, subject to the policy.
     __bool__ = _unary(bool)
     __int__ = _unary(int)
     __float__ = _unary(float)

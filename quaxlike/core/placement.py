@@ -1,7 +1,8 @@
 """A Value's devices and sharding, read from its leaves.
 
-An answer is given only if it also holds for the dense array: if no single sharding produces all the leaves'
-placements, we raise rather than report one leaf's.
+We only return a result that is also correct for the dense array. Specifically, if there is no single sharding
+of the logical array that explains how every leaf is placed, then we raise an error, rather than reporting the
+sharding of some arbitrary leaf.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     _require_placed(value, "sharding")
     arrays = _arrays(value)
     found = [leaf.sharding for leaf in [*filter(_is_placed, arrays)] or arrays]
-    # On one device, every sharding means the same, even if the leaves have different ones.
+    # On a single device all shardings are equivalent, so it doesn't matter if those of the leaves differ.
     if len(devices(value)) == 1 and len({x.memory_kind for x in found}) == 1:
         (at,) = devices(value)
         return jax.sharding.SingleDeviceSharding(at, memory_kind=found[0].memory_kind)
@@ -43,7 +44,8 @@ def sharding(value: Value) -> jax.sharding.Sharding:
     if named and len(named) == len(found) and len({(x.mesh, x.memory_kind) for x in named}) == 1:
         leaves, treedef = jtu.tree_flatten(value)
         slot = LeafLayout(treedef, tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in leaves))
-        # The candidates are the leaves' own specs: in nearly every type, some leaf has all the array's axes.
+        # Use the specs of the leaves as candidates, since for nearly every type there is some leaf that has
+        # all the axes of the array.
         for candidate in named:
             if len(candidate.spec) <= len(aval_of(value).shape) and _follow(slot, candidate.spec, leaves):
                 return candidate
@@ -64,14 +66,14 @@ def dlpack_device(value: Value) -> Any:
 
 
 def _arrays(value: Value) -> list[Any]:
-    # Without leaves, the answer is where JAX would put a new array. Under a trace, that array would be a
-    # tracer.
+    # If there are no leaves, create an array in order to see on which device JAX places it. (We do so outside
+    # of any trace, as it would otherwise be a tracer.)
     with jax.ensure_compile_time_eval():
         return [x for x in jtu.tree_leaves(value) if isinstance(x, jax.Array)] or [jnp.zeros(())]
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Whether a leaf decides where a value is. A number that is nowhere on purpose does not."""
+    """Whether a leaf determines where a value is placed. Uncommitted scalars don't."""
     return isinstance(leaf, jax.Array) and (leaf.ndim > 0 or leaf.committed)
 
 

@@ -1,9 +1,9 @@
 """Two hooks for types whose rules depend on the contents of plain arrays next to them.
 
-Zeros are zeros in any unit, and a library starting a loop from zeros does not say which unit they have. So
-quantities with units follow the numbers that fill plain arrays (arrays/unitful/placeholders.py). Both hooks
-are empty until a type is defined whose `promote` works without `like`. Until then, all this costs a few
-`if`s.
+For example, zeros are the same in every unit, so a library that initialises a loop with zeros doesn't specify
+their unit. For this reason, quantities with units track which plain arrays are filled with a constant (see
+arrays/unitful/placeholders.py). Neither hook is set until a type is defined whose `promote` can be called
+without `like`, and until then the only overhead is a few `if`s.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ def takes_no_like(cls: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """The trace's hook: it sees each primitive on plain arrays, in a level where a Value asks for it."""
+    """The hook of the trace, called with primitives on plain arrays if any Value at the level requires it."""
 
-    asked_for_by: Callable[[Any], bool]  # a Value from outside, or one inside it
+    asked_for_by: Callable[[Any], bool]  # whether a Value, or one nested inside it, requires this
     asked_for_by_type: Callable[[Any], bool]
     follow: Callable[[Any, Any, dict[str, Any], Any], None]  # primitive, operands, params, result
 
 
 @dataclasses.dataclass(frozen=True)
 class Placeholders:
-    """The slots' hook: tracks what fills a plain array through branches and loops.
+    """The hook of the slots: tracks the constant that fills a plain array through branches and loops.
 
-    This is the `constant` of the array's slot, which is None as long as nobody asks.
+    This is stored as the `constant` of the array's slot, which is None unless some Value requires it.
     """
 
-    marked: Callable[..., tuple[Any, ...]]  # operands' slots, with what fills them
-    starts: Callable[..., tuple[Any, ...]]  # a loop's carry, when only its start is known
-    start: Callable[[Any, Any], Any]  # one slot of the carry, and its initial array
-    revealed: Callable[..., tuple[Any, ...] | None]  # a carry, as one iteration shows it to be
+    marked: Callable[..., tuple[Any, ...]]  # the slots of the operands, with their constants
+    starts: Callable[..., tuple[Any, ...]]  # a loop's carry, when only its initial value is known
+    start: Callable[[Any, Any], Any]  # takes one slot of the carry, and its initial array
+    revealed: Callable[..., tuple[Any, ...] | None]  # a carry, as determined by tracing one iteration
     without_guess: Callable[[Any], Any]
     either: Callable[[Any, Any], Any]
-    note: Callable[[Any, Any], None]  # records what fills an array
+    note: Callable[[Any, Any], None]  # records the constant that an array is filled with
 
 
 class _Hooks:
@@ -52,12 +52,12 @@ hooks = _Hooks()
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns the constant for an array that may be either of two, with constants `a` and `b`."""
+    """Returns the constant for an array that is one of two arrays, whose constants are `a` and `b`."""
     if a is None or b is None or hooks.placeholders is None:
         return None
     return hooks.placeholders.either(a, b)
 
 
 def without_guess(slot: Any) -> Any:
-    """Replaces a guessed slot by the slot of a plain array; returns others unchanged."""
+    """Replaces a slot whose type was only guessed by that of a plain array; returns any other unchanged."""
     return hooks.placeholders.without_guess(slot) if hooks.placeholders else slot

@@ -17,8 +17,8 @@ MODULES = {
     "jax.numpy.linalg": jnp.linalg,
     "jax.scipy.special": jax.scipy.special,
 }
-# Possible arguments of a function, in the order in which we try them: floats, integers and booleans, all
-# 2x2. (No strings: `jax.numpy.save` would write a file.)
+# The arguments with which we try to call a function, in order: 2x2 arrays of floats, integers and booleans.
+# (We don't try strings, as otherwise `jax.numpy.save` would write a file.)
 CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x),
     lambda f, x, i, b: f(x, x),
@@ -46,7 +46,8 @@ def function_called(name: str) -> tuple[str, Any] | None:
 def primitives_of(function: Any) -> list[str]:
     """Returns the names of the primitives of a JAX or NumPy function.
 
-    We find them by calling it with small arrays. If no call works, or for any other function, returns none.
+    We find these by calling the function with small arrays. Returns an empty result if none of the calls
+    succeeds, or if this isn't a JAX or NumPy function.
     """
     package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     if package == "numpy" and (called := function_called(getattr(function, "__name__", ""))):

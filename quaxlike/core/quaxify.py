@@ -1,8 +1,8 @@
 """`quaxify`: runs a function with Values in place of arrays.
 
-A level must be closed exactly once, whatever the function raises. `levels` and JAX's current
-trace are restored in a `finally`, and the trace is marked as ended, so a leaked tracer raises instead of
-computing with a dead trace.
+A level must be closed exactly once, even if the function raises an error. Thus `levels` and JAX's current
+trace are both restored in a `finally` block. We also mark the trace as ended, so that using a leaked tracer
+raises an error, rather than computing with a dead trace.
 """
 
 import functools
@@ -63,7 +63,7 @@ class _Quaxified(Generic[_T]):
     def _whole(self) -> Callable[..., Any] | None:
         """For a jitted function: the whole call, as one jitted function.
 
-        When it is called eagerly, this avoids dispatching the inner jit every time.
+        This avoids having to dispatch the inner jit on every eager call.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -74,7 +74,7 @@ class _Quaxified(Generic[_T]):
     @staticmethod
     @compat.weakly_cached
     def _of_jit(jitted: Any) -> Callable[..., Any]:
-        """Shared by all quaxified versions of `jitted`, so a temporary one compiles nothing."""
+        """Shared by all quaxified versions of `jitted`, so that quaxifying it again doesn't recompile it."""
         of = weakref.ref(jitted)  # a strong reference from here would keep it in the cache forever
 
         @functools.wraps(jitted.__wrapped__)
@@ -85,8 +85,8 @@ class _Quaxified(Generic[_T]):
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         layers = active_layers.get()
-        # Move our rule set to the front. It may already be further back, if a nested function quaxifies with
-        # the same rules.
+        # Move our rule set to the front. It might already be in the list, e.g. if a nested function was
+        # quaxified with the same rules.
         if self._rules is not None and self._rules is not layers[0]:
             with use_rule_sets((self._rules, *(x for x in layers if x is not self._rules))):
                 return self._call(*args, **kwargs)
@@ -95,11 +95,11 @@ class _Quaxified(Generic[_T]):
         trace = QuaxTrace(parent, Level(), resolver(layers))
         copies = Copies() if "flax.nnx" in sys.modules else None
         levels = running.levels
-        # Rules and operators look for the running level here. It must be removed even if the function raises.
+        # Rules and operators look up the running level here, so be sure to remove it even on an error.
         levels.append(trace)
         given = self._fn, args, kwargs
         try:
-            # Modules are copied under this trace, so the function may write to the copies.
+            # Modules are copied under this trace, so it's safe for the function to mutate them.
             compat.set_trace(trace)
             fn, args, kwargs = _select(trace, copies, self._filter_spec, *given)
             out = fn(*args, **kwargs)
@@ -110,11 +110,10 @@ class _Quaxified(Generic[_T]):
         finally:
             compat.set_trace(parent)
             levels.pop()
-            # A tracer that escapes (stored in a global, say) raises from now on, instead of computing with a
-            # dead trace.
+            # From now on, any tracer that has leaked (e.g. through a global) raises an error when it is used.
             trace.ended = True
         if copies is not None:
-            # Only after success, as a failed call must leave the Variables unchanged.
+            # Don't do this on an error: in that case the Variables must be left unchanged.
             copies.write_back(trace.unwrap_tree)
         out = trace.unwrap_tree(out)
         return check_jacobian(out, is_value) if type(parent) is compat.JVPTrace else out
@@ -248,14 +247,14 @@ def _select(
             f"{' '.join(str(error).split())}"
         ) from None
     passed_by = [x for x in jtu.tree_leaves(static, is_leaf=_is_instance) if is_value(x)]
-    # Values from elsewhere are subject to the filter too, so remember what it has passed by.
+    # The filter also applies to Values that weren't arguments, so remember the ones it didn't select.
     trace.tag.dispatches_on = functools.partial(_dispatches_on, filter_spec, passed_by)
     boxed = jtu.tree_map(box, dynamic, is_leaf=_is_instance)
     return shared(tree, eqx.combine(boxed, static, is_leaf=_is_instance))
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note if an argument has no shape, for the reason in the error."""
+    """Adds a note if an argument's shape couldn't be computed, for the reason given in the error."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
     except Exception:  # not a pytree, which may be what the error says
@@ -275,15 +274,17 @@ def _name_culprit(error: Exception, call: Any) -> None:
 def _is_instance(x: Any) -> bool:
     """Returns whether `x` is an instance of a Value type, possibly with missing parts.
 
-    An incomplete Value passes through untouched, with everything inside it.
+    An incomplete Value is passed through untouched, including everything nested inside it.
     """
     return kind_of(x) == "value"
 
 
 def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value) -> bool:
-    """Returns whether the filter selects a Value it passed by, or that was not an argument.
+    """Returns whether to dispatch on a Value: False for the ones in `passed_by`, and otherwise up to the
+    filter.
 
-    If the filter is a prefix of `(fn, args, kwargs)`, the latter counts as part of `fn`.
+    Such a Value wasn't an argument, so if the filter is a prefix of `(fn, args, kwargs)`, then we use the
+    entry for `fn`.
     """
     if any(value is x for x in passed_by):
         return False
@@ -294,7 +295,7 @@ def _dispatches_on(filter_spec: PyTree, passed_by: Sequence[Value], value: Value
 def value_of(x: Any) -> Any:
     """Returns the Value behind an operand inside a quaxified function; returns anything else unchanged.
 
-    Use this to inspect a Value (its static fields, for instance), or to compute something no primitive
-    expresses. The arrays inside the Value belong to the level outside the `quaxify`.
+    You can use this to inspect a Value (e.g. its static fields), or to compute something that can't be
+    expressed as a primitive. Note that the arrays inside the Value belong to the level outside the `quaxify`.
     """
     return x.quax_value if isinstance(x, ValueTracer) else x

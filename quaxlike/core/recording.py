@@ -1,7 +1,7 @@
 """Recording for `explain`: the active recorder, and how messages describe operands and places.
 
-Recording must not change what a program does, nor be skipped by JAX's caches. Each recording is therefore
-part of JAX's cache keys, so an already traced function is traced again.
+Recording must not change the behaviour of a program. Nor may it be defeated by JAX's caches, so each
+recording is part of their keys, which means that a function that was already traced will be traced again.
 """
 
 import collections
@@ -40,8 +40,8 @@ def recording(recorder: "Recorder") -> Iterator["Recorder"]:
     """Records what is dispatched inside the block, in this thread and context."""
     token = _active.set(recorder)
     try:
-        # A new number each time. With the same one, JAX would find the program that the last recording
-        # traced.
+        # Use a new number each time, as otherwise we would get a cache hit for a program that was traced by
+        # an earlier recording.
         with _jit_recording(next(_recordings)):
             yield recorder
     finally:
@@ -62,7 +62,7 @@ values.probing.asides.append(_not_recording)
 
 
 def shown_as(what: str) -> Callable[[_Fn], _Fn]:
-    """Decorates a function with its own dispatch: its events are shown inside `what`."""
+    """Decorates a function that performs its own dispatch, so that its events are shown inside `what`."""
 
     def decorator(function: _Fn) -> _Fn:
         @functools.wraps(function)
@@ -80,8 +80,8 @@ def shown_as(what: str) -> Callable[[_Fn], _Fn]:
 def note(text: str) -> None:
     """Adds a remark to the row of [`quaxlike.explain`][] for the running rule.
 
-    Call this inside a rule, for anything not in the signature, such as the kernel that was
-    chosen. It does nothing unless `explain` is running.
+    Call this inside a rule, to report anything that isn't apparent from its signature, e.g. which kernel was
+    selected. It does nothing unless `explain` is running.
     """
     if (recorder := active()) is not None:
         recorder.note(text)
@@ -110,7 +110,8 @@ def user_source() -> tuple[SourceLine, SourceLine | None]:
     return first or SourceLine("<unknown>", 1, "?"), None
 
 
-# Hooks which may end up calling themselves. Functions with the same names in the core merely call them.
+# Hooks that a user might accidentally write so that they call themselves. (Functions with the same names in
+# the core only call these.)
 _HOOKS = frozenset(("aval", "default", "materialise", "promote", "widen"))
 _CALLERS = values.__file__
 
@@ -118,8 +119,8 @@ _CALLERS = values.__file__
 def endless(error: RecursionError) -> str | None:
     """Returns the message for endless recursion of a rule or hook; None if there is none.
 
-    Little of Python's stack is left here, so we may not call anything which memoises errors, as beartype does
-    for plum.
+    When this is called we are close to the recursion limit. It's therefore important not to call anything
+    that caches errors, as beartype does on behalf of plum.
     """
     # Endless recursion repeats the same few functions, so we count them.
     codes = collections.Counter(frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -154,7 +155,7 @@ def leaked(value: values.Value, tracer: Any, is_late: bool) -> Exception:
 
     **Arguments:**
 
-    - `is_late`: whether the Value was closed over, so JAX's cache holds the tracer.
+    - `is_late`: whether the Value was closed over, in which case the tracer is held by JAX's cache.
     """
     kind, at = type(value).__name__, user_source()[0]
     if is_late:

@@ -1,7 +1,7 @@
 """Finds the user's own lines and frames among those of JAX, libraries and this package.
 
-Every message names a line of the user's. So this must never report one of our own lines, nor JAX's:
-both are recognised by their folders.
+All messages point to a line of the user's code, so we must never report a line belonging to JAX or to this
+package. We identify both by the folders in which they are installed.
 """
 
 import functools
@@ -40,7 +40,8 @@ class SourceLine(NamedTuple):
 def source_lines() -> Iterator[SourceLine]:
     """Returns the lines outside JAX and this package being executed, innermost first.
 
-    An equation of a jaxpr is not on Python's stack, but it keeps the lines where it was staged.
+    Note that an equation of a jaxpr doesn't appear on Python's stack. Instead, it records the lines at which
+    it was staged.
     """
     yield from _recorded_lines(compat.current_traceback())
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +57,8 @@ def lines_of_error(error: BaseException) -> list[SourceLine]:
 
 
 def _lines_in(frame: types.FrameType, number: int) -> Iterator[SourceLine]:
-    """Returns the line of this frame, or the lines where its equation was staged."""
+    """Returns the line of this frame, or (if it's interpreting an equation) the lines that staged the
+    equation."""
     file = frame.f_code.co_filename
     if not is_internal(file):
         yield SourceLine(file, number, frame.f_code.co_qualname)
@@ -101,7 +103,8 @@ _STDLIB = f"{pathlib.Path(os.__file__).parent}{os.sep}"
 
 @functools.cache
 def is_internal(file: str) -> bool:
-    # Without a virtual environment, libraries are installed inside the standard library's folder.
+    # Without a virtual environment, third-party libraries are installed inside the folder of the standard
+    # library.
     is_standard = file.startswith(_STDLIB) and "-packages" not in file
     return is_standard or file.startswith((*_MACHINERY, *_OURS, "<frozen "))
 

@@ -1,10 +1,11 @@
 """The trace for dispatching primitives on Values, and the tracer of a Value.
 
-A plain array must never be boxed: only a Value becomes a `ValueTracer`, and a primitive with
-no Value among its operands is bound on the parent trace, with its raw result returned. Without this, every
-intermediate in a quaxified function would pay for dispatch, and concrete `if`s on plain arrays would fail.
+A plain array must never be boxed. That is, only Values become `ValueTracer`s; if none of a primitive's
+operands is a Value, then we bind it on the parent trace and return the result as it is. Otherwise we would
+incur the overhead of dispatch for every intermediate in a quaxified function, and a concrete `if` on a plain
+array would raise an error.
 
-`process_primitive` runs for every primitive, so it avoids allocation, and looks rules up in a single dict.
+`process_primitive` runs for every primitive, so it avoids allocations, and looks up rules in a single dict.
 """
 
 import functools
@@ -45,7 +46,8 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
     """Stands for a Value inside a quaxified function. Plain arrays are never wrapped."""
 
     __slots__ = ("aval", "quax_is_late", "quax_tag", "quax_value")
-    # It already is an operand; JAX looks this up several times per call.
+    # We don't need to be converted to an operand. Setting this explicitly is a fast path, as JAX looks it up
+    # several times per call.
     __jax_array__ = None  # pyright: ignore
 
     def __init__(self, trace: Any, value: Value) -> None:
@@ -65,21 +67,21 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
             return getattr(self.quax_value, name)
 
     def full_lower(self) -> Any:
-        # JAX calls this on results of a derivative without tangents, and on operands it evaluates as
-        # concrete arrays. A tracer of a running level is never one of the latter.
+        # JAX calls this on those results of a derivative that have no tangents, and on operands that should
+        # be concrete arrays. The latter never happens for a tracer of a running level.
         if not self._trace.ended:
             return self
         raise recording.leaked(self.quax_value, self, self.quax_is_late)
 
     def _contents(self) -> list[tuple[str, Any]]:
-        # JAX searches these for anything differentiable, so no derivative is closed over it.
+        # JAX searches these for anything that is being differentiated, to check that it isn't closed over.
         return [(jtu.keystr(at), leaf) for at, leaf in jtu.tree_leaves_with_path(self.quax_value)]
 
     def _short_repr(self) -> str:
         return f"ValueTracer<{type(self.quax_value).__name__}[{self.aval}]>"
 
-    # bool(x), int(x), ...: materialise. We do not define `to_concrete_value`, because JAX calls it without
-    # being asked by the user.
+    # `bool(x)`, `int(x)` etc. materialise. We don't define `to_concrete_value`, because JAX also calls it
+    # when the user hasn't requested a concrete value.
 
     def __bool__(self) -> bool:
         return bool(self._concrete("bool"))
@@ -116,8 +118,9 @@ class ValueTracer(jax.core.Tracer):  # pyright: ignore[reportMissingTypeArgument
 def _operator(method: str, op: Callable[..., Any], only_inexact: bool) -> Callable[[Any, Any], Any]:
     """Defines an arithmetic `method` on tracers.
 
-    Two Values with the same aval need no promotion, so this binds the primitive directly instead of going
-    through jax.numpy, which takes several times as long. Everything else is left to JAX.
+    As a fast path, two Values with the same aval don't need to be promoted, so in this case we bind the
+    primitive directly. (Going through `jax.numpy` takes several times as long.) Everything else is left to
+    JAX.
     """
     # JAX's own operator, for everything but the fast path.
     forward = getattr(jax.core.Tracer, method)
@@ -159,10 +162,11 @@ class Level(jexc.TraceTag):
 
     **Arguments:**
 
-    - `dispatches_on`: whether the level dispatches on a Value from elsewhere. Default: on any.
+    - `dispatches_on`: whether the level dispatches on a Value that wasn't one of its arguments. Default: on
+        any.
     """
 
-    # Called with each primitive on plain arrays, once a Value in this level asks for it.
+    # Called with each primitive on plain arrays. Only set if some Value at this level requires it.
     follow: Callable[..., None] | None = None
 
     def __init__(self, dispatches_on: Callable[[Value], bool] | None = None) -> None:
@@ -191,8 +195,8 @@ class QuaxTrace(jax.core.Trace):
     def process_primitive(
         self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        # This runs for every primitive, also on plain arrays. So it builds the cache key while it unwraps,
-        # and compares tags instead of calling methods.
+        # This is a hot path: it runs for every primitive, including the ones on plain arrays. So we build the
+        # cache key whilst unwrapping, and compare tags instead of calling methods.
         tag = self.tag
         unwrapped = list(operands)
         key: list[Any] = [primitive]
@@ -204,15 +208,15 @@ class QuaxTrace(jax.core.Trace):
                 plain = False
             else:
                 key.append(None)
-        # Without Values there is nothing to dispatch. The exception is a primitive that makes a Value from
-        # plain arrays, directly or in a jaxpr that it carries.
+        # If there are no Values then there is nothing to dispatch on. The exception is a primitive that
+        # creates a Value out of plain arrays, either directly or in one of its jaxprs.
         if plain and not ((_staged or primitive.name == high_level.NAME) and makes_values(primitive, params)):
             out = compat.bind_with_trace(primitive, self.parent_trace, operands, params)
             if tag.follow is not None:
                 tag.follow(primitive, operands, params, out)
             return out
-        # Rules run under the parent trace: a primitive that a rule binds on its leaves must reach JAX, and
-        # must not be dispatched on this level again.
+        # Rules run under the parent trace, so that any primitives they bind on leaves are passed on to JAX,
+        # instead of being dispatched at this level again.
         before, within = compat.current_trace(), self.in_rule
         compat.set_trace(self.parent_trace)
         self.in_rule = True
@@ -244,7 +248,7 @@ class QuaxTrace(jax.core.Trace):
         rules = self.resolver.cache.get(key)
         if rules is None:
             rules = self.resolver.candidates(key, params.keys())
-        # `operands` is changed in place, so that the default uses the checked indices too if all rules
+        # Modify `operands` in place, so that the checked indices are also used by the default if all rules
         # decline.
         if rules and primitive in TAKE_INDICES:
             operands[:] = with_checks(primitive, operands, params)
@@ -263,14 +267,14 @@ class QuaxTrace(jax.core.Trace):
     # Late Values: closed over, built in the body of the function, or used inside a rule
 
     def dispatches_on(self, value: Value) -> bool:
-        """Returns whether this level dispatches on a Value from elsewhere."""
+        """Returns whether this level dispatches on a Value that wasn't one of its arguments."""
         return self.tag.dispatches_on is None or self.tag.dispatches_on(value)
 
     def holds(self, value: Value) -> bool:
         """Returns whether this level can reach the arrays of a late Value.
 
-        If not, they belong to a transform inside the quaxified function. Boxing the Value here would bypass
-        that transform, and (say) drop its derivative.
+        If not, then they belong to a transform inside the quaxified function. In this case boxing the Value
+        here would bypass the transform, and e.g. lose its derivative.
         """
         return _lives_below(self, value)
 
@@ -286,17 +290,18 @@ class QuaxTrace(jax.core.Trace):
         return tracer
 
     def claims(self, tracer: ValueTracer) -> bool:
-        """Returns whether another level adopted the tracer's Value, and this level takes it as well.
+        """Returns whether another level adopted the tracer's Value, but this level should dispatch on it.
 
-        JAX caches what it traces. If a function made outside closes over a Value, and goes through `jax.jit`
-        or a scan within `quaxify`, then the cached constants include the tracer of that first call.
+        JAX caches the jaxprs that it traces. Suppose a function closes over a Value, and is called through
+        `jax.jit` or a scan inside several `quaxify`s in turn: then the cached constants include the tracer
+        created by the first of these calls.
         """
-        # A tracer of a level that is still running below belongs to that level, and is an ordinary operand
-        # here.
+        # If the tracer's level is still running, somewhere below us, then the tracer belongs to that level,
+        # and for us it is an operand like any other.
         late = tracer.quax_is_late and not any(tracer.quax_tag is x for x in _below(self))
         return late and self.dispatches_on(tracer.quax_value) and _lives_below(self, tracer.quax_value)
 
-    # Primitives which carry functions; JAX calls a method for each.
+    # Primitives that carry functions. JAX calls a separate method for each of them.
 
     def process_custom_jvp_call(self, primitive, fun, jvp, operands, /, **params):  # pyright: ignore
         with jexc.set_current_trace(self.parent_trace):
@@ -326,17 +331,18 @@ class QuaxTrace(jax.core.Trace):
         return ValueTracer(self, value)
 
     def wrap(self, x: Any) -> Any:
-        """Turns a rule's result into something JAX code can use."""
+        """Converts the result of a rule to something that can be returned to JAX."""
         if KINDS[type(x)] != "value":
             return self.as_array(x)
-        # A Value may ask to follow plain arrays only after it was made inside the level, so results are
-        # checked too.
+        # The first Value requiring us to follow plain arrays might be created inside the level, so we have to
+        # check results as well.
         if hooks.following and hooks.following.asked_for_by_type(type(x)):
             self.tag.follow = hooks.following.follow
         return ValueTracer(self, x)
 
     def as_array(self, x: Any) -> Any:
-        """Turns a rule's result into an array or a Value: it may be a NumPy array or a number."""
+        """Converts the result of a rule, which is allowed to be a NumPy array or a number, to an array or a
+        Value."""
         if kind_of(x) != "other" or _is_no_array(x):
             return x
         with jexc.set_current_trace(self.parent_trace):
@@ -381,12 +387,12 @@ def _lives_below(level: QuaxTrace, value: Value) -> bool:
     return all(any(x is y for x in (trace, getattr(trace, "tag", None)) for y in below) for trace in traces)
 
 
-# A Value may be made inside a transform that runs within a level. (It was built there, or passed to a jitted
-# function, which flattened it.) Its arrays then belong to the transform, so it becomes an equation, from its
-# leaves to an array. When JAX hands the transform's program to the level, the result of this equation is the
-# Value again.
+# A Value might be created inside a transform that runs within a level. (Either it is constructed there, or it
+# is passed to a jitted function, which flattens it.) In this case its arrays belong to the transform, so we
+# represent the Value by an equation that maps its leaves to an array. When the level later evaluates the
+# jaxpr produced by the transform, this equation gives us back the Value.
 value_p = jexc.Primitive("quaxlike_value")
-_staged = False  # whether any exists: until then no level looks for them
+_staged = False  # whether any such equation exists; until then, levels can skip looking for them
 
 
 def stage(value: Value) -> Any:
@@ -400,7 +406,7 @@ def stage(value: Value) -> Any:
 def makes_values(primitive: jexc.Primitive, params: dict[str, Any]) -> bool:
     """Returns whether a primitive is (or carries) an equation for making a Value.
 
-    A custom derivative counts as well, since its functions may make one when they run.
+    This includes custom derivatives, as their functions might create one when they are called.
     """
     if primitive.name not in BUILTIN:
         return False
@@ -415,7 +421,7 @@ def _holds_value(jaxpr: Any) -> bool:
 
 
 def _adopted(value: Value) -> Any:
-    """Boxes a Value, found among a primitive's operands, in its level."""
+    """Boxes a Value that was passed as an operand to a primitive, at the level it belongs to."""
     check_complete(value)
     level = level_of(value)
     if level is None:
@@ -442,9 +448,9 @@ def value_types(operands: Sequence[Any]) -> list[type | None]:
     return [type(x) if KINDS[type(x)] == "value" else None for x in operands]
 
 
-# The interpreter's own rules for primitives which carry code or only move data. They apply if no registered
-# rule matches, and `higher_order` adds them. Keys are names, because JAX does not export every primitive; a
-# primitive with an attribute `family` has that as its key.
+# The interpreter's own rules, which are used if no registered rule matches, for primitives that carry code or
+# just move data. They are added by `higher_order`. We use the primitive's name as the key, since JAX doesn't
+# export every primitive, or its attribute `family` if it has one.
 BUILTIN: dict[str, Callable[..., Any]] = {}
 
 

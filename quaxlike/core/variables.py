@@ -1,7 +1,7 @@
 """Variables of Flax NNX among the arguments of a quaxified function.
 
-A Variable must have one copy, however often it occurs, so shared parameters stay shared;
-and writes to the copy must reach the original.
+There must only be a single copy of each Variable, even if it occurs several times, so that shared parameters
+remain shared. In addition, any changes to the copy must be written back to the original.
 """
 
 import sys
@@ -14,10 +14,11 @@ from .values import kind_of
 
 
 class Copies:
-    """Copies of the Variables, which the function may write to.
+    """Copies of the Variables, so that the function can mutate them.
 
-    A quaxified function gets a copy of its arguments, with tracers in place of Values. Whatever it changes in
-    the copied module has to arrive in the module itself, as with `nnx.jit`. Flax need not be installed.
+    A quaxified function is called with copies of its arguments, in which Values have been replaced by
+    tracers. Any changes that it makes to a module have to be written back to the original, just like in
+    `nnx.jit`. (Flax doesn't need to be installed.)
     """
 
     def __init__(self) -> None:
@@ -38,14 +39,15 @@ class Copies:
         return copy
 
     def write_back(self, unwrap: Callable[[Any], Any]) -> None:
-        """Writes everything written to the copies to the Variables, and adds new Variables.
+        """Writes any changes of the copies back to the Variables, and adds new Variables.
 
         **Arguments:**
 
-        - `unwrap`: turns the content of a Variable inside the function into its content outside.
+        - `unwrap`: converts the content of a Variable from inside the function to its content outside.
         """
         for variable, copy, before in self._of.values():
-            # Writing an unchanged content would count as a mutation, which Flax forbids in some places.
+            # Don't write contents that haven't changed, as this would count as a mutation, which Flax
+            # sometimes forbids.
             if (after := copy.get_raw_value()) is not before:
                 variable.set_raw_value(unwrap(after))
         for tree, copy in self._trees:

@@ -1,11 +1,11 @@
 """Operators, methods and attributes of arrays, on types without `ArrayOperators`.
 
-A Value has all of them wherever a level of `quaxify` dispatches on it; inside a rule, so do the Values
-its operands are made of. Elsewhere it has none: `hasattr` says so, and Python's error says what
-to write.
+A Value has all of these wherever a level of `quaxify` dispatches on it. The same holds for the Values nested
+inside the operands of a rule. In any other context it has none of them: `hasattr` returns False, and trying
+to use one raises an error that explains what to write instead.
 
-`==` never compares Values as pytrees. Equinox's own `__eq__` would, and would silently return one bool where
-elementwise comparison was meant.
+`==` never compares Values as pytrees. This is what Equinox's own `__eq__` does, which would silently return a
+single bool even if the user meant an elementwise comparison.
 """
 
 import functools
@@ -23,9 +23,8 @@ from .operators import ArrayOperators, anywhere, is_operand
 from .trace import ValueTracer
 from .values import ArrayValue, Value, on_new_type
 
-# Operators as messages write them: binary ones (which Python may also look up on the right operand),
-# comparisons, and the rest. We leave out `__index__`, since JAX would take a Value that has it for a static
-# index.
+# How operators are written in messages: binary ones (which Python might also look up on the right operand),
+# comparisons, and the rest. We omit `__index__`, since JAX treats anything that defines it as a static index.
 _SYMBOLS = {
     **{"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "divmod": "divmod"},
     **{"pow": "**", "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
@@ -41,9 +40,10 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 
 class MissingOperator(TypeError, AttributeError):
-    """Python looked for an operator this Value does not have.
+    """Raised if Python looks up an operator that this Value doesn't have.
 
-    As a `TypeError`, this is what users expect; as an `AttributeError`, `hasattr` returns False.
+    This is a `TypeError`, as users would expect, and also an `AttributeError`, so that `hasattr` returns
+    False.
     """
 
 
@@ -66,7 +66,7 @@ stand_ins: dict[str, Any] = {}  # array operators and methods, by name
 
 
 def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any]) -> Callable[..., Any]:
-    """Defines the binary operator `own`. If it declines, Python asks the other operand for `others`."""
+    """Defines the binary operator `own`. If it declines, then Python tries `others` on the other operand."""
 
     def method(self: Any, other: Any) -> Any:
         if own == "__ne__" and type(self).__eq__ is not stand_ins["__eq__"]:
@@ -82,7 +82,7 @@ def _binary(symbol: str, own: str, others: str | None, member: Callable[..., Any
 
 
 def _may_know(value: Value, other: Any, name: str) -> bool:
-    """Returns whether the other operand's operator `name` may know what to do with this Value."""
+    """Returns whether the other operand's operator `name` might be able to handle this Value."""
     if isinstance(other, Value):
         return getattr(type(other), name, None) is not stand_ins[name]
     if isinstance(other, bool | int | float | complex):
@@ -102,8 +102,8 @@ def _may_know(value: Value, other: Any, name: str) -> bool:
 class _StandIn:
     """An attribute, method or unary operator.
 
-    This is not a data descriptor, so a type may have a field with the same name. On the class it raises,
-    since dataclasses would take anything else for that field's default.
+    This isn't a data descriptor, so that a type can have a field with the same name. Accessing it on the
+    class raises an error, since `dataclasses` would interpret anything else as the default of that field.
     """
 
     def __init__(self, name: str, what: str, error: type[Exception], member: Any) -> None:
@@ -118,14 +118,15 @@ class _StandIn:
 
 
 def _iterate(self: Any) -> Any:
-    # Not a `_StandIn`: Python reports any error from looking it up as "not iterable".
+    # This isn't a `_StandIn`, because Python turns any error raised when looking it up into "not iterable".
     if not has_operators(self):
         raise TypeError(_remedy(self, "iter"))
     return ArrayOperators.__iter__(self)
 
 
 class _OfLeaves:
-    """An attribute read from any Value's leaves. Like `_StandIn`, no data descriptor."""
+    """An attribute that is computed from the leaves of any Value. Like `_StandIn`, this isn't a data
+    descriptor."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]) -> None:
         self.name, self.read = name, read
@@ -154,10 +155,10 @@ _NUMPY_HIDES_ERRORS = {f.__name__: anywhere(f) for f in (jnp.array_equal, jnp.ar
 
 
 def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Called by NumPy for each of its functions. They get the dense array, from `__array__`.
+    """Called by NumPy for each of its functions, which then use the dense array returned by `__array__`.
 
-    `__array__` may refuse. Two functions would take the refusal for the answer False, so for these we call
-    jax.numpy's.
+    Note that `__array__` might raise an error. Two of NumPy's functions would swallow this and return False,
+    so for these we call their `jax.numpy` counterparts instead.
     """
     if not all(issubclass(cls, Value | ValueTracer | np.ndarray) for cls in types):
         return NotImplemented
@@ -171,7 +172,8 @@ def _array_function(self: Any, function: Any, types: Any, args: Any, kwargs: Any
 
 
 def _prefer_mixins(cls: Any) -> None:
-    """Restores mixins' operators listed after `ArrayValue`, where our stand-ins hide them."""
+    """Restores the operators of mixins that come after `ArrayValue`, as these are shadowed by our
+    stand-ins."""
     if all(issubclass(base, Value) for base in cls.__bases__):
         return
     for base in cls.__mro__[cls.__mro__.index(Value) :]:
@@ -198,7 +200,7 @@ def _install() -> None:
     stand_ins["__hash__"] = Value.__hash__  # belongs to `==`
     for name, read in _OF_LEAVES.items():
         setattr(ArrayValue, name, _OfLeaves(name, read))
-        # `Tracer` has these names, too, and raises for everything traced.
+        # `Tracer` also defines these names, and always raises an error.
         setattr(ValueTracer, name, property(operator.attrgetter(f"quax_value.{name}")))
     of_numpy: tuple[Any, ...] = (ArrayValue, ValueTracer)
     for cls in of_numpy:

@@ -1,8 +1,8 @@
 """`ImplicitArray`: fields and `materialize()`, with shape and dtype given, computed or inferred.
 
-`materialize` and handlers are written for a single array. They must never see a stack of arrays, as made by
-`jax.vmap` or a scan: they would compute with a batch axis they do not know. A given shape is the shape
-of one item, which is how we recognise a stack; we then map over it.
+`materialize` and handlers are written for a single array, so they must never be called with a stack of arrays
+(as created by `jax.vmap` or a scan), which has an extra batch axis. If a shape was specified then it is that
+of a single item, so we use this to detect stacks, and then map over them.
 """
 
 import abc
@@ -45,7 +45,7 @@ OrginArray = OriginArray  # as eformer spells it
 
 
 class UninitializedAval(Exception):
-    """The shape or dtype of an ImplicitArray is neither given nor inferred."""
+    """Raised if the shape or dtype of an ImplicitArray was not specified, and can't be inferred."""
 
 
 def aux_field(**kwargs: Any) -> Any:
@@ -96,26 +96,27 @@ def _is_inherited(cls: type, name: str) -> bool:
 class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitMeta):
     """Base class for new kinds of arrays, in the ImplicitArray style.
 
-    Subclasses define fields and `materialize()`. They are Equinox modules, so they do not need `@dataclass`.
-    Shape and dtype come from the first of these:
+    Subclasses define fields and `materialize()`. They are Equinox modules, so they don't require
+    `@dataclass`. The shape and dtype are determined by the first of the following that applies.
 
     - the arguments `shape=` and `dtype=` of the constructor, or fields with these names;
     - `compute_shape()` and `compute_dtype()`, by default the class attributes `default_shape` and
         `default_dtype`;
     - `materialize()`, which is traced but not run.
 
-    There is a warning if `materialize()` disagrees with a given shape or dtype.
+    A warning is given if this isn't the shape or dtype of `materialize()`.
 
-    If leaves are stacked, as under `jax.vmap` or in a scan, then the given shape is the shape of one item. A
-    stack is materialised item by item, and handlers are called only for single items. Without a given shape,
-    `materialize()` is called with the stacked fields.
+    If the leaves are stacked, e.g. under `jax.vmap` or in a scan, then a specified shape refers to a single
+    item. In this case a stack is materialised item by item, and handlers are only called for single items. If
+    no shape was specified then `materialize()` is called with the stacked fields.
 
-    There are class keyword arguments, which subclasses inherit:
+    The following can be passed as class keyword arguments, and are inherited by subclasses:
 
     - `commute_ops`: whether handlers of a commutative primitive (`add`, `mul`, `max`, ...) are also tried
         with swapped operands. Default: True.
     - `warn_on_materialize`: whether to warn about a primitive without a handler, once per call site. Default:
-        True. The environment variable `WARN_ON_MATTER=0` silences this for all types.
+        True. You can silence these warnings for all types by setting the environment variable
+        `WARN_ON_MATTER=0`.
 
     !!! example
 
@@ -165,7 +166,7 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """Returns the array that this stands for. It may be another ImplicitArray."""
+        """Returns the array that this represents. This can be another ImplicitArray."""
 
     def compute_shape(self) -> Sequence[int] | None:
         """Computes the shape from the fields. None means to infer it from `materialize`."""
@@ -191,24 +192,25 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
         return jax.core.ShapedArray(self.shape, self.dtype)
 
     def astype(self, dtype: Any) -> "ImplicitArray":
-        """Changes the dtype. The result of `materialize()` is cast to it."""
+        """Changes the dtype, to which the result of `materialize()` is then cast."""
         return replace_fields(self, _declared=self._declared.with_dtype(dtype))
 
     if not TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "dtype" and "_is_lent" in vars(self):  # handlers for eformer do this
+            if name == "dtype" and "_is_lent" in vars(self):  # handlers written for eformer do this
                 object.__setattr__(self, "_declared", self._declared.with_dtype(value))
             else:
                 super().__setattr__(name, value)
 
     def follows_rules(self) -> bool:
-        """Returns whether handlers apply: they are written for one array, not for a stack."""
+        """Returns whether handlers can be used. (They are written for a single array, and not for a
+        stack.)"""
         return not is_stack(self)
 
     def leading_axis(self) -> Any:
         if not is_stack(self):
-            return NotImplemented  # `materialize` may mix the rows of one array
+            return NotImplemented  # `materialize` might mix the rows of an array
         stacking = _stacking(self)
         return leading_axes(
             (part, n == max(stacking)) for part, n in zip(fields(self)[0], stacking, strict=True)
@@ -251,10 +253,10 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
     def default_handler(
         cls, primitive: jexc.Primitive, *args: Any, params: dict[str, Any] | None = None
     ) -> Any:
-        """This is called if no handler matches. By default, it materialises all operands.
+        """Called if no handler matches. By default, this materialises all operands.
 
-        Operands of other types are materialised only if they have no rule for arrays. This does not warn if a
-        handler calls it explicitly.
+        Operands of other types are only materialised if they don't have a rule for arrays either. No warning
+        is given if a handler calls this explicitly.
         """
         unhandled = _unhandled.get()
         is_asked_for = len(args) != len(unhandled) or any(map(operator.is_not, args, unhandled))
@@ -268,13 +270,14 @@ class ImplicitArray(Flattening, ArrayOperators, ArrayValue, metaclass=_ImplicitM
 
 OriginArray.register(ImplicitArray)
 
-# While a default handler runs, the operands for which no handler was found.
+# The operands for which no handler was found, while a default handler is running.
 _unhandled: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("_unhandled", default=())
 
 
 @contextlib.contextmanager
 def lent(operands: Sequence[Any]) -> Iterator[list[Any]]:
-    """Copies ImplicitArrays among a handler's operands, so it may set their dtypes."""
+    """Copies any ImplicitArrays among the operands of a handler, so that it's safe for it to set their
+    dtypes."""
     copies = {id(x): replace_fields(x) for x in operands if issubclass(type(x), ImplicitArray)}
     for x in copies.values():
         object.__setattr__(x, "_is_lent", True)
@@ -313,7 +316,7 @@ def _dense_if_stack(x: Any, primitive: jexc.Primitive, values: Sequence[Any]) ->
 
 
 def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Maps `materialize` over a stack's leading axes, as it is written for one array."""
+    """Maps `materialize` (which is written for a single array) over the leading axes of a stack."""
 
     @functools.wraps(materialize)
     def of_each(self: Any) -> Any:
@@ -331,7 +334,7 @@ def _of_each_item(materialize: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 @checked
 def materialize_nested(x: Any, full: bool = False) -> Any:
-    """Materialises an ImplicitArray. Its fields may be ImplicitArrays, with handlers.
+    """Materialises an ImplicitArray, whose fields might also be ImplicitArrays with handlers.
 
     **Arguments:**
 
@@ -373,7 +376,8 @@ def _field_shapes(x: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(part, "shape", ())) for part in fields(x)[0]]
 
 
-# The arrays being traced for the shape of `materialize`, which could ask for it again.
+# The arrays for which `materialize` is being traced to find its shape, which might recursively require the
+# same.
 _traced: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar("_traced", default=frozenset())
 
 
@@ -403,8 +407,8 @@ def _trace_materialize(treedef: Any, avals: tuple[Any, ...], x64: bool) -> Any:
 def _compare_with_materialize(x: ImplicitArray) -> None:
     """Warns if the given or computed shape and dtype differ from those of `materialize`."""
     if not all(eqx.is_array_like(leaf) or hasattr(leaf, "dtype") for leaf in jtu.tree_leaves(x)):
-        return  # a placeholder from a tree transformation
-    said = {"shape": x.shape, "dtype": x.dtype}  # raises if they are unknown
+        return  # a leaf is some placeholder, e.g. during a tree transformation
+    said = {"shape": x.shape, "dtype": x.dtype}  # raises an error if they are unknown
     try:
         made = _aval_of_materialize(x, "shape")
     except Exception:  # it raises, or cannot be traced here

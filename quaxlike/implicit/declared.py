@@ -12,14 +12,15 @@ import jax
 class Declared:
     """A shape and a dtype passed as `shape=` and `dtype=`.
 
-    We store the number of leading axes that the array shares with all its fields, but not their sizes. These
-    are read off the fields, so the shape remains correct if the fields are sliced, stacked or mapped
-    over. It also means that arrays have the same pytree structure if only these sizes differ. Any further
-    leading axes make a stack, and `materialize` is mapped over its items.
+    We store how many leading axes the array has in common with all of its fields, but not their sizes. The
+    sizes are instead obtained from the fields, so that the shape remains correct if these are sliced, stacked
+    or mapped over. (This also means that arrays that only differ in these sizes have the same pytree
+    structure.) If there are additional leading axes then this is a stack, and `materialize` is mapped over
+    its items.
     """
 
     shape: tuple[int, ...] | None = None
-    ndims: tuple[int, ...] = ()  # each field's, without the shared axes
+    ndims: tuple[int, ...] = ()  # the number of axes of each field, excluding the shared ones
     shared: int = 0  # the number of shared axes
     dtype: Any = None
 
@@ -67,7 +68,8 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
 def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, ...]:
     """Removes fields called `shape` or `dtype` from the namespace of a new class.
 
-    Every ImplicitArray accepts these anyway. Their defaults become `default_shape` and `default_dtype`.
+    These aren't necessary, as every ImplicitArray accepts them. Their defaults become `default_shape` and
+    `default_dtype`.
 
     **Returns:** the names of positional arguments, including `shape` and `dtype`.
     """
@@ -88,7 +90,7 @@ def take_fields(bases: Sequence[type], namespace: dict[str, Any]) -> tuple[str, 
 def bind_fields(
     order: Sequence[str], args: Sequence[Any], shape: Any, dtype: Any
 ) -> tuple[list[Any], Any, Any]:
-    """Returns the positional arguments without shape and dtype, then shape, then dtype."""
+    """Returns the positional arguments (excluding the shape and dtype), the shape, and the dtype."""
     given = dict(zip(order, args, strict=False))
     rest = [x for name, x in given.items() if name not in ("shape", "dtype")]
     return [*rest, *args[len(order) :]], given.get("shape", shape), given.get("dtype", dtype)

@@ -1,4 +1,4 @@
-"""What eformer's own classes expect from their base class."""
+"""Methods that eformer's own classes expect their base class to have."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 class PostInit:
     """A base class with an empty `__post_init__`, for subclasses that call `super().__post_init__()`.
 
-    This is not in `ImplicitArray` itself, because Equinox would then warn about every class with an
+    This isn't part of `ImplicitArray` itself, because then Equinox would warn about every class with an
     `__init__`.
     """
 
@@ -19,7 +19,7 @@ class PostInit:
 
 
 class AvalHook:
-    """The hook `aval`. It also works as a property: `x.aval.shape` is `x.aval().shape`."""
+    """The hook `aval`, which can also be used as a property: `x.aval.shape` is `x.aval().shape`."""
 
     def __init__(self, hook: Callable[[Any], jax.core.ShapedArray]) -> None:
         self.hook = hook
@@ -44,7 +44,7 @@ class _Aval:
 
 
 class Flattening:
-    """Methods that register a class as a pytree, for classes that already are pytrees."""
+    """Methods for registering a class as a pytree, for classes that are already pytrees."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         paths, structure = jtu.tree_flatten_with_path(self, is_leaf=lambda x: x is not self)

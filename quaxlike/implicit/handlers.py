@@ -28,8 +28,9 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 class _Implicit:
     """Computes with ImplicitArrays, by dispatching primitives to their handlers.
 
-    `implicit(fn)` is [`quaxlike.quaxify`][], and also works as a decorator: `fn` may use all of JAX. Inside
-    `with implicit:`, use the operators and methods of ImplicitArrays, and the functions of `quaxlike.numpy`.
+    `implicit(fn)` is equivalent to [`quaxlike.quaxify`][], and can be used as a decorator. In this case `fn`
+    can use anything in JAX. Inside `with implicit:`, you should instead use the operators and methods of
+    ImplicitArrays, and the functions in `quaxlike.numpy`.
 
     !!! example
 
@@ -53,7 +54,7 @@ class _Implicit:
     def __call__(self, fn: Callable[_P, _T]) -> Callable[_P, _T]:
         return quaxify(fn)
 
-    # Operators of ImplicitArrays are quaxified already, so there is nothing to do here.
+    # The operators of ImplicitArrays are already quaxified, so there is nothing to do here.
 
     def __enter__(self) -> "_Implicit":
         return self
@@ -80,17 +81,17 @@ def register(
 
     This is [`quaxlike.register`][], with the following differences.
 
-    - A handler without any type would match all types. It is ignored, with a [`quaxlike.RuleWarning`][].
-    - In a union with another type (`T | Any`), `Any` means arrays.
-    - There is a [`quaxlike.RuleWarning`][] for a handler that can never match, as it takes a parameter of the
-        primitive by position. There is also one if a handler replaces another one for the same types.
-    - The handler may receive the primitive as its first argument, even if it is not annotated like that. This
-        happens if the first parameter is called `primitive` or `prim`, and is annotated with `Any` or not at
-        all. It also happens if the first parameter has another name and no annotation, and there is one more
-        parameter than operands.
+    - A handler without any types would match everything, so it is ignored with a [`quaxlike.RuleWarning`][].
+    - In a union with another type (`T | Any`), `Any` is interpreted as arrays.
+    - A [`quaxlike.RuleWarning`][] is given for a handler that can never match because it takes a parameter of
+        the primitive by position, and also if a handler replaces another one for the same types.
+    - The handler might be passed the primitive as its first argument even without the corresponding
+        annotation. This happens if the first parameter is called `primitive` or `prim`, and is annotated with
+        `Any` or not at all. It also happens if the first parameter has another name and no annotation, and
+        there is one more parameter than there are operands.
     - A parameter annotated with a sequence (`Sequence[T | jax.Array]`) receives a list of all remaining
         operands.
-    - A handler may set the `dtype` of ImplicitArrays among its operands, as it receives copies.
+    - A handler can set the `dtype` of ImplicitArrays among its operands, since these are copies.
     """
 
     primitives = as_primitives(primitive)
@@ -110,7 +111,8 @@ def register(
             warnings.warn_explicit(message, core_rules.RuleWarning, code.co_filename, code.co_firstlineno)
             return handler
         is_primitive = first in ("primitive", "prim") and hints.get(first, Any) is Any
-        # Without annotations, only the number of operands tells whether the first parameter is the primitive.
+        # If there are no annotations, then use the number of operands to determine whether the first
+        # parameter is the primitive.
         variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         readings: list[Callable[..., Any]] = []
         if is_primitive or (first and first not in hints and not variadic):
@@ -126,7 +128,7 @@ def register(
 
 
 def _closed(hint: Any) -> Any:
-    """Replaces `Any` by arrays in a union with another type, also inside a sequence."""
+    """Replaces `Any` by arrays in a union with another type, including inside a sequence."""
     if (element := _element(hint)) is not None:
         closed = _closed(element)
         return hint if closed is element else Sequence[closed]
@@ -137,9 +139,10 @@ def _closed(hint: Any) -> Any:
 
 
 def _annotated(handler: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., Any]:
-    """Annotates a handler, with `Any` for missing annotations.
+    """Annotates a handler, using `Any` for any missing annotations.
 
-    A parameter for a sequence of operands becomes `*args`, and the parameters after it keyword-only.
+    A parameter for a sequence of operands is converted to `*args`, and any parameters after it become
+    keyword-only.
     """
     signature = inspect.signature(handler)
     parameters = list(signature.parameters.values())
@@ -190,7 +193,7 @@ def default_handler(primitive: jexc.Primitive, *args: Any, **params: Any) -> Any
 def materialize_handler(primitive: jexc.Primitive, *vals: Any, params: dict[str, Any] | None = None) -> Any:
     """Applies the primitive after materialising its operands.
 
-    These are ImplicitArrays, and any other objects with a method `materialize`.
+    This applies to ImplicitArrays, and to any other object with a `materialize` method.
     """
     arrays = [x if is_value(x) or not hasattr(x, "materialize") else x.materialize() for x in vals]
     return bind(primitive, map_values(materialise, arrays), params or {})

@@ -134,6 +134,9 @@ class Family:
     """The available classification heads, as suffixes of transformers' class names."""
     head_stem: str = ""
     """The first part of these class names, if it differs from the decoder's."""
+    taken_for_experts: tuple[str, ...] = ()
+    """Suffixes of layer names that PEFT mistakes for the experts of transformers 4 in `target_modules`. We
+    write them as `target_parameters`, which PEFT takes literally."""
     token_head: str = "score"
     """The name of the layer that classifies tokens."""
 
@@ -205,7 +208,7 @@ _QWEN = Family(
     gguf=Gguf("qwen2", "qwen2", square=True),
 )
 _DELTA_NET = Family(
-    qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True, heads=(),
+    qk_norm="heads", norm_offset=1.0, gated_attention=True, attends=4, beside="mtp", partial=True,
     entries=("attention_bias", *_SPARSE, "shared_expert_intermediate_size"),
     sizes={
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -264,7 +267,7 @@ FAMILIES: dict[str, Family] = {
         gguf=Gguf("qwen2moe", "qwen2_moe", square=True, keys=_EXPERT_KEYS, output="own")
     ),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm="heads", windows=0, window_switch=True, experts="out_in",
+        qk_norm="heads", windows=0, window_switch=True, experts="out_in", taken_for_experts=_EXPERT_FILES,
         entries=("attention_bias", *_SPARSE),
         gguf=Gguf("qwen3moe", "qwen3_moe", keys=_EXPERT_KEYS, config={"norm_topk_prob": True}),
     ),
@@ -325,6 +328,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3NextForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "fused_gated_delta_net"}, experts="out_in",
+        taken_for_experts=_EXPERT_FILES,
         defaults={
             **_DELTA_NET.defaults, "num_experts": 512, "num_experts_per_tok": 10,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -332,10 +336,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": dataclasses.replace(
         _DELTA_NET, mixers={"linear_attention": "gated_delta_net"},
+        heads=(SEQUENCES,), head_stem="Qwen3_5Text",
         defaults={**_DELTA_NET.defaults, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": dataclasses.replace(
-        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in",
+        _DELTA_NET, mixers={"linear_attention": "gated_delta_net"}, experts="out_in", heads=(),
         defaults={
             **_DELTA_NET.defaults, "num_experts": 256, "num_experts_per_tok": 8,
             "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -362,13 +367,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Architectures with a classification head, and the decoder and head that each consists of.
-CLASSIFIERS: dict[str, tuple[str, str]] = {
-    (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
-    for name, family in FAMILIES.items()
-    for head in family.heads
-}
-
 #: Multimodal architectures, and the decoder that each contains, by its `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
@@ -383,6 +381,15 @@ BODY_OF_TOWER = "model.language_model"
 #: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
+
+
+def classifiers() -> dict[str, tuple[str, str]]:
+    """Lists architectures with a classification head: the decoder and head that each consists of."""
+    return {
+        (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
+        for name, family in FAMILIES.items()
+        for head in family.heads
+    }
 
 
 def names_of(role: str) -> list[str]:

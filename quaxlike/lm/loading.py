@@ -31,7 +31,7 @@ from ..surgery.trees import named_arrays, replace, tensors_of, unstacked
 from .checkpoints import saving
 from .checkpoints.checkpoint import Checkpoint, open_checkpoint
 from .checkpoints.saving import save_like
-from .families import BESIDE_TEXT, BODY_OF_TOWER, CLASSIFIERS, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS
+from .families import BESIDE_TEXT, BODY_OF_TOWER, FAMILIES, IN_TOWER, SEQUENCES, TEXT_TOWERS, classifiers
 from .folders.companions import hint_for, modules_of
 from .folders.file_pair import Pair
 from .folders.labels import Labels, numbered
@@ -50,7 +50,7 @@ from .models.modern_bert import (
     ModernBertForSequenceClassification,
     ModernBertForTokenClassification,
 )
-from .models.vocabulary import EMBEDDINGS
+from .models.vocabulary import embeddings
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
@@ -251,9 +251,9 @@ def is_published(model: PyTree) -> bool:
     return saving.is_published(named_arrays(model))
 
 
-#: Entries of `config.json` that state the number of rows of an array, and how the array's name ends.
+#: Entries of `config.json` that state the number of rows of an array, and how the array's name ends. (The
+#: size of the vocabulary follows from the embeddings.)
 _ROWS = {
-    "vocab_size": tuple(f"{name}.weight" for name in EMBEDDINGS),
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
     "num_labels": ("classifier.weight", "score.weight"),
@@ -270,7 +270,8 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
     read, make = _architecture(path, config)
     parsed = read.from_json(config)
     renamed: Mapping[str, str] = parsed.family.renamed if isinstance(parsed, DecoderConfig) else {}
-    for entry, ends in _ROWS.items():
+    of_tokens = tuple(f"{name}.weight" for name in embeddings())
+    for entry, ends in {"vocab_size": of_tokens, **_ROWS}.items():
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
@@ -369,7 +370,8 @@ def _are_equal(a: Any, b: Any) -> bool:
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
     names = config.get("architectures")
-    supported = (*_ENCODERS, *FAMILIES, *CLASSIFIERS)
+    classify = classifiers()
+    supported = (*_ENCODERS, *FAMILIES, *classify)
     known = [name for name in supported if isinstance(names, list) and name in names]
     if not known:
         raise _unknown(path, quoted(names), "transformers", [*supported, *TEXT_TOWERS])
@@ -377,7 +379,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[Any, Callable[
         return _ENCODERS[known[0]]
     if known[0] in FAMILIES:
         return DecoderConfig, Decoder
-    of_texts = CLASSIFIERS[known[0]][1] == SEQUENCES
+    of_texts = classify[known[0]][1] == SEQUENCES
     return DecoderConfig, DecoderForSequenceClassification if of_texts else DecoderForTokenClassification
 
 
@@ -393,7 +395,8 @@ def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> 
 
     We check this first: a damaged file must not make us build a huge model.
     """
-    limits = dict.fromkeys(_SIZES, (32 * weights.longest_axis, "the axes of its tensors"))
+    sizes = (*_SIZES, *(entry for family in FAMILIES.values() for entry in family.sizes))
+    limits = dict.fromkeys(sizes, (32 * weights.longest_axis, "the axes of its tensors"))
     # A layer has at least four weights.
     limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
     for name, (most, why) in limits.items():
@@ -406,7 +409,6 @@ _SIZES = (
     *("hidden_size", "n_embd", "intermediate_size", "n_inner", "vocab_size", "type_vocab_size"),
     *("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"),
     *("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *(entry for family in FAMILIES.values() for entry in family.sizes),
 )
 
 

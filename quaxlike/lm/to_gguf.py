@@ -10,7 +10,7 @@ import numpy as np
 
 from ..files.errors import CheckpointError, quoted
 from .checkpoints.checkpoint import open_checkpoint
-from .families import CLASSIFIERS
+from .families import classifiers
 from .gguf.config import config_of, keys_of, rope_tensors
 from .gguf.metadata import as_python
 from .gguf.names import family_of, llama_cpp_names
@@ -18,7 +18,7 @@ from .gguf.tokenizer import ends_in_vocabulary, vocabulary_of
 from .gguf.writer import Mixture, write
 from .models.decoder_config import DecoderConfig, completed
 from .models.rope import Rope
-from .models.vocabulary import EMBEDDINGS
+from .models.vocabulary import embeddings
 from .tokenizer import read_templates
 
 #: The file name in a folder.
@@ -59,7 +59,7 @@ def described(
     **Raises:** `CheckpointError` if llama.cpp would compute something else; `FileNotFoundError` if there is
     no tokeniser.
     """
-    if isinstance(names := config.get("architectures"), list) and {*names} & {*CLASSIFIERS}:
+    if isinstance(names := config.get("architectures"), list) and {*names} & {*classifiers()}:
         raise CheckpointError(
             f"{source}: GGUF files are written of models that write texts, and {names[0]} classifies them. "
             "Write a directory of safetensors."
@@ -110,7 +110,7 @@ def _of_folder(
 
     whole = completed(config)
     keys, factors = keys_of(whole, source), rope_tensors(whole)
-    ends = tuple(f"{name}.weight" for name in EMBEDDINGS)
+    ends = tuple(f"{name}.weight" for name in embeddings())
     rows = next(x.shape[0] for name, x in arrays.items() if name.endswith(ends))
     templates, special = read_templates(source)
     vocabulary = vocabulary_of(source, config, rows, templates, special)

@@ -1,8 +1,9 @@
 """`custom_dce`: functions with a rule for computing less if some results are not used.
 
-Nothing may outlive a trace and hold its tracers. JAX eliminates dead code after the
-trace has ended, and calls the user's rule then. A tracer in the rule's closure would be a leak, so we extract
-the tracers from closures beforehand, make them operands, and fill in others when the rule runs.
+Nothing that outlives a trace is allowed to contain its tracers. JAX eliminates dead code after the trace has
+ended, and this is when the user's rule is called. A tracer in the closure of the rule would therefore be a
+leak, so we extract all tracers from closures beforehand, pass them as operands, and replace them when the
+rule is called.
 """
 
 import contextlib
@@ -38,25 +39,28 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound=Callable[..., Any])
 
-# This is part of JAX's cache keys, so a new rule retraces whatever was traced with the old one.
+# This is part of JAX's cache keys, so that defining a new rule retraces anything that was traced with the old
+# one.
 _redefinitions = jax.make_user_context(0)
 _num_redefinitions = 0
 _lock = threading.Lock()
 
 
 class custom_dce(Generic[_P, _T]):
-    """Gives a function a rule for dead code: what to compute if only some results are used.
+    """Gives a function a rule for dead code elimination, i.e. what to compute if only some results are used.
 
-    `jax.jit` drops unused results, but it cannot look into a kernel, which computes all its results or none.
-    With a rule, you can call another kernel for some of them. The rule is called when code is staged
-    (`jax.jit`, and the bodies of `scan`, `cond`, `checkpoint` and the like), never eagerly, and never when
-    all results are used. Inputs it does not need are not computed.
+    `jax.jit` removes unused results, but it can't do so for a kernel, which always computes all of its
+    results. By defining a rule, you can call a different kernel that only computes some of them. The rule is
+    called when code is staged (that is, under `jax.jit`, and for the bodies of `scan`, `cond`, `checkpoint`
+    etc.), but not when running eagerly, or when all results are used. Inputs that the rule doesn't use are
+    not computed either.
 
-    The rule applies under every transform. JAX differentiates the rule's computation, so results which
-    neither the caller nor the backward pass needs are never computed. To this end, the backward pass starts
-    from the inputs instead of residuals; XLA merges what both passes compute. If the function declares a
-    derivative, itself or in a function it calls (by `jax.custom_vjp`, `jax.custom_jvp` or
-    `jax.lax.stop_gradient`), then this derivative holds, whichever results are used.
+    The rule is used under every transform. In particular, JAX differentiates the computation defined by the
+    rule, so that any results that aren't used by the caller or the backward pass are never computed. For this
+    to work, the backward pass recomputes from the inputs instead of using residuals. (XLA then merges
+    anything that is computed by both passes.) If the function has a custom derivative, either itself or in a
+    function that it calls (using `jax.custom_vjp`, `jax.custom_jvp` or `jax.lax.stop_gradient`), then this
+    derivative is used, regardless of which results are used.
 
     !!! example
 
@@ -81,7 +85,7 @@ class custom_dce(Generic[_P, _T]):
 
     **Arguments:**
 
-    - `fun`: a function on pytrees. Leaves other than arrays (activation functions, say) pass through.
+    - `fun`: a function on pytrees. Leaves that aren't arrays (e.g. activation functions) are passed through.
     - `static_argnums`: positions of arguments to pass on unchanged.
 
     The interface follows `jax.experimental.custom_dce`, which JAX had until 0.9.
@@ -97,17 +101,18 @@ class custom_dce(Generic[_P, _T]):
         functools.update_wrapper(self, fun, updated=())
         self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._rule: Callable[..., Any] | None = None
-        self.identity = object()  # shared by copies with other tracers
+        self.identity = object()  # shared by copies in which tracers have been replaced
 
     def def_dce(self, rule: _R) -> _R:
         """Sets the rule.
 
         **Arguments:**
 
-        - `rule`: called as `rule(*statics, used_outs, *args)`: first the arguments at `static_argnums`, then
-            a tree of bools that says which results are used, then the other arguments. It returns the
-            function's result. In it, None may stand for an unused array or tree, and one array for all arrays
-            in a tree (or in the whole result). Any unused results are ignored.
+        - `rule`: this is called as `rule(*statics, used_outs, *args)`, where `statics` are the arguments at
+            `static_argnums`, `used_outs` is a tree of bools specifying which results are used, and `args` are
+            the remaining arguments. It should return the result of the function, in which any unused arrays
+            are ignored. As a shorthand, you can return None in place of an unused array or tree, and a single
+            array in place of all arrays in a tree (or in the whole result).
 
         **Returns:** the rule.
         """
@@ -189,8 +194,8 @@ def _call(
 ) -> Any:
     """Calls a `custom_dce` function under a trace."""
     arrays, given = _Mixed.of(dynamic, is_leaf=becomes_array)
-    # The rule runs after this trace has ended, so tracers in its closure become operands. Those in the
-    # function's closure are found when it is traced.
+    # The rule runs after this trace has ended, so we turn the tracers in its closure into operands. (The ones
+    # in the closure of the function are found when it is traced.)
     held, captured = extract_tracers((rule, list(statics.values())))
     avals = [jax.typeof(x) for x in (*captured, *arrays)]
     debug_info = DebugInfo("custom_dce", of.name, None, None)
@@ -245,7 +250,7 @@ class _Mixed:
 
 @dataclasses.dataclass(eq=False)
 class _Narrow:
-    """The rule for one call. It outlives the call's trace, so it holds none of its tracers."""
+    """The rule for one call. As it outlives the trace of the call, it doesn't contain any of its tracers."""
 
     name: str
     identity: object
@@ -279,7 +284,8 @@ class _Narrow:
                 f"the rule {self.rule_name} of custom_dce function {self.name} uses a tracer "
                 "that it was not passed; pass it to the function as an argument"
             )
-        # This also narrows functions called by the rule, and drops operands only they needed.
+        # This also applies the rules of any functions called by this rule, and removes operands that are no
+        # longer used.
         jaxpr = compat.with_consts(jaxpr, consts)
         jaxpr, used_ins = compat.dce(jaxpr, [True] * len(jaxpr.out_avals))
         used_ins = (*[False] * self.num_consts, *used_ins)
@@ -335,7 +341,8 @@ _progress = threading.local()
 def _refused(identity: object) -> frozenset[Used]:
     """Returns the calls whose rule is being traced.
 
-    A rule may call its own function, but is not applied to the same call again: it would recurse forever.
+    It's fine for a rule to call its own function, but we don't apply it to the same call again, as this would
+    lead to infinite recursion.
     """
     return getattr(_progress, "refused", {}).get(identity, frozenset())
 
@@ -369,7 +376,7 @@ class _Hole:
 
 
 def extract_tracers(value: _T) -> tuple[_T, list[Any]]:
-    """Extracts the tracers that functions reach by closure, default, partial or method.
+    """Extracts the tracers that functions have captured in closures, defaults, partials or bound methods.
 
     Objects with `__jax_array__` are converted to arrays first.
 
@@ -408,7 +415,8 @@ def becomes_array(x: Any) -> bool:
 class _Copy:
     """Copies functions and everything inside them.
 
-    Each function is copied once, and before its contents, since functions may hold themselves and each other.
+    Each function is only copied once, and before its contents, because functions can contain themselves and
+    each other.
     """
 
     def __init__(self, of_leaf: Callable[[Any], Any]) -> None:

@@ -1,8 +1,8 @@
 """The primitive behind `custom_dce`: calls a jaxpr, with a rule for computing some results.
 
-Every transform gives an equation of the same primitive, with the transformed jaxpr and rule; otherwise the
-rule would not survive `vmap` or `grad`. The derivative is a separate equation, so the function computes
-only its used results, and the derivative only its used tangents.
+Every transform must produce an equation with the same primitive, and with the transformed jaxpr and rule, as
+otherwise the rule would be lost under `vmap` or `grad`. The derivative is a separate equation, so that unused
+results and unused tangents can be eliminated independently of each other.
 """
 
 import functools
@@ -29,7 +29,8 @@ Rule = Callable[[Used], Narrowed]
 
 
 class RuleInProgressError(Exception):
-    """A rule calls its own function such that the rule would apply to the same call again."""
+    """Raised if a rule calls its own function in such a way that it would be applied to the same call
+    again."""
 
 
 dce_call_p = Primitive("custom_dce_call")
@@ -38,7 +39,7 @@ dce_call_p.multiple_results = True
 
 
 def memoised(rule: Rule) -> Rule:
-    """Memoises a rule, so equal equations carry the same jaxpr."""
+    """Memoises a rule, so that equal equations have identical jaxprs."""
     known: dict[Used, Narrowed] = {}
     lock = threading.Lock()
 
@@ -83,7 +84,8 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
     def narrow(still: Used) -> Narrowed:
         left, ins = rule(tuple(merge(used, still, [False] * used.count(False))))
         if any(split(used_ins, ins)[1]):
-            # It needs an operand already removed, because the rule for more results did not need it.
+            # This requires an operand that has already been removed, as the rule for more results didn't use
+            # it.
             return compat.dce(jaxpr, still)
         return left, tuple(split(used_ins, ins)[0])
 
@@ -91,7 +93,8 @@ def _later(rule: Rule, used: Used, jaxpr: Any, used_ins: Used) -> Rule:
 
 
 def _dce_while(used_outs: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """Eliminates dead code in a loop which calls functions with rules. Its carry is unchanged."""
+    """Eliminates dead code in a loop that calls functions with rules. The carry of the loop is left
+    unchanged."""
     if not any(used_outs) and not compat.has_effects(eqn):
         return [False] * len(eqn.invars), None
     jaxprs = {name: eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr")}
@@ -158,9 +161,9 @@ def declares_derivative(jaxpr: Any, by: frozenset[str] = _DECLARED) -> bool:
 
 
 def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) -> Narrowed:
-    """Returns the rule's computation, with the function's own derivative for these results.
+    """Returns the computation defined by the rule, but with the function's own derivative for these results.
 
-    This takes the operands of both, since dead code may be eliminated before differentiation.
+    This takes the operands of both, since dead code might be eliminated before differentiation.
     """
     of_function, needed = compat.dce(function, used)
     taken = tuple(a or b for a, b in zip(used_ins, needed, strict=True))
@@ -195,10 +198,11 @@ def with_derivative_of(function: Any, used: Used, jaxpr: Any, used_ins: Used) ->
 
 
 def _tangent_jaxpr(jaxpr: Any, nonzero: Sequence[bool], instantiate: bool = False) -> tuple[Any, Used]:
-    """A jaxpr from primals and nonzero tangents to tangents of the results, and a mask of those results.
+    """Returns a jaxpr from primals and nonzero tangents to the tangents of the results, and a mask of these
+    results.
 
-    The mask holds every result whose tangent can be nonzero; with `instantiate`, every one that can have a
-    tangent.
+    The mask selects every result whose tangent can be nonzero, or with `instantiate`, every result that can
+    have a tangent at all.
     """
     outputs: Used = ()
     n = len(nonzero)
@@ -265,9 +269,9 @@ def _batch(
 
 
 def _one_of_equals(jaxpr: Any, surplus: Sequence[bool]) -> Any:
-    """Takes the first example of results which are not batched in the function.
+    """Takes the first element along the batch axis, for any results that aren't batched in the function.
 
-    The rule computes the same for each example, though perhaps in more steps.
+    The rule might have batched them, but in this case it computes the same thing for each element.
     """
 
     def first(*operands: Any) -> list[Any]:

@@ -41,11 +41,11 @@ def define_primitive(
     cls: type[_DefinedT] = DefinedPrimitive,
     replace: bool = False,
 ) -> _DefinedT:
-    """Makes a function a JAX primitive, and derives all the rules JAX needs.
+    """Turns a function into a JAX primitive, and derives all the rules that JAX requires.
 
-    The primitive stays whole under `jit`, `grad`, `jvp`, `linearize` and `vmap`: the jaxpr contains it (or a
-    primitive derived from it), so interpreters such as [`quaxify`][quaxlike.quaxify] can dispatch on it.
-    It is replaced by its function only when it is lowered.
+    The primitive is preserved under `jit`, `grad`, `jvp`, `linearize` and `vmap`. That is, the jaxpr contains
+    it (or a primitive derived from it), so that interpreters such as [`quaxify`][quaxlike.quaxify] can
+    dispatch on it. It is only replaced by its implementation when it is lowered.
 
     !!! example
 
@@ -61,18 +61,18 @@ def define_primitive(
         jax.grad(lambda x: scaled_tanh_p(x, scale=2.0))(0.5)
         ```
 
-    A hand-written rule replaces the derived one. JAX traces through the rule, so it may use the primitive
-    itself. If a rule takes or returns a tree of tangents, cotangents or dims, then `None` instead of a leaf
-    or a whole operand is a zero (or, for dims, "not mapped"). If a rule returns `NotImplemented`, the derived
-    one is used.
+    If you provide a rule then it is used instead of the derived one. JAX traces through these rules, so they
+    can use the primitive itself. If a rule takes or returns a tree of tangents, cotangents or dims, then
+    `None` in place of a leaf (or of a whole operand) represents a zero (or, for dims, "not mapped"). A rule
+    can return `NotImplemented` to fall back to the derived one.
 
     **Arguments:**
 
-    - `name`: the primitive's name. This must be an identifier. No JAX primitive may have this name, nor any
-        other primitive defined in this way. If another library uses the same name, register rules by the
-        primitive itself, not by its name.
-    - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Its
-        derivatives may recompute it, which repeats side effects such as printing.
+    - `name`: the name of the primitive. This must be an identifier, and must not be the name of a JAX
+        primitive or of any other primitive defined using this function. (If another library happens to use
+        the same name, then register rules using the primitive itself, rather than its name.)
+    - `impl`: a function that takes arrays (or pytrees) by position and static parameters by keyword. Note
+        that it might be recomputed by its derivatives, which would repeat side effects such as printing.
     - `multiple_results`: whether `impl` returns a pytree of arrays rather than one.
     - `cpu`, `gpu`, `tpu`: implementations for one platform each, chosen when the primitive is lowered.
     - `jvp`: `jvp(primals, tangents, **params) -> tangent of the result`. Both arguments are tuples with one
@@ -81,17 +81,17 @@ def define_primitive(
         differentiation is still derived.
     - `vjp_with_results`: whether to call `vjp` with the primal result as well,
         `vjp(cotangent, result, *operands, **params)`.
-    - `transpose`: for a primitive linear in some operands, `transpose(cotangent, *operands, **params)
-        -> (cotangent, ...)`. The operands (leaves) in need of a cotangent are
+    - `transpose`: for a primitive that is linear in some operands, `transpose(cotangent, *operands, **params)
+        -> (cotangent, ...)`. The operands (leaves) for which a cotangent is required are passed as
         `jax.interpreters.ad.UndefinedPrimal`s.
     - `batching`: `batching(axis_size, operands, dims, **params) -> (result, dims of the result)`.
-        The axis of the result may be anywhere.
-    - `partitioning`: how to split the primitive over devices, for implementations the compiler cannot
-        look into. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that makes one
-        from the operands' types (leaves) and the parameters.
+        The batch axis of the result can be at any position.
+    - `partitioning`: how to partition the primitive over devices, for implementations that are opaque to the
+        compiler. This is a [`Partitioning`][quaxlike.primitives.Partitioning], or a function that returns one
+        given the types of the operands (leaves) and the parameters.
     - `cls`: the primitive's class, a subclass of `DefinedPrimitive`.
-    - `replace`: whether an existing primitive with this name may be redefined, as when you run a notebook
-        cell again. Rules registered for the old primitive do not apply to the new one.
+    - `replace`: whether to allow redefining an existing primitive with this name, e.g. when rerunning a
+        notebook cell. Rules that were registered for the old primitive do not apply to the new one.
 
     **Returns:** the primitive; call it with the arguments of `impl`.
 
@@ -112,7 +112,7 @@ def define_primitive(
                 f"a primitive called {name!r} was already defined from {where(_defined[name].impl_fn)}; "
                 "pass `replace=True` to redefine it"
             )
-        # Another library may use this name, too: primitives are told apart by identity.
+        # It's fine if another library uses the same name, since primitives are compared by identity.
         if name in compat.public_primitives():
             raise ValueError(f"the name {name!r} is taken by a primitive of JAX")
         platforms: dict[str | None, Callable[..., Any] | None]

@@ -1,7 +1,7 @@
 """Differentiates, transposes and batches a primitive, by a hand-written rule or by a form.
 
-Batching stays outermost: the derivative of a batched primitive is the batched derivative of its parent. So a
-hand-written derivative applies under `vmap` in either order.
+Batching is always outermost. That is, the derivative of a batched primitive is the batched derivative of its
+parent, so that a hand-written derivative is used regardless of the order in which it is composed with `vmap`.
 """
 
 from typing import Any
@@ -127,7 +127,8 @@ def _transpose_jvp(
     primals, results, tangents = form.groups(operands)
     _require_defined(parent, [*primals, *results])
     wanted = [ad.is_undefined_primal(t) for t in tangents]
-    # `nonzero` is about the tangents from this form, `cotangents` about all results of the parent.
+    # `nonzero` has one entry for each tangent returned by this form, but `cotangents` needs one for each
+    # result of the parent.
     cotangents = tuple(merge(form.outputs, nonzero, [False] * form.outputs.count(False)))
     full = merge(cotangents, live, [None] * cotangents.count(False))
     out = _vjp_by_hand(parent, full, primals, results, below)
@@ -200,7 +201,7 @@ def _batched_cotangents(
     live, _ = split(nonzero, cotangents)
     out = form.vmap(per_example, (held_dims, [0] * len(live)))(split(undefined, operands)[1], live)
     dims, others = split(outputs, form.dims)
-    # If all examples share an operand, its cotangent is the sum over them.
+    # If an operand isn't batched, then its cotangent is the sum over the batch.
     placed = [ct.sum(0) if d is None else jnp.moveaxis(ct, 0, d) for ct, d in zip(out, dims, strict=True)]
     return merge(outputs, placed, [None] * len(others))
 
@@ -249,7 +250,7 @@ def _require_defined(p: DefinedPrimitive, operands: Arrays) -> None:
 def batch(
     p: DefinedPrimitive, axis: Any, operands: Arrays, dims: Arrays, /, **params: Any
 ) -> tuple[Any, Any]:
-    # JAX marks an axis without a name by a bare object.
+    # JAX uses a bare `object()` as the name of an axis without one.
     axis_name = None if type(axis.name) is object else axis.name
     if all(d is None for d in dims) and not _uses_axis(p, axis_name, operands, params):
         out = p.bind(*operands, **params)

@@ -1,7 +1,7 @@
 """Rules for `jax.experimental`: Taylor coefficients for jet, costs for roofline.
 
-The rule for jet needs only the primitive's derivative: the coefficients of `f(x(t))` are those of `f'(x(t))
-x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
+The rule for jet only requires the derivative of the primitive, because the coefficients of `f(x(t))` are
+those of `f'(x(t)) x'(t)`, each divided by its order (Griewank & Walther, Evaluating Derivatives, chapter 13).
 """
 
 import functools
@@ -19,7 +19,7 @@ from .derive import result_tangents
 from .forms import Params, merge, split, zero_tangent
 from .primitive import DefinedPrimitive
 
-# These modules are experimental: a later release may not have them.
+# These modules are experimental, so they might be removed from a later release.
 try:
     from jax.experimental import jet as jax_jet
 except ImportError:
@@ -41,7 +41,7 @@ def register(p: DefinedPrimitive) -> None:
 def jet(
     p: DefinedPrimitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], /, **params: Any
 ) -> tuple[Any, Any]:
-    """Returns the results, and for each its Taylor coefficients from the first order onward.
+    """Returns the results, and for each of them its Taylor coefficients, starting from first order.
 
     **Arguments:**
 
@@ -86,7 +86,7 @@ def _derivative(
     params: Params,
 ) -> list[Any]:
     primals = merge(live, moving, held)
-    if p.root.rules.vjp_with_results:  # if its derivative takes the results, they move too
+    if p.root.rules.vjp_with_results:  # the results are also inputs of the derivative
         out = p.bind(*primals, **params)
         results = out if p.multiple_results else [out]
     found = result_tangents(p, primals, results, merge(live, tangents, list(map(zero_tangent, held))), params)

@@ -1,7 +1,8 @@
 """The derived forms of a primitive, each computed from its parent.
 
-A form is a static parameter of a derived primitive. It says how the derived primitive's operands and results
-relate to its parent's, and evaluates the derived primitive using the parent's function.
+A form is a static parameter of a derived primitive. It specifies how the operands and results of the derived
+primitive are related to those of its parent, and evaluates the derived primitive using the implementation of
+the parent.
 """
 
 import dataclasses
@@ -72,7 +73,8 @@ class Jvp:
 
 @dataclasses.dataclass(frozen=True)
 class Vjp:
-    """Cotangents of the parent's operands. Operands: primals, cotangents."""
+    """The form of a primitive that computes cotangents of the parent's operands, from primals and
+    cotangents."""
 
     nonzero: tuple[bool, ...]
     """For each parent operand, whether its cotangent is produced here."""
@@ -87,7 +89,8 @@ class Vjp:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose:
-    """The parent, transposed in its linear operands. Operands: the others, cotangents."""
+    """The form of the parent, transposed in its linear operands. Takes the other operands and the
+    cotangents."""
 
     linear: tuple[ShapedArray | None, ...]
     """For each parent operand, its type if the cotangent is produced here."""
@@ -111,7 +114,7 @@ class Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """The parent, mapped over an axis of its operands; every result has the axis in front."""
+    """The form of the parent, mapped over an axis of its operands. The axis comes first in every result."""
 
     dims: tuple[int | None, ...]
     size: Any
@@ -119,7 +122,8 @@ class Batching:
     spmd_axis_name: Hashable = None
 
     def vmap(self, fn: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        # A device with a part of this axis gets the size of its part from the operands.
+        # If this axis is sharded, then the size of each device's shard has to be determined from its
+        # operands.
         mapped = any(dim is not None for dim in self.dims)
         return jax.vmap(
             fn,

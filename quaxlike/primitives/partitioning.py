@@ -1,6 +1,6 @@
-"""Partitions a primitive over devices, if the compiler cannot see into it.
+"""Partitioning of a primitive over devices, for implementations that are opaque to the compiler.
 
-Plain JAX code does not need this, since the compiler partitions it by itself. Kernels are opaque to it.
+This is only required for kernels: plain JAX code is partitioned by the compiler itself.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """Says along which dimensions a primitive can be split over devices.
+    """Specifies the dimensions along which a primitive can be split over devices.
 
     !!! example
 
@@ -39,10 +39,10 @@ class Partitioning:
 
     - `rule`: names the dimensions of each operand (each leaf, in order) and each result. A dimension can be
         split if its name is in a result.
-    - `sums`: names that are not in any result but can be split as well: each device then computes a summand
-        of every result.
-    - `first`: names with precedence, in this order, if the same devices could split several. Default:
-        first the names for results, then the names for operands.
+    - `sums`: names that don't appear in any result, but that can be split as well, in which case each device
+        computes one summand of every result.
+    - `first`: names that take precedence, in this order, if several dimensions could be split over the same
+        devices. Default: first the names for results, and then the names for operands.
     - `shared`: operands (leaves) added to every result, such as a bias. If a summed dimension is
         split, they are divided by the number of devices.
 
@@ -96,7 +96,7 @@ class Partitioning:
         return _names(self.results) & _names(self.operands) | set(self.sums)
 
     def spread(self, arrays: Sequence[tuple[list[str], Sequence[int], Any]], mesh: Any) -> Any:
-        """Returns the mesh axes to split each name over, as far as devices can share its dimensions evenly.
+        """Returns the mesh axes to split each name over, provided that its dimensions are evenly divisible.
 
         **Arguments:**
 
@@ -113,7 +113,7 @@ class Partitioning:
         out: dict[str, Any] = {}
         for name in dict.fromkeys((*self.first, *wishes)):
             for axes in wishes.get(name, ()):
-                # The leading axes which are still free; any further ones are gathered.
+                # Use the leading axes for as long as they are available, and gather along the remaining ones.
                 free = tuple(itertools.takewhile(lambda axis: axis not in _used(out), _axes(axes)))
                 devices = math.prod(mesh.shape[axis] for axis in free)
                 if free and name not in out and sizes[name] % devices == 0:
@@ -138,7 +138,7 @@ class Partitioning:
 
         def partition(mesh: Any, args: Any, results: Any) -> Any:
             operands = list(zip(self.operands, jtu.tree_leaves(args), strict=True))
-            # Results take precedence. A summed dimension gets whichever axes of its operands are left.
+            # Results take precedence, and summed dimensions use any remaining mesh axes of the operands.
             arrays = [*zip(self.results, results, strict=True), *operands]
             spread = self.spread(
                 [(names, x.shape, getattr(x.sharding, "spec", ())) for names, x in arrays], mesh
@@ -151,7 +151,8 @@ class Partitioning:
             part = self.part(fn, spread, mesh)
 
             def shard_fn(*operands: Any) -> list[Any]:
-                # A device's part has no sharding, even if the program runs on a mesh with explicit axes.
+                # Each device's part doesn't have a sharding, even if the program runs on a mesh with explicit
+                # axes.
                 with jax.sharding.use_abstract_mesh(_NO_MESH):
                     return part(*operands)
 
@@ -168,12 +169,14 @@ class Partitioning:
         return partitioned
 
     def apply_to_types(self, fn: Flat) -> Flat:
-        """Like `apply`, for meshes with explicit axes, where the operands' types say how they are spread."""
+        """Like `apply`, but for meshes with explicit axes, for which the operands' types include their
+        shardings."""
 
         def partitioned(*operands: Any) -> list[Any]:
             shardings = [jax.typeof(x).sharding for x in operands]
             mesh = next(s.mesh for s in shardings if any(axes is not None for axes in s.spec))
-            # A `vmap` owns these axes, and gathers anything else divided over them.
+            # These axes are already in use by a `vmap`, which gathers anything else that is sharded over
+            # them.
             mapped = compat.mapped_mesh_axes()
             specs = [[_without(mapped, axes) for axes in s.spec] for s in shardings]
             arrays = zip(self.operands, (x.shape for x in operands), specs, strict=True)

@@ -1,8 +1,8 @@
 """The class of primitives defined from one function.
 
-A primitive's parameters must be static and hashable, and its operands flat: JAX's
-transforms only know such equations. Trees and forms are parameters (`in_tree`, `forms`), which rules never
-see.
+JAX's transforms require the parameters of a primitive to be static and hashable, and its operands to be flat.
+So we store the tree structure and the forms in the parameters `in_tree` and `forms`, which are not passed to
+rules.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ class Rules:
 
 
 class MissingRuleError(NotImplementedError):
-    """A primitive has no rule in the slot that was called."""
+    """Raised if a primitive doesn't have a rule in the slot that was called."""
 
 
 class Slot:
-    """A named place for one rule of a primitive; calling it calls the rule.
+    """A named slot for one rule of a primitive. Calling the slot calls the rule.
 
     !!! example
 
@@ -104,20 +104,22 @@ class Slot:
 class DefinedPrimitive(Primitive):
     """A JAX primitive made by [`define_primitive`][quaxlike.primitives.define_primitive].
 
-    This is an ordinary `jax.extend.core.Primitive`: equations carry it, and you can register rules for it.
-    Its derivatives and batched forms are primitives too, so you can recognise them in a jaxpr and give
-    them their own rules: `jvp_p` (tangents of its results), `vjp_p` (cotangents of its operands),
-    `transpose_p` (itself, transposed in its linear operands) and `batch_p` (itself, mapped over an axis).
-    Each has the same four in turn. A derived primitive has its root's parameters, and in addition `forms`;
-    the last entry of this tuple says how its operands and results relate to its parent's. It always has
-    multiple results.
+    This is an ordinary `jax.extend.core.Primitive`, which appears in jaxprs and for which you can register
+    rules. Its derivatives and batched forms are primitives as well, so that you can recognise them in a jaxpr
+    and give them their own rules. These are `jvp_p` (tangents of its results), `vjp_p` (cotangents of its
+    operands), `transpose_p` (itself, transposed in its linear operands) and `batch_p` (itself, mapped over an
+    axis), each of which has these same four attributes in turn.
+
+    A derived primitive always has multiple results. It takes the parameters of its root, and additionally
+    `forms`. This is a tuple, whose last entry specifies how its operands and results are related to those of
+    its parent.
 
     **Attributes:**
 
-    - `root`: the primitive this was derived from; itself if it was defined.
-    - `parent`: the primitive this is a form of; None if it was defined.
-    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`; None if it was defined.
-    - `impl_fn`: the root's function.
+    - `root`: the primitive that this was ultimately derived from, or itself if it isn't a derived primitive.
+    - `parent`: the primitive that this is a form of, or None.
+    - `form`: `"jvp"`, `"vjp"`, `"transpose"` or `"batch"`, or None if it isn't a derived primitive.
+    - `impl_fn`: the implementation of the root.
     """
 
     # The interpreter recognises all these primitives by this name.
@@ -147,8 +149,8 @@ class DefinedPrimitive(Primitive):
         self._partitioning = partitioning
         self._slots: dict[str, Slot] = {}
         self._forms: dict[type[Form], DefinedPrimitive] = {}
-        # JAX caches traces by function object and static arguments, so we trace these instead of closures
-        # over the parameters.
+        # JAX's cache of traces is keyed on the function object and the static arguments. So trace these
+        # methods, as opposed to closures over the parameters, which would never be the same object.
         self._trace = jax.make_jaxpr(self._evaluate_flat, static_argnums=0)
         self._trace_tree = jax.make_jaxpr(self._evaluate_tree, static_argnums=0, return_shape=True)
         self._trace_tangents = jax.make_jaxpr(self._tangents, static_argnums=(0, 1), return_shape=True)
@@ -172,8 +174,7 @@ class DefinedPrimitive(Primitive):
 
         **Returns:** the result of this primitive's function.
 
-        **Raises:** `TypeError` for an operand other than an array, and for a parameter which is an
-        array or cannot be hashed.
+        **Raises:** `TypeError` if an operand isn't an array, or if a parameter is an array or unhashable.
         """
         for name, value in params.items():
             self._check_param(name, value)
@@ -267,7 +268,7 @@ class DefinedPrimitive(Primitive):
     def _derived(self, form: type[Form]) -> "DefinedPrimitive":
         with _lock:
             if form not in self._forms:
-                # Another backend's kernel can be mapped over an axis, but not differentiated.
+                # Implementations for other platforms can be mapped over an axis, but not differentiated.
                 impls: _Impls = self._impls if form is Batching else {None: self._impls[None]}
                 self._forms[form] = DefinedPrimitive(
                     f"{self.name}.{form.__name__.lower()}",
@@ -311,7 +312,7 @@ class DefinedPrimitive(Primitive):
         avals = [jax.typeof(x) for x in operands]
         partitioning = self._partitioning_of(avals, params)
         if jax.sharding.get_abstract_mesh().manual_axes:
-            partitioning = None  # JAX cannot partition by hand within a `shard_map` over some axes
+            partitioning = None  # JAX doesn't support this within a `shard_map` over a subset of the axes
         out = (fn if partitioning is None else partitioning.apply(fn))(*operands)
         if platform is not None:
             expected: Any = self.jaxpr(avals, params).out_avals
@@ -332,7 +333,7 @@ class DefinedPrimitive(Primitive):
         if self.form != "batch":
             return None
         form, below = without_form(params)
-        if form.axis_name is not None:  # examples may exchange data, so they stay together
+        if form.axis_name is not None:  # there might be collectives over this axis, so don't split it
             return None
         avals = [
             aval if dim is None else mapped_aval(form.size, dim, aval)
@@ -396,13 +397,13 @@ def _short(avals: Sequence[Any]) -> str:
 
 
 def where(fn: Callable[..., Any]) -> str:
-    """A function's name and the line where it is defined, for messages."""
+    """Returns the name of a function and the line of its definition, for use in messages."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     name = getattr(fn, "__qualname__", repr(fn))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# Rules see operands as trees, and parameters without the form and the tree.
+# Rules are called with trees of operands, and with the parameters except for `forms` and `in_tree`.
 
 
 def without_form(params: Mapping[str, Any]) -> tuple[Any, Params]:

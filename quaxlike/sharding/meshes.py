@@ -6,6 +6,7 @@ Models must state these shardings through the functions below, or tracing raises
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -54,8 +55,11 @@ def mesh_of(tree: Any) -> Any:
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
-def mesh_from_text(text: str) -> jax.sharding.Mesh:
+def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Makes a mesh with all devices from a text such as "data=2,model=4", with automatic axes.
+
+    `devices` may be devices to compile for, e.g. those of a described topology. By default, they are those at
+    hand.
 
     **Raises:** `ValueError` if the text is malformed, or the device count does not match.
     """
@@ -67,13 +71,15 @@ def mesh_from_text(text: str) -> jax.sharding.Mesh:
                 f"--mesh takes axes and their sizes, such as data=2,model=4; found {part.strip()!r}."
             )
         sizes[found[1]] = int(found[2])
-    needed, there = math.prod(sizes.values()), jax.device_count()
+    needed = math.prod(sizes.values())
+    there = jax.device_count() if devices is None else len(devices)
     if needed != there:
         hint = f" For a trial on a CPU set JAX_NUM_CPU_DEVICES={needed}." if there == 1 else ""
         raise ValueError(f"--mesh {text} is of {needed} devices; there are {there}.{hint}")
     return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )
+        tuple(sizes.values()), tuple(sizes), devices=devices,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
+    )  # fmt: skip
 
 
 # Explicit axes ------------------------------------------------------------------------------------

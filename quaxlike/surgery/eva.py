@@ -124,11 +124,15 @@ def _measured(
             if own.kind not in ("linear", "matrix") or lora.a.ndim != 1 + len(lora.in_axes):
                 raise ValueError(f"{label} measures linear layers; {name} is of shape {tuple(w.shape)}.")
             probes[name] = lora.replace(a=_Probe(lora.a, functools.partial(tell, name)))
-        with jax.disable_jit():  # `tell` needs concrete arrays
-            quaxify(fn)(replace(model, probes), *args, **kwargs)
-        if missing := [name for name in probes if name not in found]:
-            raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
-        return found
+        try:
+            with jax.disable_jit():  # `tell` needs concrete arrays
+                quaxify(fn)(replace(model, probes), *args, **kwargs)
+            if missing := [name for name in probes if name not in found]:
+                raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
+            return dict(found)
+        finally:
+            # JAX's caches keep the structure of the probes, and so `tell`, and so whatever it has collected.
+            found.clear()
 
     return measured
 

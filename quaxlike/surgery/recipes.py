@@ -167,7 +167,8 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
     """llama.cpp's `_M` presets (`llama-quant.cpp`).
 
     The head gets 6 bits. So do values and down projections in the first and last layers, and in every third
-    layer between them. In a mixture of eight experts, keys and values get 8 bits.
+    layer between them. Where queries, keys and values are one array, it gets one more bit in every layer. In
+    a mixture of eight experts, keys and values get 8 bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -179,6 +180,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             return i < eighth or i >= 7 * n // 8 or (i - eighth) % 3 == 2
 
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
+        fused = [name for name in layers if _FUSED.fullmatch(name)]
         keys = output = list[str]()
         if _num_experts(records) == 8:  # llama.cpp's rule for Mixtral
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
@@ -187,6 +189,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
             **_rule(output_layer(records), "q6_k"),
             **_rule(keys, "q8_0"),
             **_rule(output, "q5_k"),
+            **_rule(fused, _ONE_BIT_MORE[most]),
             **_rule([name for name in more if name not in keys], "q6_k"),
         }
         return {**rules, "all-linear": most}
@@ -214,7 +217,10 @@ _LAYER = re.compile(r"\.([0-9]+)\.")
 _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
-_MORE_BITS = re.compile(r".*\.(v_proj|qkv_proj|down_proj)(\..*)?")
+# As Llama, BERT, GPT-2 and ModernBERT name them.
+_MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
+_FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
+_ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
 #: Named recipes: functions from a model's records to a recipe.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {

@@ -36,8 +36,9 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     `jax.grad` with respect to every inexact leaf. If the results differ, each step of the program is compared
     with its primitive, so the report names the first wrong rule.
 
-    A value may be materialised if its type has no rule; the table shows where. Inside `with
-    quaxlike.on_materialise("error")`, and for types from [`quaxlike.testing.refuses`][], this is a failure.
+    It isn't a failure if a value is materialised because its type doesn't have a rule; the table shows where
+    this happens. Inside `with quaxlike.on_materialise("error")`, and for types from
+    [`quaxlike.testing.refuses`][], it is.
     All programs together take about half a minute.
 
     **Arguments:**
@@ -79,7 +80,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     hooks = check_hooks(subject)
     checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
     wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
-    if wrong is not None:  # it may be why others fail too
+    if wrong is not None:  # this might also be the reason for other failures
         checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
     runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
@@ -146,7 +147,7 @@ class _Runner:
         errors: list[Exception] = []
         for mode in program.modes:
             want, got = expected[name, mode], found[name, mode]
-            if isinstance(want, Exception):  # plain JAX cannot do it either
+            if isinstance(want, Exception):  # this isn't supported by plain JAX either
                 results[mode] = "-"
             elif isinstance(got, OperandMismatch | StructureError):
                 results[mode], messages["declined"] = "declined", str(got)

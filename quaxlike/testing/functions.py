@@ -39,10 +39,11 @@ def check_program(
 ) -> ProgramReport:
     """Tests whether a function works for any kind of array.
 
-    We call the function with several kinds of Values instead of its arrays, first one argument at a time and
-    then all together, and compare with the same call on arrays. If it asks an array for something other
-    kinds do not have, such as elements for NumPy or `if`, or treats them differently, then the report names
-    the line. This is the mirror image of [`quaxlike.testing.check_type`][], which tests a type.
+    We call the function with several kinds of Values in place of its arrays, first for one argument at a time
+    and then for all of them, and compare the results to those on arrays. If the function requires something
+    that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it treats them
+    differently, then the report includes the line at which this happens. This is the counterpart of
+    [`quaxlike.testing.check_type`][], which tests a type.
 
     The kinds are:
 
@@ -287,7 +288,8 @@ class _Tester:
         self.full = _Plain(fn, self.args)
         self.full.eagerly()  # raises what the function does
         self._plain = [self.full]
-        # A Value for a weakly typed array need not be weakly typed, and then promotes others.
+        # A Value for a weakly typed array isn't necessarily weakly typed, in which case it promotes other
+        # arrays.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
@@ -361,7 +363,8 @@ class _Tester:
                 expected = jax.vjp(dense, varied)[1](expected)[0]
             else:
                 expected = plain.pushed(jax.jvp(dense, (varied,), (_tangents(varied),))[1])
-        # A low-precision number may be among the operands, but not among the results.
+        # There might be low-precision arrays amongst the operands, even if there are none amongst the
+        # results.
         rtol = max(map(tolerance_of, plain.dtypes | _dtypes(expected))) if self.rtol is None else self.rtol
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 

@@ -25,7 +25,7 @@ HOOKS: dict[str, Callable[["Subject"], bool]] = {}
 
 
 class Wrong(Exception):
-    """A hook does not keep its promise."""
+    """Raised if a hook doesn't satisfy its specification."""
 
 
 @dataclasses.dataclass

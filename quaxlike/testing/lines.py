@@ -17,7 +17,7 @@ from .compare import disagreement
 from .refusing import reveal
 
 _MOST_STEPS, _MOST_SECONDS = 100_000, 10.0
-_DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in it whenever, and as often as, it likes
+_DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in this file at unpredictable times
 
 
 def line_of(error: BaseException) -> str:
@@ -79,8 +79,8 @@ class _Run:
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
         """Returns the lines leading to a call. None if the program did not call.
 
-        JAX calls functions as often as it likes to differentiate them, and other packages call them for their
-        own purposes.
+        For example, JAX might call a function any number of times in order to differentiate it, and other
+        packages might call functions for their own purposes.
         """
         called, direct = frame.f_code.co_filename, True
         callers: list[SourceLine] = []

@@ -1,7 +1,7 @@
 """Runs programs in each mode, on a value and on its array, compiling many together.
 
-Compiling takes most of the time in `check_type`, hence many programs are compiled as one. If this fails, we
-halve the group until the culprit is alone.
+Most of the time in `check_type` is spent on compilation, so we compile many programs as one. If this fails
+then we bisect the group until we find the program that is responsible.
 """
 
 import dataclasses

@@ -55,7 +55,7 @@ LISTED: dict[str, list[_Run]] = {
     "gather": [lambda x: x[jnp.array([0, -1, 0])], lambda x: jnp.take(x, jnp.array([0, 0]), -1)],
     "integer_pow": [lambda x: x**3],
     "jit": [lambda x: jax.jit(lambda x: x)(x)],
-    # We test the factors in use: a type may keep them in its own form.
+    # Test the factors by using them, since a type might represent them in its own way.
     "lu": [lambda x, y: jax.scipy.linalg.lu_solve(jax.scipy.linalg.lu_factor(x), y)],
     "pad": [lambda x: lax.pad(x, jnp.zeros((), x.dtype), [(1, 1, 0)] * x.ndim)],
     "polygamma": [lambda x, s: lax.polygamma(s, x)],

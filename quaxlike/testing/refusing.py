@@ -58,7 +58,8 @@ def refuses(cls: type[_V]) -> type[_V]:
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
 
-    # We declare these, because more is assumed about a type which refuses and does not say.
+    # Declare these explicitly, because otherwise additional assumptions are made about types that can't be
+    # materialised.
     Refusing.linear = cls.linear
     Refusing.own_shapes = bool(cls.own_shapes)
     Refusing.__name__, Refusing.__qualname__ = cls.__name__, cls.__qualname__

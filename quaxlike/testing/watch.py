@@ -89,7 +89,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # the primitive does not accept these types, though a rule may
+    except Exception:  # the primitive doesn't accept these types, even if a rule does
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)

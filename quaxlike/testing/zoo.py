@@ -59,8 +59,8 @@ class Keeps(ArrayValue):
 class Refuses(Keeps):
     """Likewise, but refuses to become an array.
 
-    Everything computed from it has this type, including conditions: transforms may ask these for their
-    elements, but Python may not.
+    Everything that is computed from it also has this type, including conditions, whose elements are available
+    to transforms but not to Python.
     """
 
     def materialise(self) -> Any:
@@ -73,7 +73,7 @@ class Refuses(Keeps):
 
 
 class Refused(RuntimeError):
-    """A refusing Value was asked to materialise."""
+    """Raised on trying to materialise a Value that refuses to do so."""
 
 
 class Thing(eqx.Module):
@@ -124,7 +124,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _asking() -> tuple[str, bool]:
-    """Who needs an array, and whether this is Python or NumPy (`bool`, `float`, ...), not a transform."""
+    """Returns what requires an array, and whether this is Python or NumPy (`bool`, `float`, ...)."""
     what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is _BY_PYTHON:

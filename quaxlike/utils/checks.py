@@ -19,7 +19,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class NotJaxCompatibleError(TypeError):
-    """A function that must not be traced by JAX was called with traced values."""
+    """Raised if a function that must not be traced by JAX is called with traced values."""
 
 
 def is_traced(x: Any) -> bool:
@@ -31,7 +31,7 @@ def is_traced(x: Any) -> bool:
 
     **Returns:**
 
-    `True` if `x` is or holds a tracer.
+    `True` if `x` is a tracer, or contains one.
 
     !!! example
 
@@ -50,8 +50,9 @@ def is_traced(x: Any) -> bool:
 def no_jax_tracing(fn: _F) -> _F:
     """Forbids calling a function with traced values.
 
-    This searches the arguments as pytrees. It also searches everything that the function has captured through
-    closures, defaults, `functools.partial` and bound methods, and likewise for functions among the arguments.
+    This checks every leaf of the arguments. It also checks everything that the function has captured through
+    closures, defaults, `functools.partial` and bound methods, and does the same for any functions among the
+    arguments.
 
     **Arguments:**
 
@@ -59,7 +60,7 @@ def no_jax_tracing(fn: _F) -> _F:
 
     **Returns:**
 
-    The function, guarded.
+    The wrapped function.
 
     **Raises:**
 
@@ -124,11 +125,11 @@ def _captures(fn: Any) -> list[Any]:
 
 
 def non_differentiable(x: _T) -> _T:
-    """The identity, which raises if it is differentiated.
+    """The identity function, which raises an error if it is differentiated.
 
-    A zero tangent does not raise. Nor does a derivative that is never used, for example under
-    `jax.lax.stop_gradient`. However, forward mode outside `jax.jit` computes every tangent at once, used
-    or not, and so it raises.
+    No error is raised for a zero tangent, or for a derivative that is never used, e.g. under
+    `jax.lax.stop_gradient`. Note however that forward mode outside of `jax.jit` eagerly computes every
+    tangent, regardless of whether it will be used, so in this case an error is raised.
 
     **Arguments:**
 
@@ -197,9 +198,9 @@ def _forbidden_tangent_transpose(ct: Any, t: Any) -> list[Any]:
     return [ct] if type(ct) is ad.Zero else _raise()
 
 
-# The tangent of `non_differentiable`: a linear identity that raises when it is evaluated or transposed. It
-# must not raise while it is being traced, because we do not know yet whether the result depends on it. If it
-# does not, JAX never transposes it.
+# The tangent of `non_differentiable`, which is a linear identity that raises an error when it is evaluated or
+# transposed. It mustn't raise an error whilst it's being traced, because at that point we don't know whether
+# the result will depend on it. (If it doesn't then JAX never transposes it.)
 _forbidden_tangent_p = Primitive("non_differentiable_tangent")
 _forbidden_tangent_p.def_abstract_eval(lambda aval: aval)
 _forbidden_tangent_p.def_impl(_raise)
@@ -210,7 +211,7 @@ mlir.register_lowering(_forbidden_tangent_p, _raise)
 
 
 def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> None:
-    """Raises if the result of a linearised function depends on a tangent of `non_differentiable`."""
+    """Raises an error if the result of a linearised function depends on a tangent of `non_differentiable`."""
     leaves, tree = jax.tree.flatten(tuple(primals))
     avals = [jax.typeof(x) for x in leaves]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -235,7 +236,7 @@ def check_differentiable(jvp: Callable[..., Any], primals: Sequence[Any]) -> Non
     except _ForbiddenError:
         raise
     except (NotImplementedError, TypeError, ValueError):
-        return  # no transpose: it raises when it is called
+        return  # there is no transpose, but calling it raises an error
 
 
 def _is_forbidden(jaxpr: Any) -> bool:

@@ -168,15 +168,15 @@ def dataclass(
     slots: bool = False,
     weakref_slot: bool = False,
 ) -> Any:
-    """Makes a class a standard dataclass that is a pytree, frozen by default.
+    """Turns a class into a standard dataclass that is also a pytree. It is frozen by default.
 
-    - Fields are children, except that fields with `static=True` are part of the structure. JAX compares
+    - Fields are children, except for fields with `static=True`, which are part of the structure. JAX compares
         structures, so static fields must not contain arrays, and must not be mutated. Fields with
-        `init=False` are kept too.
-    - JAX rebuilds instances from their fields, without running `__init__` or `__post_init__` again.
-    - `==` compares arrays by shape, dtype and values, as `eqx.tree_equal` does. It returns one boolean, which
-        is traced if the arrays are traced. `hash` is consistent with it.
-    - Subclasses must be decorated too. Decorating a class twice changes nothing.
+        `init=False` are preserved as well.
+    - JAX rebuilds instances from their fields, without calling `__init__` or `__post_init__` again.
+    - `==` compares arrays by shape, dtype and values, like `eqx.tree_equal`. It returns a single boolean,
+        which is traced if the arrays are traced. `hash` is consistent with this.
+    - Subclasses must be decorated as well. Decorating a class twice has no effect.
 
     **Arguments:**
 
@@ -231,7 +231,8 @@ def dataclass(
             )
         before = dict(vars(cls))
         make_lens_fields(cls)
-        # A hand-written `__init__` is kept anyway, but lenses need `init=False` to know about it.
+        # `dataclasses` keeps a hand-written `__init__` anyway, but passing `init=False` lets lenses detect
+        # it.
         cls = dataclasses.dataclass(cls, init=init and "__init__" not in before, **given)
         make_slot_lenses(cls)
         if eq and "__eq__" not in before:
@@ -291,7 +292,7 @@ def _register(cls: type[Any]) -> None:
         try:
             return get_children(obj), (children, static, get_static(obj))
         except AttributeError:
-            # Fields may be unset if `__post_init__` was skipped, or has not run yet.
+            # Some fields might not be set, e.g. if `__post_init__` was skipped or hasn't run yet.
             some_children = tuple(name for name in children if hasattr(obj, name))
             some_static = tuple(name for name in static if hasattr(obj, name))
             structure = (some_children, some_static, _getter(some_static)(obj))
@@ -314,7 +315,7 @@ def _register(cls: type[Any]) -> None:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(names) < 2:  # for these, attrgetter returns no tuple, or raises
+    if len(names) < 2:  # for these, attrgetter doesn't return a tuple, or raises an error
         return lambda obj: tuple(getattr(obj, name) for name in names)
     return operator.attrgetter(*names)
 
@@ -356,7 +357,7 @@ def _hash_of(self: Any) -> int:
 
 
 def _flatten_to_dataclasses(tree: Any) -> Any:
-    # Stop at nested dataclasses: they have their own `__eq__`, which may ignore some fields.
+    # Stop at nested dataclasses, because their own `__eq__` might ignore some fields.
     return jax.tree.flatten(tree, is_leaf=lambda node: type(node) in _made)
 
 
@@ -390,6 +391,6 @@ def _leaf_hash(x: Any) -> int:
             f"Cannot hash a dataclass that holds a traced array ({x.aval}), whose values are not "
             "known yet. Hash it outside of jit, grad and vmap."
         )
-    # Adding zero turns -0.0 into 0.0: they are equal, so they must have the same bytes.
+    # Add zero to normalise -0.0 to 0.0. (Since these compare equal, we need them to have the same bytes.)
     values = _on_host(x) + np.zeros((), _on_host(x).dtype)
     return hash((x.shape, str(x.dtype), values.tobytes()))

@@ -1,7 +1,7 @@
 """Lenses: a getter and a copying setter for a part of an object.
 
-A lens never changes an object. `set` rebuilds each object on the path, so that `__post_init__` checks the
-copy.
+A lens never mutates an object. Instead, `set` rebuilds each object along the path, so that any checks in its
+`__post_init__` are also applied to the copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
-# A step is an attribute or an item. We use JAX's key paths, so that `keystr` can print it.
+# A step is an attribute or an item. We use the entries of JAX's key paths, so that it can be printed by
+# `keystr`.
 _Step = GetAttrKey | DictKey
 
 
@@ -47,8 +48,8 @@ class Lens(Generic[_S, _T]):
     def set(self, obj: _S, value: _T, /) -> _S:
         """Returns a copy of `obj` with `value` as this part.
 
-        A dataclass on the path is rebuilt by `dataclasses.replace`, so its `__post_init__` runs. If it
-        has a hand-written `__init__`, then it is copied instead.
+        Dataclasses along the path are rebuilt using `dataclasses.replace`, so that their `__post_init__` is
+        called. Those with a hand-written `__init__` are copied instead.
         """
         return cast(_S, _replaced(obj, self._path, value))
 
@@ -59,8 +60,8 @@ class Lens(Generic[_S, _T]):
     def focus(self, where: Lens[_T, _U] | Callable[[_T], _U], /) -> Lens[_S, _U]:
         """Composes this lens with another lens, or with attributes and items.
 
-        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same as `Model.mlp.layers[0]`, but has a type that
-        type checkers know.
+        `Model.mlp.focus(lambda mlp: mlp.layers[0])` is the same as `Model.mlp.layers[0]`, but its type can be
+        inferred by type checkers.
         """
         inner = where if isinstance(where, Lens) else where(cast(_T, Lens(None)))
         if not isinstance(inner, Lens):
@@ -71,7 +72,8 @@ class Lens(Generic[_S, _T]):
         return Lens(self._root, self._path + cast("Lens[_T, _U]", inner)._path)
 
     def __getattr__(self, name: str) -> Lens[_S, Any]:
-        # Python and notebooks probe objects for names such as __array__ and _repr_html_.
+        # Python and notebooks try to look up names such as `__array__` and `_repr_html_`, so don't return
+        # lenses for these.
         if name.startswith("_"):
             raise AttributeError(name)
         return Lens(self._root, (*self._path, GetAttrKey(name)))
@@ -79,7 +81,7 @@ class Lens(Generic[_S, _T]):
     def __getitem__(self, key: Any) -> Lens[_S, Any]:
         return Lens(self._root, (*self._path, DictKey(key)))
 
-    # Otherwise Python would iterate with __getitem__, forever.
+    # Otherwise Python would fall back to iterating using `__getitem__`, which would never terminate.
     __iter__ = None
 
     def __repr__(self) -> str:
@@ -96,7 +98,7 @@ def _replaced(obj: Any, path: tuple[_Step, ...], value: Any) -> Any:
         return value
     step, rest = path[0], path[1:]
     if isinstance(step, GetAttrKey):
-        # The last step may set a field that is still unset.
+        # The last step might be a field that hasn't been set yet.
         return _with_attribute(obj, step.name, _replaced(_child(obj, step), rest, value) if rest else value)
     return _with_item(obj, step.key, _replaced(_child(obj, step), rest, value))
 
@@ -176,7 +178,8 @@ class LensField(Generic[_T]):
 class HasLensFields:
     """A base class that turns the [`LensField`][quaxlike.utils.LensField]s of a dataclass into lenses.
 
-    It has neither a metaclass nor fields, so it can be combined with `eqx.Module` or any other base.
+    This doesn't have a metaclass or any fields, so it can be combined with `eqx.Module` or any other base
+    class.
 
     !!! example
 
@@ -202,9 +205,10 @@ class HasLensFields:
 class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
     """A dataclass field that stays on its class as a descriptor, and returns a lens.
 
-    `dataclasses` reads the class attribute twice. The first time, the field has no name yet, and we return
-    the field. Then `dataclasses` names it, and reads it again: if this were still a field, it would be
-    replaced by its default. The second time we return the default, so the descriptor stays in place.
+    `dataclasses` looks up the class attribute twice. The first time, the field doesn't have a name yet, and
+    we return the field itself. `dataclasses` then sets its name, and looks it up again; if it were to get a
+    field, then it would replace the attribute by the default. So at this point we return the default, which
+    leaves the descriptor in place.
     """
 
     __slots__ = ()
@@ -218,13 +222,13 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
         return spec
 
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        # Python reads the instance's dictionary first, so we only get here if the field is unset.
+        # Python looks in the dictionary of the instance first, so we only get here if the field isn't set.
         if instance is not None:
             raise AttributeError(f"The field {self.name!r} of this {owner.__name__} is not set.")
-        # The name is None at first, against the type stubs.
+        # Despite the type stubs, the name is initially None.
         if cast("str | None", self.name) is None:
             return self
-        # A subclass that annotates the name again also looks for a default here.
+        # This is also how a default is looked up if a subclass annotates the same name again.
         if not _is_processed(owner) and self.name in inspect.get_annotations(owner):
             if self.default is dataclasses.MISSING:
                 raise AttributeError(self.name)
@@ -233,7 +237,7 @@ class LensSpec(dataclasses.Field):  # pyright: ignore[reportMissingTypeArgument]
 
 
 class SlotLens:
-    """A descriptor for slots: a lens on the class, the slot's value on instances."""
+    """A descriptor for slots, which returns a lens on the class, and the value of the slot on instances."""
 
     def __init__(self, name: str, slot: Any) -> None:
         self._name = name
@@ -265,7 +269,7 @@ def make_lens_fields(cls: type[Any]) -> None:
 
 
 def make_slot_lenses(cls: type[Any]) -> None:
-    """Restores the lenses after `dataclass(slots=True)` has replaced them by slots."""
+    """Restores the lenses, after they have been replaced by slots in `dataclass(slots=True)`."""
     for field in dataclasses.fields(cls):
         slot = vars(cls).get(field.name)
         if isinstance(field, LensSpec) and inspect.ismemberdescriptor(slot):

@@ -60,7 +60,7 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
         raise TypeError(f"isin: `max_item` must be a whole number, found {max_item!r}.")
     if size < 0:
         raise ValueError(f"isin: `max_item` must not be negative, found {size}.")
-    # Items outside the range use one more row at the end, which is reset to False.
+    # Items outside the range use an additional row at the end, which is then reset to False.
     table = jnp.zeros(size + 1, bool).at[_rows("b", b, size)].set(True).at[size].set(False)
     return table[_rows("a", a, size)]
 
@@ -68,14 +68,14 @@ def isin(a: ArrayLike | Sequence[Any], b: ArrayLike | Sequence[Any], max_item: S
 def _rows(name: str, items: Any, size: int) -> jax.Array:
     on_device = any(isinstance(item, jax.Array) for item in jax.tree.leaves(items))
     items = jnp.asarray(items) if on_device else np.asarray(items)
-    if items.size == 0 and not on_device:  # NumPy makes an empty list floats
+    if items.size == 0 and not on_device:  # NumPy converts an empty list to floats
         items = items.astype(int)
     if not jnp.issubdtype(items.dtype, jnp.integer):
         raise TypeError(
             f"isin: `{name}` must hold integers, found {items.dtype} of shape {items.shape}. "
             "Use jnp.isin for other types."
         )
-    # Large unsigned numbers become negative in the widest type, so they are outside too.
+    # Large unsigned numbers become negative in the widest type, so these are also out of range.
     wide = items.astype(int if on_device else np.int64)
     return jnp.where((wide >= 0) & (wide < size), wide, size)
 
@@ -84,11 +84,11 @@ def _rows(name: str, items: Any, size: int) -> jax.Array:
 def kahan_summation(*summands: _T, compensate: _T | None = None) -> tuple[_T, _T]:
     """Sums pytrees, with a rounding error that does not grow with the number of summands.
 
-    The rounding error of each addition is computed exactly and carried along. This also holds if a summand is
-    larger than the sum so far, and under XLA's fast-math flags. Derivatives are the same as for a plain sum.
-    Integers are summed without compensation.
+    The rounding error of each addition is computed exactly, and is used to compensate the sum. This works
+    even if a summand is larger than the current sum, and under XLA's fast-math flags. Derivatives are the
+    same as for an ordinary sum. Integers are summed without compensation.
 
-    Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
+    This is Neumaier's variant ("Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen",
     1974) of Kahan's method ("Further remarks on reducing truncation errors", 1965).
 
     **Arguments:**
@@ -163,7 +163,7 @@ def _compensated_sum(summands: list[jax.Array], error: jax.Array) -> _Sum:
     for summand in others:
         total, lost = _two_sum(total, summand)
         error, _ = _two_sum(error, lost)  # compilers could reassociate a plain sum
-    # The error may be as large as the total by now, so add it before returning.
+    # By this point the error might be as large as the total, so add it before returning.
     total, rest = _two_sum(total, error)
     return _Sum(total, jnp.zeros_like(rest) - rest)  # 0.0 for an exact sum; `-rest` would be -0.0
 
@@ -201,8 +201,9 @@ def _two_sum_of_floats_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) 
 def _opaque(x: jax.Array) -> jax.Array:
     """The identity, in a form that compilers cannot reassociate sums across.
 
-    LLVM does so under fast-math, and `lax.optimization_barrier` has been removed by then (in JAX 0.10). So we
-    change the bits of one NaN into another NaN: no floating-point rule allows compilers to remove this.
+    LLVM does this under fast-math, at which point `lax.optimization_barrier` has already been removed (in JAX
+    0.10). As a workaround we replace the bit pattern of one NaN by that of another, which no floating-point
+    rule allows a compiler to remove.
     """
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     is_that_nan = bits == bits.dtype.type(np.iinfo(bits.dtype).max)

@@ -1,4 +1,4 @@
-"""Context managers that switch the `__post_init__` of dataclasses off and on."""
+"""Context managers for disabling and enabling the `__post_init__` of dataclasses."""
 
 import contextlib
 import contextvars

@@ -66,7 +66,7 @@ def _chain(rng: jax.Array, shape: tuple[int, ...]) -> Iterator[jax.Array]:
     if isinstance(rng, Tracer):
         keys = jax.random.split(rng, math.prod(shape))
     else:
-        # The first item may be computed inside a transform. The chain must not leak its tracers.
+        # The first item might be computed inside a transform, whose tracers we mustn't leak.
         with jax.ensure_compile_time_eval():
             keys = jax.random.split(rng, math.prod(shape))
     n = 0

@@ -24,7 +24,7 @@ class ScatterArgs(TypedDict, total=False):
         `"clip"`, or `"promise_in_bounds"`.
     - `wrap_negative_indices`: whether negative indices count from the end.
     - `fill_value`: only used by `.at[...].get`, and ignored here.
-    - `indices_are_sorted`, `unique_indices`: promises that speed it up.
+    - `indices_are_sorted`, `unique_indices`: promises that can be used for a faster implementation.
     """
 
     mode: Literal["promise_in_bounds", "fill", "drop", "clip"]
@@ -110,8 +110,8 @@ def _set(item: Any, value: Any, idxs: Any, args: ScatterArgs, prefix: tuple[Any,
         path = prefix + path
         if not isinstance(node, HasScatterArgs) or treedef_is_leaf(jax.tree.structure(node)):
             return _set_leaf(path, node, new, idxs, args)
-        # This node has been matched with its counterpart, which must happen only once. Go on with its
-        # children.
+        # This node has already been matched with its counterpart, which must only happen once, so continue
+        # with its children.
         passed = cast(ScatterArgs, {**node.scatter_args, **args})
 
         def child(at: Any, inner: Any, new: Any) -> Any:

@@ -23,18 +23,18 @@ _Closed = Any  # a jaxpr with its constants: JAX 0.10 has a class for it, later 
 def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
     """Runs a function sequentially under `jax.vmap`, with a `jax.lax.scan` over the batch.
 
-    Use this for functions that cannot be batched, or that need too much memory when batched. Derivatives of
-    any order, in forward and reverse mode, run sequentially too. Reverse mode recomputes the function, as in
-    `jax.checkpoint`.
+    Use this for functions that can't be batched, or that would use too much memory if they were. Derivatives
+    of any order, in both forward and reverse mode, are also evaluated sequentially. Note that reverse mode
+    recomputes the function, like `jax.checkpoint`.
 
     **Arguments:**
 
-    - `func`: a function from pytrees to a pytree of arrays. This is traced at each call, and may close over
-        tracers. Collectives over a mapped axis raise an error.
+    - `func`: a function from pytrees to a pytree of arrays. This is traced on every call, and is allowed to
+        close over tracers. Collectives over a mapped axis raise an error.
 
     **Returns:**
 
-    The same function, except under `jax.vmap`.
+    A function that only behaves differently from `func` under `jax.vmap`.
 
     !!! example
 
@@ -58,7 +58,7 @@ def sequential_vmap_with_vjp(func: Callable[_P, _R]) -> Callable[_P, _R]:
             return call(*args, **kwargs)
 
         traced, out = jax.make_jaxpr(of_arrays, return_shape=True)(arrays)
-        # Closed-over values become operands, so transforms see them.
+        # Turn closed-over values into operands, so that transforms are applied to them.
         opened = getattr(traced, "jaxpr", traced)
         outs = _bind(
             lambda consts, xs: eval_jaxpr(opened, consts, *xs), traced.consts, jax.tree.leaves(arrays)
@@ -91,7 +91,7 @@ def _batch(
     mapped = [None if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(mapped, dims, strict=True)]
 
     def step(carry: None, items: list[Any]) -> tuple[None, list[Any]]:
-        # Bind again, so an outer vmap is sequential too.
+        # Bind the primitive again, so that an outer vmap is also sequential.
         return None, sequential_call_p.bind(*eqx.combine(items, shared), jaxpr=jaxpr)
 
     _, outs = jax.lax.scan(step, None, mapped)
@@ -99,7 +99,7 @@ def _batch(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: _Closed) -> tuple[list[Any], list[Any]]:
-    # Two calls, so reverse mode evaluates the first and transposes the second.
+    # Use two separate calls, so that reverse mode evaluates the first and transposes the second.
     outs = sequential_call_p.bind(*primals, jaxpr=jaxpr)
     tangents = [None if type(t) is ad.Zero else t for t in tangents]
     varying, fixed = eqx.partition(list(primals), [t is not None for t in tangents])
@@ -134,8 +134,8 @@ def _transpose(cts: Sequence[Any], *operands: Any, jaxpr: _Closed) -> list[Any]:
     return [None if aval is None else next(found) for aval in linear]
 
 
-# A call of `jaxpr`, which has no traced constants. Every derivative is a call of this primitive again, so
-# that derivatives are sequential too.
+# A call of `jaxpr`, which doesn't have any traced constants. Every derivative is also a call of this
+# primitive, so that derivatives are sequential as well.
 sequential_call_p = Primitive("sequential_call")
 sequential_call_p.multiple_results = True
 sequential_call_p.def_impl(_call)

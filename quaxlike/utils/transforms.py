@@ -72,8 +72,9 @@ def jit(
 ) -> Any:
     """`jax.jit`, which keeps the function's type and can be used as a decorator with options.
 
-    At run time this returns the same object as `jax.jit`, with `.lower`, `.trace` and `.clear_cache`. Type
-    checkers see only the function's own type: use `cast(jax.stages.Wrapped, f).lower(x)`.
+    At run time this returns the same object as `jax.jit`, with `.lower`, `.trace` and `.clear_cache`. As type
+    checkers only see the type of the original function, you have to write e.g. `cast(jax.stages.Wrapped,
+    f).lower(x)`.
 
     **Arguments:**
 
@@ -87,7 +88,7 @@ def jit(
 
     **Raises:**
 
-    - `TypeError`: if the installed JAX does not have an option, such as `abstracted_axes`.
+    - `TypeError`: if an option (such as `abstracted_axes`) isn't supported by the installed version of JAX.
 
     !!! example
 
@@ -152,7 +153,8 @@ def vectorize(
 
     **Returns:**
 
-    A function. Its arguments may have leading axes, which broadcast. Or a decorator if `pyfunc` is absent.
+    A function whose arguments can have additional leading axes, which broadcast against each other; or a
+    decorator if `pyfunc` is omitted.
 
     **Raises:**
 
@@ -179,7 +181,7 @@ def vectorize(
         def vectorized(*args: Any, **kwargs: Any) -> Any:
             if not kwargs and not has_names:
                 return mapped(*args)
-            # jnp.vectorize maps over positional arguments only, and drops others.
+            # `jnp.vectorize` only maps over positional arguments, and drops any others.
             args, kept, indices = _by_position(fun, args, kwargs, excluded)
             bound = functools.partial(fun, **kept)
             return jnp.vectorize(bound, excluded=indices, signature=signature)(*args)
@@ -204,7 +206,8 @@ def _by_position(
     by_position += args[len(parameters) :]
     indices = {e for e in excluded if isinstance(e, int)}
     indices |= {i for i, p in enumerate(parameters) if p.name in excluded}
-    # Parameters with their default value, in front of a given one, are not mapped over.
+    # Don't map over parameters that we had to fill in with their default, as they precede one that was
+    # passed.
     indices |= {i for i, p in enumerate(parameters[: last + 1]) if p.name not in given}
     kept = {name: x for name, x in kwargs.items() if name not in signature.parameters}
     kept |= {
@@ -245,8 +248,8 @@ def shard_map(
 
     - `f`: the function of shards.
     - `out_specs`: a pytree prefix of `PartitionSpec`s for the result.
-    - `in_specs`: likewise for the tuple of arguments. Default: the shardings of the arguments. These are only
-        known for axes of type `Explicit`.
+    - `in_specs`: likewise for the tuple of arguments. Default: the shardings of the arguments, which are only
+        available for axes of type `Explicit`.
     - `mesh`: the mesh. Default: the current mesh of `jax.set_mesh`.
     - `axis_names`: the mesh's axes over which `f` is manual. Default: all.
     - `check_vma`: whether JAX checks that outputs are replicated as in `out_specs`. Default `True`.
@@ -257,8 +260,8 @@ def shard_map(
 
     **Raises:**
 
-    - `ValueError`: if `in_specs` is absent and an axis of the mesh is of type `Auto`.
-    - `TypeError`: if a keyword-only argument is passed, as `in_specs` cannot describe it.
+    - `ValueError`: if `in_specs` is omitted and an axis of the mesh is of type `Auto`.
+    - `TypeError`: if a keyword-only argument is passed, as this can't be described by `in_specs`.
 
     !!! example
 

@@ -69,7 +69,8 @@ def tree_structure(x: _T, is_leaf: Callable[[Any], bool] | None = None) -> PyTre
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A node that matches its counterparts itself in [`tree_map`][quaxlike.utils.tree_map].
+    """A node that customises how it is matched with its counterparts in
+    [`tree_map`][quaxlike.utils.tree_map].
 
     !!! example
 
@@ -102,11 +103,11 @@ def tree_map(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`jax.tree.map`, except that nodes with `__tree_match__` match their counterparts first.
+    """Like `jax.tree.map`, but first matches nodes that define `__tree_match__` with their counterparts.
 
-    If `tree` has such a node and there are other trees, then the node and its counterparts are replaced by
-    the result of `node.__tree_match__(*counterparts)`. The map continues inside them, where nodes may match
-    again.
+    If `tree` contains such a node, and there are other trees, then the node and its counterparts are replaced
+    by the result of `node.__tree_match__(*counterparts)`. The same is then applied recursively to their
+    children.
 
     **Arguments:**
 
@@ -140,7 +141,7 @@ def map_with_path(
     *trees: Any,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> _T:
-    """`tree_map`, but `fn` is called with the key path before the leaves."""
+    """Like `tree_map`, but `fn` is called with the key path as an additional first argument."""
 
     def is_end(node: Any) -> bool:
         return is_leaf is not None and is_leaf(node)
@@ -156,7 +157,7 @@ def map_with_path(
                 nodes = _matched(path, *nodes)
             if is_end(nodes[0]) or jax.tree.structure(nodes[0]) == _LEAF:
                 return fn(path, *nodes)
-            # Continue inside the node. It must not stop the traversal a second time.
+            # Continue inside the node, making sure that it doesn't stop the traversal a second time.
             return go(path, nodes, lambda inner: inner is not nodes[0] and stops(inner))
 
         return jax.tree_util.tree_map_with_path(visit, *trees, is_leaf=stops_here)
@@ -188,7 +189,7 @@ def _matched(path: tuple[Any, ...], node: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def at(path: tuple[Any, ...]) -> str:
-    """ " at ['a']", or nothing for the root."""
+    """Returns e.g. " at ['a']", or an empty string for the root."""
     return f" at {keystr(path)}" if path else ""
 
 

@@ -37,8 +37,56 @@ def test_the_page_and_the_picture(tmp_path):
     assert page.count("not run: torch is not installed") == 2
     assert page.count("\n- GGUF Q8_0, a token: llama.cpp rounds the inputs") == 1
     assert "134 million (12 layers of 768)" in page
+    assert "at a commit that was not noted" in page
     rivals.draw(records, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size
+
+
+def test_what_shows_a_rivals_weakness_stands_apart(monkeypatch, tmp_path):
+    """PyTorch in bfloat16 with AVX2 alone: not in the table, nor in the picture."""
+    measured = {"ratio": 0.04, "range": [0.03, 0.05], "seconds": [0.01, 0.25], "commit": "abc"}
+    by_name = {row.name: row for row in ROWS}
+    names = ("QLoRA, a step", "float32, a token, eight", "GGUF Q8_0, a token")
+    rows = [found(by_name[name], 1, **measured) for name in names]
+    of_each = {"date": "2026-11-28", "versions": "torch 2", "rows": rows}
+    records = {"EPYC (AVX2)": of_each, "EPYC (AVX2, AVX-512)": of_each}
+    first, apart = rivals.page(records).split("## Where the other is slow")
+    assert "| QLoRA, a step ÷ PEFT | 1 | 0.85 |  | 0.04 (10, 250) |" in first
+    assert "| float32, a token, eight ÷ transformers | 1 | 0.48 | 0.04 (10, 250) | 0.04 (10, 250) |" in first
+    assert "2026-11-28, at commit abc, with torch 2." in first
+    assert apart.count("\n| QLoRA, a step ÷ PEFT | 1 | 0.85 | 0.04 (10, 250) |\n") == 1
+    assert "float32" not in apart
+    assert "llama.cpp" not in apart
+    assert "Where the other" not in rivals.page({"EPYC (AVX2, AVX-512)": of_each})
+
+    import matplotlib.axes
+    import matplotlib.figure
+
+    drawn, widths = [], []
+    errorbar, save = matplotlib.axes.Axes.errorbar, matplotlib.figure.Figure.savefig
+
+    def recorded(self, x, *rest, label, **options):
+        drawn.append((label, len(x)))
+        return errorbar(self, x, *rest, label=label, **options)
+
+    def saved(self, *rest, **options):
+        widths.append(self.get_size_inches()[0])
+        return save(self, *rest, **options)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "errorbar", recorded)
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", saved)
+    rivals.draw(records, tmp_path / "picture.png")
+    assert drawn == [("EPYC (AVX2): on 1", 2), ("EPYC (AVX2, AVX-512): on 1", 3)]
+    assert widths == [4.6]  # letters of 8 points are read on a phone
+
+
+def test_prompts_are_compared_in_each_form_of_gguf():
+    prompts = [row for row in ROWS if ", a prompt of " in row.name]
+    assert {(row.options["file"], row.options["length"]) for row in prompts} == {
+        (kind, length) for kind in files.GGUF for length in (128, 512)
+    }
+    assert {row.theirs for row in prompts} == {"llama_prefill"}
+    assert sum("bfloat16" in row.name for row in prompts) == len(files.GGUF) * 2
 
 
 @pytest.mark.slow

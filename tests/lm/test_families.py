@@ -1,18 +1,24 @@
 """An architecture is one entry of a table."""
 
+import copy
 import subprocess
 import sys
 
+import equinox as eqx
+import jax
 import pytest
 
-from quaxlike.lm.families import FAMILIES
+from quaxlike.lm.families import FAMILIES, Family
+from quaxlike.lm.models import MIXERS, AbstractMixer, Decoder, DecoderConfig, with_classifier
 from quaxlike.surgery.balance import LLAMA_FOLDS
+from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.made import byte_level
 
 _NEW_ARCHITECTURE = """
 import json, sys
 from pathlib import Path
 
+import quaxlike.lm.finetune
 from quaxlike.lm.families import FAMILIES, Family, Gguf
 
 FAMILIES["ToyForCausalLM"] = Family(
@@ -27,7 +33,7 @@ import numpy as np
 
 import quaxlike as ql
 from quaxlike.lm import peft
-from quaxlike.lm.models import Decoder, DecoderConfig
+from quaxlike.lm.models import Decoder, DecoderConfig, with_classifier
 from quaxlike.lm import tensor_parallel
 from quaxlike.surgery.trees import named_arrays
 
@@ -62,6 +68,15 @@ moments = {name: np.eye(x.shape[1]) for name, x in named_arrays(model).items() i
 balanced = ql.balance(model, moments, "int4_block", block_size=16)
 np.testing.assert_allclose(run(balanced), run(model), rtol=1e-4, atol=1e-4)
 
+# another vocabulary, and a head that classifies
+resized = ql.lm.resize_vocabulary(read, 310)
+ql.lm.save(folder / "resized", resized, folder)
+np.testing.assert_array_equal(run(ql.lm.load(folder / "resized")[0]), run(resized))
+classifier = with_classifier(read, ["a", "b"], key=jax.random.key(2))
+ql.lm.save(folder / "classifier", classifier, folder)
+assert "ToyForSequenceClassification" in (folder / "classifier" / "config.json").read_text()
+np.testing.assert_array_equal(run(ql.lm.load(folder / "classifier")[0]), run(classifier))
+
 # an adapter of its embedding
 adapted = ql.loraify(model, rank=2, where=["to_q", "tokens"], key=jax.random.key(1))
 peft.save_adapter(folder / "adapter", adapted)
@@ -71,11 +86,57 @@ np.testing.assert_array_equal(run(peft.load_adapter(folder / "adapter", model)),
 
 @pytest.mark.slow
 def test_an_architecture_is_one_entry(tmp_path):
-    """In a process of its own, since models take their parts from the table when they are imported."""
+    """In a process of its own, which has imported everything before."""
     (tmp_path / "tokenizer.json").write_text(byte_level(290).to_str(), encoding="utf-8")
     run = [sys.executable, "-c", _NEW_ARCHITECTURE, str(tmp_path)]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class _Sums(AbstractMixer):
+    role = "ssm"
+    scale: jax.Array
+
+    def __init__(self, config, key):
+        self.scale = jax.numpy.ones(config.hidden_size)
+
+    def __call__(self, x, context, memory, start):
+        return self.scale * jax.numpy.cumsum(x, axis=0), memory
+
+    @classmethod
+    def memory(cls, config, room, dtype, cache):
+        raise NotImplementedError
+
+
+def _shapes(architecture):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"architectures": [architecture], "vocab_size": 9, "max_position_embeddings": 8, **sizes}
+    return eqx.filter_eval_shape(Decoder, DecoderConfig.from_json(config), key=jax.random.key(0))
+
+
+def test_a_family_joins_after_models_were_made(monkeypatch):
+    """With names and a mixer that no other family has; models of other families stay what they were."""
+    llama = _shapes("LlamaForCausalLM")
+    parts = {"embed_tokens": "tokens", "self_attn": "mixing", "down_proj": "to_x", "sinks": "drains"}
+    norms = ("norm_1", "", "norm_2", "")
+    monkeypatch.setitem(MIXERS, "sums", _Sums)
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Family(parts=parts, norms=norms))
+    family = Family(parts=parts, norms=norms, mixers={"sums": "sums"}, attends=2)
+    monkeypatch.setitem(FAMILIES, "SumsForCausalLM", family)
+    toy, sums = _shapes("ToyForCausalLM"), _shapes("SumsForCausalLM")
+    theirs = {**parts, "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2"}
+
+    def renamed(name):
+        return ".".join(theirs.get(part, part) for part in name.split("."))
+
+    assert {*named_arrays(toy)} == {renamed(name) for name in named_arrays(llama)}
+    assert "model.layers.0.ssm.scale" in named_arrays(sums)
+    assert "model.layers.1.mixing.q_proj.weight" in named_arrays(sums)
+    assert jax.tree.structure(copy.deepcopy(toy)) == jax.tree.structure(toy)
+    assert isinstance(toy, Decoder)
+    assert type(_shapes("LlamaForCausalLM").model) is type(llama.model)
+    classifier = with_classifier(toy, ["a", "b"], key=jax.random.key(0))
+    assert classifier.architecture == "ToyForSequenceClassification"
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Olmo2ForCausalLM", "Gemma2ForCausalLM"])

@@ -1,5 +1,8 @@
 """Initialisations of adapters that look at weights or data."""
 
+import gc
+import weakref
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -52,6 +55,17 @@ def test_loftq_makes_up_for_the_rounding(scheme):
 def test_initialisations_that_need_dense_weights():
     with pytest.raises(ValueError, match=r"takes a part of the base.*is of type NF4Array\. Adapt the model"):
         ql.loraify(ql.quantize(MLP), rank=2, init=ql.loftq(), key=KEY)
+
+
+def test_what_was_measured_of_inputs_is_kept_by_nothing_else():
+    """Those of a large model take gigabytes, and each batch has its own."""
+    measure = ql.input_moments(lambda model, x: jax.vmap(model)(x))
+    moments = measure(MLP, jnp.ones((3, 6)))
+    kept = [weakref.ref(x) for x in moments.values()]
+    assert len(kept) == len(MLP.layers)
+    del moments
+    gc.collect()
+    assert [x() for x in kept] == [None] * len(kept)
 
 
 @pytest.mark.slow

@@ -90,6 +90,23 @@ def test_llama_cpps_mixtures():
     assert _schemes(_decoder(1), "q4_k_m")["model.embed_tokens.weight"] == "q6_k"  # which the head is tied to
 
 
+@pytest.mark.parametrize(
+    ("names", "schemes"),
+    [
+        (
+            ["attention.self.query", "attention.self.value", "attention.output.dense", "output.dense"],
+            ["q4_k", "q6_k", "q4_k", "q6_k"],
+        ),
+        (["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"], ["q5_k", "q4_k", "q4_k", "q6_k"]),
+        (["attn.Wqkv", "attn.Wo", "mlp.Wi", "mlp.Wo"], ["q5_k", "q4_k", "q4_k", "q6_k"]),
+    ],
+    ids=["BERT", "GPT-2", "ModernBERT"],
+)
+def test_llama_cpps_mixtures_by_other_names(names, schemes):
+    model = {f"layers.0.{name}.weight": normal(8, 64) for name in names}
+    assert _schemes(model, "q4_k_m") == dict(zip(model, schemes, strict=True))
+
+
 def test_experts_in_four_bits():
     model = _decoder(1, **{"model.layers.0.mlp.experts.0.up_proj.weight": normal(8, 64)})
     found = _schemes(model, "mxfp4_moe")
@@ -179,7 +196,8 @@ def test_llama_cpps_mixtures_of_fused_layers_and_experts():
         f"{layer}self_attn.qkv_proj.weight": normal(8, 64),
         f"{layer}mlp.down_proj.weight": normal(8, 64),
     }
-    assert {*_schemes(fused, "q4_k_m").values()} == {"q6_k"}
+    assert [*_schemes(fused, "q4_k_m").values()] == ["q5_k", "q6_k"]
+    assert [*_schemes(fused, "q5_k_m").values()] == ["q6_k", "q6_k"]
     names = ["self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight"]
     eight = {f"{layer}{name}": normal(8, 64) for name in names}
     eight |= {f"{layer}mlp.experts.{i}.down_proj.weight": normal(8, 64) for i in range(8)}

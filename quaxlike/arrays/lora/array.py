@@ -1,7 +1,7 @@
 """`LoraArray`: a weight with a low-rank adapter.
 
-Neither `b @ a` nor its gradient is ever formed unless the array is materialised: the reason to use LoRA is
-memory. Every rule therefore works on `w`, `a` and `b` separately.
+The point of LoRA is to save memory, so neither `b @ a` nor its gradient is ever formed unless the array is
+materialised. Thus every rule operates on `w`, `a` and `b` separately.
 """
 
 import functools
@@ -49,32 +49,34 @@ RANK = -1
 class LoraArray(AdaptedArray):
     """The array `w + scaling * (b @ a)`: a frozen weight with a low-rank adapter.
 
-    We compute a product as one product with `w` and two thin ones; neither the sum nor its gradient is ever
-    formed. Here `w` may be any Value: over a 4-bit array this is QLoRA.
+    A product with this array is computed as a product with `w` and two thin products with `a` and `b`, so
+    that neither the sum nor its gradient is ever formed. Here `w` can be any Value; for example, if it's a
+    4-bit array then this is QLoRA.
 
-    Any axes in front of the ones named below are batch axes. Each of `w`, `a` and `b` may have them or not:
-    stacked layers have them everywhere, several adapters on one base only in `a` and `b`.
+    Any additional leading axes are batch axes, which `w`, `a` and `b` can each have or not. For example,
+    stacked layers have them in all three, whilst several adapters on the same base only have them in `a` and
+    `b`.
 
     **Arguments:**
 
     - `w`: the base, an array or a Value with shape `(..., out, in)`. The LoraArray has its dtype.
     - `a`: shape `(..., rank, in)`.
     - `b`: shape `(..., out, rank)`.
-    - `alpha`: `scaling = alpha / rank`, constant in differentiation. A number, or an array with batch axes
-        only. As it is a leaf, arrays with other `alpha` run in the same compiled program. Default: the rank,
-        so that `scaling` is 1.
+    - `alpha`: a number, or an array that only has batch axes, such that `scaling = alpha / rank`. This is
+        treated as a constant in differentiation. (It's a leaf, so changing it doesn't trigger recompilation.)
+        Default: the rank, so that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
     - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
     - `magnitude`: shape `(..., out)`; scales the rows of the sum to these norms (DoRA). Differentiation
         treats the original norms as constants. Default: None.
     - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
-    - `gradients`: `"none"` if differentiation treats `w` as a constant; `"pass"` if gradients pass through it
-        but do not train it (arithmetic with traced arrays sets this); `"train"` if it is trained. Default:
-        `"none"`.
-    - `out_axes`, `in_axes`: this array's axes that belong to `b` and to `a`, counted from the end; each may
-        have several. A convolution's kernel `(out, in, height, width)` has `out_axes=(-4,)` and `in_axes=(-3,
-        -2, -1)`; a weight stored as `(in, out)`, or an embedding, has `out_axes=(-1,)` and `in_axes=(-2,)`.
-        Default: `(-2,)` and `(-1,)`.
+    - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
+        should be propagated through it, without training it (this is set by arithmetic with traced arrays);
+        `"train"` if it should be trained as well. Default: `"none"`.
+    - `out_axes`, `in_axes`: the axes of this array that correspond to `b` and to `a` respectively, counted
+        from the end. For example, the kernel `(out, in, height, width)` of a convolution has `out_axes=(-4,)`
+        and `in_axes=(-3, -2, -1)`, whereas a weight stored as `(in, out)`, or an embedding, has
+        `out_axes=(-1,)` and `in_axes=(-2,)`. Default: `(-2,)` and `(-1,)`.
 
     **Raises:**
 
@@ -102,7 +104,8 @@ class LoraArray(AdaptedArray):
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
-    # The part of `w` that the initialisation moved (`inits.taken_by`), for files without the base.
+    # The part of `w` that was moved by the initialisation (`inits.taken_by`), for files that don't include
+    # the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
@@ -162,7 +165,8 @@ class LoraArray(AdaptedArray):
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:
-        """`scaling` in the dtype of what it multiplies, which it therefore does not promote."""
+        """`scaling` in the dtype of the array that it will be multiplied with, so that this isn't
+        promoted."""
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
         wide = np.dtype(in_float32(dtype))
@@ -186,11 +190,12 @@ class LoraArray(AdaptedArray):
         return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
-        """Returns whether zeros suffice. They do not for DoRA, nor with dropout."""
+        """Returns whether this is equal to the base if all parts are zero. Not for DoRA, or with dropout."""
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, or by one number per row or per column, which one part absorbs."""
+        """Multiplies by a scalar, or by one number per row or column, which can be absorbed into one of the
+        parts."""
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
@@ -208,7 +213,7 @@ class LoraArray(AdaptedArray):
         return reached_by(self, factor).replace(w=w, **{name: part})
 
     def alike(self, others: Sequence[Any]) -> Sequence[Any] | NotImplementedType:
-        """Pads all adapters to one rank. Each keeps its scaling."""
+        """Pads all adapters to the same rank, without changing their scalings."""
         forms = {
             (x.shape, x.out_axes, x.in_axes, x.dropout, x.magnitude is None, x.gradients == "train")
             for x in others
@@ -244,7 +249,8 @@ class LoraArray(AdaptedArray):
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """Resizes an axis. To new entries, the adapter adds the mean of what it adds to all others."""
+        """Resizes an axis. For new entries, the adapter's contribution is the mean of that to the existing
+        ones."""
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x
@@ -310,7 +316,7 @@ def _times(x: LoraArray, part: Any, own: Labels, factor: jax.Array) -> Any:
 
 
 def scaled(lora: LoraArray, part: Any, own: Labels) -> tuple[Any, Labels]:
-    """Multiplies a part of a product by the scaling. It gets the batch axes of `alpha` that it lacks."""
+    """Multiplies a part of a product by the scaling, first adding any batch axes that only `alpha` has."""
     scaling = lora.scaling_in(part.dtype)
     if is_one(scaling):
         return part, own
@@ -328,9 +334,9 @@ def scaled(lora: LoraArray, part: Any, own: Labels) -> tuple[Any, Labels]:
 
 
 def _swapped(x: LoraArray) -> LoraArray:
-    """Swaps outputs and inputs, and so both factors.
+    """Swaps outputs and inputs, and therefore also the two factors.
 
-    Returns `x` unchanged if a magnitude or dropout distinguishes them.
+    Returns `x` unchanged if there is a magnitude or dropout, since then these aren't interchangeable.
     """
     if x.magnitude is not None or x.key is not None or x.dropout:
         return x
@@ -446,7 +452,7 @@ def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     """Returns the row norms of `w + s * b @ a`, and their labels.
 
-    The sum is not formed: |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b, row by row.
+    To avoid forming the sum, we use |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
     """
     w_labels, a_labels, b_labels = labels(lora)
     rows, into = b_labels[:-1], {lora.ndim + axis for axis in lora.in_axes}
@@ -469,7 +475,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
 
 
 class DropoutWarning(UserWarning):
-    """Adapters with dropout are trained without a key, so nothing is dropped."""
+    """Warned if adapters with dropout are trained without a key, in which case dropout has no effect."""
 
 
 def drops(lora: LoraArray) -> bool:
@@ -478,7 +484,7 @@ def drops(lora: LoraArray) -> bool:
 
 
 def tell_of_dropout(lora: LoraArray) -> None:
-    """Warns if an adapter with dropout, but without a key, is being differentiated (so, trained)."""
+    """Warns if an adapter with dropout, but without a key, is being differentiated (and hence trained)."""
     if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
         warnings.warn(
             f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "

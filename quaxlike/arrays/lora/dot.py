@@ -1,8 +1,8 @@
 """Products with a `LoraArray`: `dot_general`, convolutions with an adapted kernel, stacks of experts.
 
-The result has the dtype of a product with the base, whatever dtype the adapter has. The adapter is computed
-in the wider dtype and cast once, at the end; otherwise a float32 adapter would silently promote a bfloat16
-model.
+The result must have the dtype of a product with the base, regardless of the dtype of the adapter, as
+otherwise a float32 adapter would silently promote a bfloat16 model. The adapter's contribution is computed in
+the wider dtype, and only cast once at the end.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,8 @@ def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
     of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
-    # Every axis of x has the label of its partner in the array, or a new one.
+    # Every axis of x has the same label as the corresponding axis of the array, or a new label if there is
+    # none.
     x_labels = list(range(n, n + x.ndim))
     for own, others in zip(of_lora[:2], of_x[:2], strict=True):
         for label, axis in zip(own, others, strict=True):
@@ -73,7 +74,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         dtype = common_dtype(a, b, x)
         first = cast(first[0], dtype), first[1]
         summed = {*labels_of(lora)["alpha"]} - {*out, *then[1]}
-        if summed:  # with an axis of adapters, so each is scaled before
+        if summed:  # this includes an axis of adapters, so scale each of them beforehand
             first = scaled(lora, *first)
         thin, thin_labels = part_product(
             *first, cast(x, dtype), x_labels, {*out, *then[1]}, precision=params["precision"]
@@ -159,7 +160,7 @@ def _conv(
 ):
     """Convolves with `a`, down to `rank` channels, then pointwise with `b`, back up.
 
-    In a gradient, it is the other way round: there, the kernel's inputs are the forward pass's outputs.
+    In a gradient the order is reversed, since the inputs of the kernel are the outputs of the forward pass.
     """
     tell_of_dropout(lora)
     n, groups = lora.ndim, feature_group_count
@@ -172,7 +173,7 @@ def _conv(
 
     scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
-        return NotImplemented  # the scale also varies over the window
+        return NotImplemented  # the scale also varies across the window
 
     def conv(x: Any, kernel: Any, **params: Any) -> Any:
         return primitive.bind(
@@ -199,7 +200,7 @@ def _conv(
             thin, _ = scaled(lora, thin, [*range(n)])
             return conv(thin, up, **widened(params, dtype))
         down = arrange(cast(a, dtype), [out if i < 0 else i for i in a_labels], range(n))
-        down = jnp.concatenate([down] * groups, axis=out)  # all groups of channels share `a`
+        down = jnp.concatenate([down] * groups, axis=out)  # `a` is shared by all groups of channels
         up = arrange(cast(b, dtype), [into if i < 0 else i for i in b_labels], range(n))
         thin = conv(cast(x, dtype), down, **params | {"preferred_element_type": None})
         thin, _ = scaled(lora, thin, [*range(n)])
@@ -235,7 +236,7 @@ def _ragged_dot(
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
     **params: Any,
 ):
-    """Multiplies rows of `x` by the expert for their group, with two thin products for the adapter."""
+    """Multiplies each row of `x` by the expert for its group, using two thin products for the adapter."""
     dims = ragged_dot_dimension_numbers
     ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
     parts = labels(lora)

@@ -28,9 +28,9 @@ def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, k
 
 
 def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
-    """A record of what `init` takes out of the base for this adapter.
+    """Returns a record of the part that `init` subtracts from the base for this adapter.
 
-    If the initialisation draws no random numbers, this suffices to find it again in the original base.
+    For a deterministic initialisation, this is enough to recompute that part from the original base.
     """
     name = "a function" if callable(init) else init
     sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
@@ -84,7 +84,7 @@ def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
 
 
 def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) -> LoraArray:
-    """Takes the principal singular vectors and values, by randomised SVD if `iterations` is given.
+    """Uses the principal singular vectors and values, computed by randomised SVD if `iterations` is given.
 
     Meng et al., PiSSA (2024).
     """
@@ -94,14 +94,14 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """Takes the first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
+    """Uses the first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
     w = dense_base(name, lora, "init='olora'")
     q, r = jnp.linalg.qr(w)
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """Returns the base as a matrix. Raises if an initialisation cannot take a part of it."""
+    """Returns the base as a matrix. Raises an error if an initialisation can't subtract a part of it."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is of type "

@@ -19,11 +19,12 @@ def as_lora(
 ) -> tuple[Any, tuple[float, float] | None]:
     """Returns the best LoRA approximation to an adapter, with at most this rank.
 
-    A fully trained array does not have low rank, so it is kept.
+    A fully trained array doesn't have low rank, so it is returned unchanged.
 
     **Arguments:**
 
-    - `axes`: returns the weight's `out_axes` and `in_axes`, which a LoRA knows already.
+    - `axes`: returns the `out_axes` and `in_axes` of the weight. (Not used for a LoRA, which already has
+        these.)
 
     **Returns:** the adapter, and two Frobenius norms: the error relative to the change, and the change
     relative to the weight; None if the array is kept.
@@ -86,7 +87,7 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def is_other_bias(x: Any) -> bool:
-    """Returns whether this is an adapted bias that a LoRA can only hold as its own bias."""
+    """Returns whether this is an adapted bias that can only be represented as the own bias of a LoRA."""
     return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
 
 

@@ -26,7 +26,7 @@ from .dot import add, multiply
 
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
-    """Makes a single row or column dense, on purpose: it is not a weight."""
+    """Makes a single row or column dense. This is deliberate, since it's no longer a weight."""
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
     if left & {*x.out_axes} and left & {*x.in_axes}:
         return NotImplemented
@@ -85,13 +85,13 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     """
     parts = parts_of(loras[0])
     if loras[0].magnitude is not None and axis not in parts["b"]:
-        return NotImplemented  # longer rows have other norms
+        return NotImplemented  # the norms of the longer rows would be different
     loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank
-    # The factor with this axis becomes block diagonal; the other one is concatenated along the rank.
+    # The factor with this axis becomes block diagonal, and the other one is concatenated along the rank.
     fused: dict[str, Any] = {}
     for name, own in parts.items():
         arrays = [getattr(x, name) for x in (padded if axis in own and RANK in own else loras)]
@@ -106,7 +106,7 @@ def statics(x: LoraArray) -> Any:
 
 @register(["slice", "dynamic_slice", "split"])
 def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: Any):
-    """Slices the inputs of a DoRA. Its norms belong to whole rows, so the result is dense."""
+    """Slices the inputs of a DoRA. As its norms are those of whole rows, the result is dense."""
     if x.magnitude is None:
         return NotImplemented
     pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))

@@ -28,9 +28,9 @@ from .dot import add
 
 
 class TransparentValue(AdaptedArray):
-    """An adapted array that every computation uses like a plain one."""
+    """An adapted array that behaves like a plain array in every computation."""
 
-    # The contents decide this, so models' files have no entries for it.
+    # This is determined by the contents, so it isn't stored in the files of a model.
     gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
@@ -85,7 +85,7 @@ class TrainableArray(TransparentValue):
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
     def widen(self, like: Value) -> Any:
-        return NotImplemented  # only its contents may change
+        return NotImplemented  # only its contents are allowed to change
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return leading_axes([(self.array, True)])
@@ -143,17 +143,17 @@ class LoraBias(TransparentValue):
 class TrainableRows(TransparentValue):
     """A frozen matrix in which trained rows replace some rows.
 
-    `loraify(..., trainable_token_indices=...)` inserts this: it trains the embeddings of a few tokens, and an
-    adapter's file holds only these. Lookups read only the requested rows. A product (as in an output layer
-    tied to an embedding) is computed as one product with the matrix and one with the rows; neither the
-    combined matrix nor its gradient is ever formed. All other computations use the combined matrix as a plain
-    array.
+    This is inserted by `loraify(..., trainable_token_indices=...)`, in order to train the embeddings of a few
+    tokens, such that the file of an adapter only contains these. Lookups only read the requested rows. A
+    product (e.g. in an output layer that is tied to an embedding) is computed as one product with the matrix
+    and another with the rows, so that neither the combined matrix nor its gradient is ever formed. All other
+    computations use the combined matrix.
 
     **Arguments:**
 
     - `w`: the matrix, `(n, size)`.
     - `rows`: the trained rows, `(len(indices), size)`.
-    - `indices`: which rows of the matrix they replace, without repetition.
+    - `indices`: the rows of the matrix that are replaced, without repetition.
     - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
         Default: False.
     """
@@ -250,9 +250,9 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    """If rows are summed over, multiplies each part by its own entries of `other`.
+    """If rows are summed over, then multiplies each part by the corresponding entries of `other`.
 
-    Otherwise, computes both products, and replaces entries of the first by the second.
+    Otherwise, computes both products, and replaces entries of the first by those of the second.
     """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:

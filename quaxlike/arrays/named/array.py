@@ -1,7 +1,7 @@
 """`NamedArray`: an array with named axes.
 
-Names are counted from the last axis, so they stay right if a transform adds or removes an axis in front.
-A plain tuple for all axes would be wrong under every `vmap`.
+Names are counted from the last axis, so that they remain correct if a transform adds or removes a leading
+axis. (A plain tuple with one name for every axis would be wrong under any `vmap`.)
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class AxisError(OperandMismatch):
         super().__init__(message, NamedArray)
 
 
-# Names can describe any array, with a unit or not, so this type has the highest precedence.
+# Any array can have names, regardless of whether it has a unit, so this type has the highest precedence.
 
 
 class NamedArray(AnnotatedArray):

@@ -1,10 +1,11 @@
 """Products on codes: `dot_general` for any dimension_numbers, on either side; `ragged_dot`; convolutions.
 
-The dense weight is never a residual: the backward pass decodes the codes again (`jax.checkpoint`), or else
-training would need the memory that quantising saved.
+The dense weight must never be stored as a residual, as otherwise training would use all the memory that was
+saved by quantising. Instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
-Axes have names. A stored axis of the weight is named by its number, and so is its partner in the other
-operand. The other operand's free axes have negative names.
+We give names to axes, as follows. The name of a stored axis of the weight is its number, and the
+corresponding axis of the other operand has the same name. The free axes of the other operand have negative
+names.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
-    """Names each axis of `x`: `names` for `axes`, negative numbers for all others."""
+    """Returns a name for each axis of `x`, using `names` for `axes`, and negative numbers for all others."""
     given = dict(zip(axes, names, strict=True))
     return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
 
@@ -296,7 +297,7 @@ def _beside(x: Array, ndim: int) -> Array:
 
 @register("conv_general_dilated")
 def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **params: Any) -> Any:
-    """Decodes the kernel, and again for the backward pass: only codes are residuals."""
+    """Decodes the kernel, and again in the backward pass, so that only codes are stored as residuals."""
 
     @jax.checkpoint
     def product(x: Array, w: AbstractQuantizedArray) -> Array:

@@ -1,6 +1,7 @@
 """Arithmetic on scales or on code tables: factors, powers, and the sums in penalties.
 
-The codes stay the same. So the result is rounded once per block (or table entry), not once per element.
+The codes aren't changed, so the result is rounded once for each block (or table entry), as opposed to each
+element.
 """
 
 import dataclasses
@@ -54,8 +55,8 @@ def _div(w: AbstractQuantizedArray, y: ArrayLike, **params: Any) -> Any:
 def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     """Multiplies `w` by a scalar, or by factors for whole rows of codes.
 
-    The product is rounded once per block, not per element. Even if the scales are frozen, gradients reach a
-    traced factor through the result's scales.
+    The product is rounded once for each block, as opposed to each element. Note that even if the scales are
+    frozen, a traced factor still receives gradients through the scales of the result.
     """
     # Each term would be infinite, and their sum may be NaN, where the dense array has infinity.
     if w.is_sum and is_infinite(factor):
@@ -96,7 +97,7 @@ def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
 def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
     """Applies an elementwise function that is a function of codes times one of scales.
 
-    The codes stay the same, but stand for other values. Both functions are rounded separately.
+    The codes aren't changed, but represent different values. Note that both functions are rounded separately.
     """
     # With a zero point, an element is a sum, and its square is not a function of codes times one of scales.
     if w.codec.zeros is not None:

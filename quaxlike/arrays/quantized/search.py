@@ -4,8 +4,8 @@ We start from the scale that covers the block's range, and try several around it
 we fit the scale (and the minimum, if the codec has one) by least squares, and keep the best result. Codecs
 with outer scales round their scales by the same search. llama.cpp does the same with a few other candidates.
 
-Every scale in here must come from the codes that it will be stored with: a scale that was fitted to other
-codes has a larger error than the one we compared.
+Every scale must have been fitted to the codes with which it will be stored, as with any other codes its error
+would be larger than the one that was used for comparison.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,15 @@ SEARCHED: frozenset[Codec] = frozenset(
         *("mxfp4", "mxfp4_gguf"),
     )
 )
-# Candidate scales are the range divided by these. Above 1, the scale is smaller and the largest numbers are
-# clipped, which pays off if they have little weight. Below 1, some codes stay unused.
+# Candidate scales are the range divided by these. A factor above 1 gives a smaller scale, at which the
+# largest numbers are clipped; this is worthwhile if their weights are small. For a factor below 1, some codes
+# are unused.
 _SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
 # For blocks with a minimum, candidates stretch the range over this many additional codes.
 _STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
-# Marks a candidate that is the best scale so far, so that its codes are fitted once more. We treat it as one
-# more candidate because a single loop compiles fastest.
+# A sentinel for the best scale found so far, which is then fitted again. Treating this as another candidate
+# means that there is only a single loop, which is the fastest to compile.
 _AGAIN = np.zeros(2, np.float32)
 
 
@@ -54,7 +55,7 @@ def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
     """Finds the best scales before rounding. `weights` must broadcast against the elements."""
-    # Normalise by the largest magnitude. Otherwise squares of small numbers would underflow to zero.
+    # Normalise by the largest magnitude, as otherwise the squares of small numbers would underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
     total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)

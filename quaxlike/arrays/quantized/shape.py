@@ -1,10 +1,11 @@
 """Axes of quantised arrays: permutes, slices and gathers without reading codes.
 
-Codes never change here, except in a `CacheArray`. If an operation would cut a block, the rule declines, and
-the array becomes dense under the policy; requantising would change the weights silently.
+With the exception of a `CacheArray`, these rules must never change any codes. If an operation would split a
+block, then the rule declines, so that the array is made dense subject to the policy. (Requantising would
+silently change the weights.)
 
-If indices are data, gathered rows of a matrix become dense, since rows of an embedding are activations.
-Gathered matrices of a stack stay quantised.
+Rows of a matrix that are gathered using dynamic indices become dense, since rows of an embedding are
+activations. Matrices that are gathered from a stack remain quantised.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """`BlockSparseArray`: a weight with only some square blocks stored.
 
-The pattern is data (index arrays), but never differentiated and never changed by training: only stored blocks
-have gradients. `col_idx` and `transposed_idx` describe the same pattern by rows and by columns, and must be
-changed together. Products on the other side would otherwise use blocks that do not exist.
+The pattern consists of index arrays, but it is never differentiated or changed by training: only the stored
+blocks have gradients. `col_idx` and `transposed_idx` describe the same pattern, by rows and by columns
+respectively, so they must be updated together. Otherwise, products on the other side would use blocks that
+don't exist.
 """
 
 import math
@@ -269,7 +270,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
-        # A derivative by JAX may have zeros for the indices: all its blocks would be added at the same place.
+        # A derivative computed by JAX might have zeros as indices, in which case all blocks would be added at
+        # the same place.
         if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape

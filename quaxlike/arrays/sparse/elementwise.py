@@ -1,6 +1,6 @@
 """Elementwise functions of sparse arrays, and sums of their elements.
 
-A function that does not map zero to zero would fill the array, so there is no rule for it.
+There are no rules for functions that don't map zero to zero, as their results wouldn't be sparse.
 """
 
 import functools
@@ -95,7 +95,7 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of merged elements is a shape. It must be known during tracing, and so must the patterns.
+    # The number of merged elements determines a shape, so the patterns have to be known during tracing.
     if at_x is None or at_y is None:
         return NotImplemented
     if primitive.name == "mul":

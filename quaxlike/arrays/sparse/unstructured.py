@@ -1,7 +1,7 @@
 """`SparseArray`: an array with only some elements stored.
 
-No position occurs twice, and padding has an index just past the end. Elementwise functions rely on
-this: two elements at one position would have to be added before, not after.
+No position may occur twice, and the index of padding is just past the end. Elementwise functions rely on
+this, as two elements at the same position would have to be added before applying the function, and not after.
 """
 
 import functools
@@ -79,7 +79,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             )
         if min(self.sizes) < 0:
             raise ValueError(f"SparseArray takes sizes that are not negative; found {self.sizes}.")
-        # Traced indices cannot be checked; methods that make them keep positions distinct.
+        # Traced indices can't be checked, but all methods that produce them ensure that positions are
+        # distinct.
         if not any(isinstance(index, jax.core.Tracer) for index in self.indices):
             check_places(np.stack([np.asarray(index) for index in self.indices], -1), self.sizes)
 

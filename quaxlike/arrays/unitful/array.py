@@ -1,7 +1,7 @@
 """Units, and `Unitful`: an array with a unit.
 
-Units are static, so they cost nothing at run time. Exponents are fractions, so equal
-units compare equal after any powers and roots.
+Units are static, so they have no run-time overhead. Exponents are exact fractions, so that equal units still
+compare equal after taking arbitrary powers and roots.
 """
 
 import re
@@ -279,7 +279,7 @@ weber = Unit("Wb")
 tesla = Unit("T")
 henry = Unit("H")
 
-# A unit can describe any array, so this type precedes types with a special storage.
+# Any array can have a unit, so this type takes precedence over types that define how an array is stored.
 
 
 class Unitful(AnnotatedArray):
@@ -318,7 +318,7 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.unit == dimensionless else "error"  # we drop a unit only on request
+        return None if self.unit == dimensionless else "error"  # units are only dropped explicitly
 
     to_materialise = (
         "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."

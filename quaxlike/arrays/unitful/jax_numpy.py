@@ -1,6 +1,7 @@
 """Finds the running jax.numpy functions. Some treat numbers as if they had any unit.
 
-There is no other way to tell: by the time a primitive is bound, its numbers look like the user's own.
+There is no other way of detecting this, since by the time a primitive is bound, these numbers are
+indistinguishable from the user's own.
 """
 
 import inspect

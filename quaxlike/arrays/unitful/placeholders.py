@@ -3,8 +3,9 @@
 This holds everything for types whose `promote` works without `like`, such as quantities with units. The
 interpreter calls it by two hooks (core/plain_arrays.py), which are empty while there is no such type.
 
-What we know about an array is stored under its id, next to a weak reference to it: an id alone might already
-belong to another array. A wrong entry would give a number the wrong unit, so when in doubt we know nothing.
+Anything we know about an array is stored under its id, together with a weak reference, since the id might
+have been reused by another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
+array as unknown.
 """
 
 import dataclasses
@@ -330,9 +331,9 @@ def with_revealed_types(
 ) -> tuple[Any, ...] | None:
     """Lifts plain arrays in a loop's carry that turn out to be Values.
 
-    Libraries start loops from placeholders (`jnp.zeros`) that become, say, metres in the first iteration. At
-    first we assume nothing about them. Whatever one iteration reveals is assumed in the next one, until
-    nothing new is found.
+    Libraries initialise loops with placeholders (e.g. `jnp.zeros`) that become e.g. metres in the first
+    iteration. We start without any assumptions about these, and then repeatedly trace an iteration to infer
+    their types, until there are no further changes.
 
     **Arguments:**
 

@@ -1,6 +1,6 @@
 """Rules for units, as tables.
 
-A primitive without an entry raises for a quantity: we never guess a unit.
+We must never guess a unit, so a primitive without an entry raises an error when it's applied to a quantity.
 """
 
 import itertools

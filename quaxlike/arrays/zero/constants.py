@@ -1,7 +1,7 @@
 """`Zero` and `Full`, arrays with equal elements, and `Identity`, the identity matrix.
 
-Operations are simplified during tracing, and only by numbers that are static. A traced number is a
-leaf, and never read.
+Operations are simplified during tracing, which must only depend on numbers that are static. A number that is
+traced is a leaf, whose value we can't use.
 """
 
 import functools
@@ -30,7 +30,8 @@ from .. import precedence
 from ..bounds import fill_value_of
 from ..dot_axes import dot_axes
 
-# We try this after types that describe an array, and before types with a special storage.
+# This is tried after types that add metadata to an array, and before types that define how an array is
+# stored.
 
 
 class Zero(ArrayOperators, ArrayValue):
@@ -200,7 +201,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
     if all(known(x) is not None for x in constants):
         with jax.core.eval_context():  # also inside an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
-        # A NaN must be computed by the program, so that `checkify` sees the operation.
+        # NaNs must be computed as part of the program, so that the operation is checked by `checkify`.
         if number == number:
             return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}

@@ -1,8 +1,8 @@
 """Primitives that carry code. Importing this package registers their rules.
 
-Such a primitive must be bound again with all its parameters (name, donation, shardings,
-unroll, policy, ...), adapted to the number of leaves. A parameter dropped here would silently
-change how the user's program is compiled.
+We must bind such a primitive again with all of its parameters (name, donation, shardings, unroll, policy,
+...), adapted to the number of leaves. Dropping one of them would silently change how the user's program is
+compiled.
 """
 
 from . import calls as calls

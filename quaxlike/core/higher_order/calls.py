@@ -1,8 +1,8 @@
-"""Primitives that call a function once. We bind the same call, on leaves.
+"""Primitives that call a function once, for which we bind the same primitive again on leaves.
 
 These are `jax.jit`, `jax.checkpoint`, `custom_vmap`, `jax.shard_map` (with specs for leaves instead of
-logical arrays), and our own `sequential_vmap_with_vjp` and `custom_dce`. Eagerly, where no transform can tell
-the difference, most just run their jaxpr.
+logical arrays), and our own `sequential_vmap_with_vjp` and `custom_dce`. When running eagerly, we usually
+just evaluate the jaxpr, as there is no transform for which this would make a difference.
 """
 
 import functools
@@ -32,14 +32,14 @@ from ..values import is_value
 def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
     jaxpr = params["jaxpr"]
     eager = compat.is_eval_trace(trace.parent_trace)
-    # JAX looks for NaN and infinity in the results of a jitted function, not in its intermediates.
+    # JAX checks the results of a jitted function for NaN and infinity, but not its intermediates.
     checked_as_one = eager and (jax.config.jax_debug_nans or jax.config.jax_debug_infs)
     if compat.is_inlined_jit(params, eager=eager) and not checked_as_one:
         return evaluate(trace, jaxpr, operands, inlined=True)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, jaxpr, slots, what=f"jit of {params['name']}")
     n = len(flat.consts)
-    # The constants come first, and are ours: we must not donate them, since other calls use them too.
+    # The constants come first. We mustn't donate them, since they are also used by other calls.
     unspecified = (compat.UNSPECIFIED,) * n
     params = params | {
         "jaxpr": flat.jaxpr,
@@ -66,7 +66,7 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tup
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
     """For each leaf, its device-local layout.
 
-    A layout orders axes, so only leaves with the array's rank get one.
+    A layout is an ordering of axes, so we only specify one for leaves with as many axes as the array.
     """
 
     def rank(aval: Any) -> int:
@@ -99,7 +99,7 @@ def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: 
         return evaluate(trace, hi.jaxpr, operands)
     flat = subjaxpr(trace, hi.jaxpr, slots, what="checkpoint", closed=False)
     cse = hi.prevent_cse
-    # There may be one flag per operand. The constants in front were not among them.
+    # If there is one flag per operand, then add flags for the constants that we put in front.
     if not isinstance(cse, bool):
         cse = (False,) * len(flat.consts) + tuple(spread(cse, slots))
     return unflatten(flat.out, type(hi)(flat.jaxpr, hi.policy, cse)(*flat.consts, *leaves))
@@ -122,12 +122,12 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
     rule, in_tree, out_tree = params["rule"], params["in_tree"], params["out_tree"]
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, call, slots, what=what)
-    # The rule may run after the current traces have ended, so it must not capture them.
+    # The rule might run after the current traces have ended, so it mustn't capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     def rule_on_leaves(axis_size: int, batched: Sequence[bool], *leaves: Any) -> tuple[list[Any], list[bool]]:
         flags = [any(of_slot) for of_slot in per_slot(slots, batched)]
-        # If any part of a Value is batched, we batch all of it.
+        # If any part of a Value is batched, then batch all of it.
         whole = [
             jnp.broadcast_to(x, (axis_size, *x.shape)) if flag and not has_axis else x
             for x, has_axis, flag in zip(leaves, batched, spread(flags, slots), strict=True)
@@ -152,7 +152,7 @@ def _custom_vmap(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
         ]
         return flatten(outs)[0], list(spread(out_flags, flat.out))
 
-    # We leave whatever the jaxpr closes over to JAX, which does not allow it to be batched.
+    # Leave anything that the jaxpr closes over to JAX, which will raise an error if it's batched.
     of_leaves = custom_vmap(lambda *leaves: jexc.jaxpr_as_fun(flat.jaxpr)(*flat.consts, *leaves))
     of_leaves.def_vmap(rule_on_leaves)
     return unflatten(flat.out, of_leaves(*leaves))
@@ -175,10 +175,11 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         used = tuple(map(any, per_slot))
         jaxpr, used_ins = (params["jaxpr"], (True,) * len(slots)) if all(used) else rule(used)
         taken = [slot for slot, is_used in zip(slots, used_ins, strict=True) if is_used]
-        # The remaining results keep the form they have in the full computation.
+        # The remaining results must have the same types as in the full computation.
         targets = [slot for slot, is_used in zip(flat.out, used, strict=True) if is_used]
         narrowed = subjaxpr(level, jaxpr, taken, targets=targets, what=what)
-        # The caller has no way to pass them. Removing dead code from the full computation is right, too.
+        # The caller has no way of passing these constants. In this case, remove dead code from the full
+        # computation instead, which is also correct.
         if narrowed.consts:
             return compat.dce(flat.jaxpr, used_leaves)
         wanted = [u for group, is_used in zip(per_slot, used, strict=True) if is_used for u in group]
@@ -229,8 +230,8 @@ def _shard_map(
 def _dense_unless_joinable(x: Any, spec: Any) -> Any:
     """Makes a Value dense, in parts or as a whole, if `out_specs` cannot join its leaves.
 
-    They cannot be joined if the leaves differ between devices where `spec` assumes that they agree, such as
-    an adapter's factor that each device has scaled differently.
+    Leaves can't be joined if they differ between devices where `spec` assumes that they are replicated. For
+    example, each device might have scaled one factor of an adapter differently.
     """
     to_dense = functools.partial(
         dense,
@@ -248,8 +249,8 @@ def _is_joinable(x: Any, spec: Any) -> bool:
         return True
     for leaf, own in zip(leaves, _spread_specs(slots, [spec]), strict=True):
         named = {axis for entry in own for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        # The leaf differs along an axis that the spec does not name, so joining would keep one device's part
-        # only.
+        # The leaf varies along an axis that doesn't appear in the spec, so joining would only keep the part
+        # from a single device.
         if compat.varying_axes(leaf) - named:
             return False
     return True

@@ -1,9 +1,9 @@
 """`lax.cond`, `lax.switch`, `lax.while_loop`, `lax.fori_loop`, `lax.scan` and `lax.map` on Values.
 
-The results of all branches, and a loop's carry before and after an iteration, must have the same form: XLA
-knows only leaves. So we search for a common form, and give up after a few changes, because some forms never
-settle (a LoRA's rank may grow in every iteration). A scan runs over the rows of Values whose type can be
-sliced into rows.
+The results of all branches must have the same form (that is, the same class, statics and leaf shapes), and so
+must a loop's carry before and after an iteration, because XLA only sees leaves. So we search for a common
+form. We give up after a few attempts, as there might not be one: e.g. the rank of a LoRA might grow in every
+iteration. A scan iterates over the rows of a Value, if its type can be sliced into rows.
 """
 
 import functools
@@ -49,7 +49,8 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     index = found[0] if is_read_by_its_leaf(slot, "cond") else dense(operands[0], "cond", operands)
     leaves, slots = flatten(operands[1:])
     branches = params["branches"]
-    # First trace each branch with results of any form. Only if these differ, trace again with a common form.
+    # First trace each branch without constraining the form of its results. We only have to trace again, with
+    # a common form, if these differ.
     flats = [subjaxpr(trace, branch, slots, what="cond") for branch in branches]
     out = flats[0].out
     if any(flat.out != out for flat in flats):
@@ -60,7 +61,8 @@ def _cond(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         )
         if not all(all(map(LeafLayout.admits, out, flat.out)) for flat in flats):
             flats = [subjaxpr(trace, branch, slots, targets=out, what="cond") for branch in branches]
-    # JAX passes the same operands to every branch, so each takes the constants of all branches.
+    # JAX passes the same operands to every branch, so each of them has to accept the constants of all of
+    # them.
     flats, consts = with_leading_inputs(flats)
     params = params | {"branches": tuple(flat.jaxpr for flat in flats)}
     return unflatten(out, primitive.bind(index, *consts, *leaves, **params))
@@ -81,7 +83,7 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     slots, what = (*cond_slots, *carry), "the condition of while_loop"
     cond = subjaxpr(trace, params["cond_jaxpr"], slots, what=what)
     if not is_read_by_its_leaf(cond.out[0], what):
-        # The condition returned a Value, but the loop needs a plain boolean.
+        # The condition returned a Value, but the loop requires a plain boolean.
         targets = [LeafLayout(None, (predicate,))]
         cond = subjaxpr(trace, params["cond_jaxpr"], slots, targets=targets, what=what)
     params = params | {
@@ -94,7 +96,8 @@ def _while(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     return unflatten(carry, out)
 
 
-# One carry's form may depend on another's, but some never settle: a rank may grow in every iteration.
+# How often each part of the carry may change its form. (It might depend on the form of another part, so once
+# isn't always enough.)
 _MOST_CHANGES = 2
 
 
@@ -107,17 +110,18 @@ def carry_fixed_point(
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
     """Finds a form of a loop's carry which is the same after each iteration.
 
-    If a plain array becomes a Value, then it is lifted by the type's `promote`, or else the Value is
-    materialised. Two different Values are converted to a common form; if there is none, the error names the
-    carry. If the form of a Value, or of a part, changes in every iteration, it is materialised.
+    If a plain array becomes a Value, then we lift it using `promote` if the type defines it, and otherwise
+    materialise the Value. Two different Values are converted to a common form, and we raise an error if there
+    is none. If the form of a Value (or one of its parts) keeps changing in every iteration, then it is
+    materialised.
 
     **Arguments:**
 
-    - `body_for`: makes the body for a carry in the given slots, and converts its results to the targets.
-    - `beside`: the slots of the body's other operands.
-    - `stacked`: how many axes the predicate has, i.e. several loops run at once, each until its own end.
-        Their carries are selected leaf by leaf, so a Value without these axes in all its leaves is
-        materialised.
+    - `body_for`: returns the body for a carry with the given slots, converting its results to the targets.
+    - `beside`: the slots of the other operands of the body.
+    - `stacked`: the number of axes of the predicate. If this isn't zero then several loops, which might need
+        different numbers of iterations, are run at once. Their carries are selected leaf by leaf, so a Value
+        is materialised unless all of its leaves have these axes.
 
     **Returns:**
 
@@ -137,18 +141,18 @@ def carry_fixed_point(
     changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
-        # It has become dense where it changed, so the search ends.
+        # The parts that changed are now dense, so the search is guaranteed to terminate.
         if changes[i] > _MOST_CHANGES:
             return a
         message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
         out = allowed(unify(a, b, message))
-        # Lifting a plain array is no change of this kind: it happens once.
+        # Lifting a plain array doesn't count, since this can only happen once.
         changes[i] += a.treedef is not None and not out.has_form_of(a)
         return out if changes[i] <= _MOST_CHANGES else allowed(dense_where_it_changes(a, b))
 
     while True:
         try:
-            # Trace the body with the carry's present form, and see in which form it comes out.
+            # Trace the body with the current form of the carry, to determine the form of its results.
             body = body_for(carry, None)
         except OperandMismatch as mismatch:
             if hooks.placeholders is None:
@@ -163,7 +167,7 @@ def carry_fixed_point(
             carry = lifted
             continue
         after = body.out[: len(carry)]
-        # The usual case: the form is already the same, and nothing has to be converted.
+        # This is the usual case: the form didn't change, so nothing needs to be converted.
         if all(map(LeafLayout.admits, carry, after)):
             break
         unified = tuple(
@@ -175,7 +179,7 @@ def carry_fixed_point(
             body = body_for(carry, (*carry, *rest))
             break
         carry = unified
-    # The initial values have another form than the carry: convert them once, in front of the loop.
+    # The form of the carry isn't that of the initial values, so convert these once, before the loop.
     if carry != slots:
         leaves, _ = flatten([convert_to(x, slot, what) for x, slot in zip(init, carry, strict=True)])
     return leaves, carry, body
@@ -200,8 +204,8 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
         flat = body(targets)
         ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
-        # Results that are stacked must be Values whose leaves can be stacked. Trace again if some must be
-        # made dense.
+        # Values can only be stacked if their leaves can be stacked. Trace again if this means that some of
+        # them have to be made dense.
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -245,8 +249,8 @@ def _is_cut(slot: LeafLayout) -> bool:
 
 
 def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
-    """Returns the leaves to scan over (rows first), the slot of one row each, and which leaves all rows
-    share."""
+    """Returns the leaves to scan over (with rows first), the slot for one row of each operand, and which
+    leaves are shared by all rows."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     shared: list[bool] = []
@@ -263,7 +267,8 @@ def _rows(xs: Sequence[Any]) -> tuple[list[Any], list[LeafLayout], list[bool]]:
         row = slot.with_avals(
             jax.typeof(p) if a is None else row_aval(jax.typeof(p)) for p, a in zip(parts, axes, strict=True)
         )
-        # A wrong `leading_axis` would scan over other rows than the array has, and give no error.
+        # An incorrect `leading_axis` would otherwise silently scan over something that isn't a row of the
+        # array.
         if is_value(x) and row.aval.shape != aval_of(x).shape[1:]:
             raise ValueError(
                 f"{type(x).__name__}.leading_axis() gives {axes} for leaves of shapes "
@@ -304,7 +309,7 @@ def stacks(slot: LeafLayout, length: int) -> bool:
     """Returns whether stacking the leaves of such Values gives a Value for the stacked arrays."""
     if slot.treedef is None:
         return True
-    # We ask the type about the stack itself, because its static fields may fit a single row only.
+    # Check the stack itself, because the static fields might only be valid for a single row.
     stacked = slot.with_avals(jexc.unmapped_aval(length, 0, a) for a in slot.avals)
     try:
         axes = axes_of_rows(stacked)

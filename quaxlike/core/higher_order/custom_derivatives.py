@@ -1,15 +1,16 @@
 """`jax.custom_jvp` and `jax.custom_vjp`: calls the user's functions with Values.
 
-We bind the primitive again, as a custom derivative of a function on leaves. Three facts make this subtle.
+We bind the primitive again, as a custom derivative of a function on leaves. This is subtle, for three
+reasons.
 
-- JAX calls the primal function, the forward function and the jvp rule at different times, but needs the same
-    leaves from each. So whichever runs first decides the slots of the results (`_Results`), and the others
-    must conform. A mismatch would shift every leaf after it.
-- Once a function has been staged, it is too late to change the form of its results. So we trace the
-    derivative at that point, only to learn which results have tangents with their own form (`decide_by`).
-- JAX's `WrappedFun` keeps what a call returned on the side in its `stores`, which may be filled only once. We
-    call it several times, so we reset them; a function that wraps another shares its stores, or a level below
-    could not.
+- JAX calls the primal function, the forward function and the jvp rule at different times, but requires all of
+    them to return the same leaves. So whichever runs first decides the slots of the results (`_Results`), to
+    which the others must conform, as otherwise leaves would be assigned to the wrong places.
+- Once a function has been staged, it's too late to change the form of its results. So at that point we also
+    trace the derivative, just to find out which results have tangents of the same form (`decide_by`).
+- JAX's `WrappedFun` stores the auxiliary outputs of a call in its `stores`, each of which can only be filled
+    once. We call it several times, so we have to reset them. A function that wraps another shares its stores,
+    so that a level further down is able to do the same.
 """
 
 import contextlib
@@ -77,7 +78,8 @@ def _custom_jvp(
 
     def flat_fun(*leaves: Any) -> list[Any]:
         outs = _call(trace, fun, unflatten(slots, leaves))
-        # Plain results always have plain tangents, so there is nothing to decide, and the trace is saved.
+        # Plain results always have plain tangents. In this case there is nothing to decide, and we can avoid
+        # tracing.
         if any(map(is_value, outs)) and _may_be_differentiated(compat.current_trace()):
             zero = SymbolicZero if symbolic_zeros else zeros
             results.decide_by(flat_jvp, leaves, zero, fun.debug_info.func_src_info)
@@ -90,8 +92,8 @@ def _custom_jvp(
         outs = _call(trace, jvp, [*unflatten(slots, primals), *own])
         primals_out, tangents_out = split(outs, len(outs) // 2)
         forwarded = {
-            # An identity function returns its tangent unchanged. We then return the original leaves, because
-            # the Value has instantiated their symbolic zeros.
+            # The derivative of e.g. an identity function returns a tangent unchanged. In this case we return
+            # the original leaves, since symbolic zeros had to be instantiated in order to create the Value.
             id(t): (slot, leaves)
             for slot, t, leaves in zip(slots, own, per_slot(slots, tangents), strict=True)
         }
@@ -142,9 +144,9 @@ def _custom_vjp(
         with jexc.set_current_trace(trace):
             return list(fun.call_wrapped(*operands))
     leaves, slots = flatten([trace.unwrap(x) for x in operands])
-    # The leaves of Values among the operands are residuals too, since pulling back a dense cotangent needs
-    # them. We forward them instead of storing them again. If other residuals hold them as well, they stay
-    # identical objects, so patterns are recognised as equal.
+    # The leaves of any Values among the operands are residuals as well, since they are required for pulling
+    # back a dense cotangent. We forward them, rather than storing them again. If they also occur in other
+    # residuals, then we preserve object identity, so that patterns are recognised as equal.
     is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
     forwarded = [i for i, kept in enumerate(is_value_leaf) if kept]
     results, residuals = _Results(), _Residuals()
@@ -161,14 +163,15 @@ def _custom_vjp(
         perturbed = [any(nz) for nz in per_slot(slots, pairs[1::2])]
         outs = _call(trace, fwd, [x for pair in zip(primals, perturbed, strict=True) for x in pair])
         _, res_tree, forwards = out_trees()
-        # JAX does not return residuals that are operands; it says which operands they are.
+        # For residuals that are operands, JAX doesn't return a value, but only which operand it is.
         n_stored = res_tree.num_leaves - sum(f is not None for f in forwards)
         stored, primals_out = split(outs, n_stored)
         stored = iter(stored)
         res = [next(stored) if f is None else primals[f] for f in forwards]
         primals_out = results.linear(primals_out)
         flat = results.flatten_differentiated(primals_out, [has_cotangents(x) for x in primals_out])
-        # Cotangents arrive without the pattern of the results, so we store it for the backward function.
+        # Cotangents don't include the pattern of the results, so we have to store it for the backward
+        # function.
         constant = [x for x in flat if not has_tangent(jax.typeof(x))]
         return [*residuals.flatten(res, constant, [pairs[::2][i] for i in forwarded]), *flat]
 
@@ -319,7 +322,7 @@ _deciding: contextvars.ContextVar[frozenset[Any]] = contextvars.ContextVar(
 
 
 class _Results:
-    """The slots of the results. Whichever of the user's functions runs first decides them."""
+    """The slots of the results, as decided by whichever of the user's functions runs first."""
 
     slots: tuple[LeafLayout, ...] = ()
     decided = False
@@ -327,13 +330,13 @@ class _Results:
     def decide_by(
         self, flat_jvp: Callable[..., Any], leaves: Sequence[Any], zero: Callable[[Any], Any], source: Any
     ) -> None:
-        """Traces the derivative of a function being staged, to learn the form of its results.
+        """Traces the derivative of a function that is being staged, to determine the form of its results.
 
-        Once it is differentiated, it is too late to change that form. If the trace raises, nothing is
-        decided, since the derivative may never be needed. Most derivatives call the function itself, which we
-        recognise by its `source`.
+        By the time it is differentiated it's too late to change this. If tracing raises an error then nothing
+        is decided, since the derivative might never be needed. (Most derivatives call the function itself,
+        which we detect using its `source`.)
         """
-        # Without the second test, a recursive rule would trace its own derivative forever.
+        # Without the second check, a rule that calls the function would keep tracing its own derivative.
         if self.decided or source in _deciding.get():
             return
         avals = list(map(jax.typeof, leaves))
@@ -349,8 +352,8 @@ class _Results:
         unseen = recording(recorder.unseen()) if recorder else contextlib.nullcontext()
         token = _deciding.set(_deciding.get() | {source})
         try:
-            # This trace is only a question. It must neither raise nor appear in a report for what the program
-            # may never do.
+            # We only trace to find something out. As the program might never compute this, it must neither
+            # raise an error nor appear in a report.
             with on_materialise("allow"), unseen:
                 debug_info = jexc.DebugInfo(WHAT, "its derivative", None, None)
                 compat.trace_to_jaxpr(on_moving, [*avals, *moving], debug_info)
@@ -372,10 +375,9 @@ class _Results:
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
     ) -> Sequence[Any]:
-        """Returns the results of a differentiated function, made dense where they (or their tangents) must
-        be.
+        """Returns the results of a differentiated function, some of which may have to be made dense.
 
-        Results marked as `kept` stay as they are.
+        Results that are marked as `kept` are left unchanged.
         """
         if self.decided:
             return self._conform(outs)
@@ -396,7 +398,8 @@ class _Results:
                 for x, has in zip(outs, has_tangents, strict=True)
             ]
         for slot, x, has in zip(self.slots, outs, has_tangents, strict=True) if self.decided else ():
-            # When staged, nobody had asked for a derivative, so a nonlinear result was allowed.
+            # A nonlinear result was fine when the function was staged, as it wasn't being differentiated
+            # then.
             if slot.treedef is not None and not (has if is_value(x) else slot.linear):
                 raise StructureError(
                     f"A custom_jvp or custom_vjp function returned {slot.cls.__name__} when it was "
@@ -420,7 +423,8 @@ class _Residuals:
     def flatten(self, res: Sequence[Any], constant: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         leaves, self.slots = flatten(res)
         leaves += constant
-        # Storing a leaf twice would double the memory that a frozen weight takes in the backward pass.
+        # Otherwise we would store leaves twice, e.g. doubling the memory for frozen weights in the backward
+        # pass.
         known = {id(x): i for i, x in enumerate(kept)}
         self.places = tuple(known.get(id(x)) for x in leaves)
         return [x for x, place in zip(leaves, self.places, strict=True) if place is None]
@@ -438,24 +442,26 @@ def _call(trace: QuaxTrace, fun: lu.WrappedFun, operands: Sequence[Any]) -> Any:
 
 
 def _reset(fun: lu.WrappedFun) -> None:
-    """Forgets what a function stored when it was called, so it can be called again."""
+    """Resets the auxiliary outputs that a function stored when it was called, so that we can call it
+    again."""
     for store in fun.stores:
         if store:
             store.reset()
 
 
 def _may_be_differentiated(trace: Any) -> bool:
-    """Returns whether a function called under `trace` may be differentiated: always, unless under `vmap` or
-    `quaxify` alone.
+    """Returns whether a function called under `trace` might be differentiated.
+
+    This is conservative: we only return False if there is nothing except for `vmap` and `quaxify`.
     """
-    # These two never differentiate, but a trace further down may.
+    # These two never differentiate, but a trace below them might.
     while isinstance(trace, QuaxTrace) or hasattr(trace, "axis_data"):  # a `vmap` trace
         trace = trace.parent_trace
     return not compat.is_eval_trace(trace)
 
 
 def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
-    """Stops the gradient at leaves without an effect on the array, such as frozen weights."""
+    """Stops the gradient at leaves that don't contribute to the derivative, e.g. frozen weights."""
     live = [flag for slot in slots for flag in live_leaves(slot)]
     return [x if flag else jax.lax.stop_gradient(x) for x, flag in zip(leaves, live, strict=True)]
 
@@ -463,8 +469,8 @@ def _without_frozen(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[
 def _wrap(flat: Callable[..., Any], original: lu.WrappedFun) -> lu.WrappedFun:
     """Puts `flat`, which calls `original`, in its place.
 
-    It counts as a transformation of `original`, so it shares its stores: a level below, or a transform
-    in between, calls it and then resets it.
+    To JAX this is a transformation of `original`, so the two share their stores, which are reset after each
+    call by a level (or transform) further down.
     """
     return _in_place_of(original.with_unknown_names(), flat)
 

@@ -1,8 +1,9 @@
-"""Primitives evaluated inline.
+"""Primitives that are evaluated inline.
 
-These are composites, primitives made by `define_primitive` or Equinox's `create_vprim`, and JAX's high-level
-primitives with their jvp rules (since 0.12, `lax.custom_root` is one). Inlining must not replace the
-primitive's own derivative by one of its implementation, so `call_inline` keeps its jvp and transpose rules.
+These are composites, primitives created by `define_primitive` or by Equinox's `create_vprim`, and JAX's
+high-level primitives with their jvp rules. (Since JAX 0.12, `lax.custom_root` is one of these.) When inlining
+a primitive, we mustn't replace its derivative by that of its implementation, so `call_inline` keeps its jvp
+and transpose rules.
 """
 
 import functools
@@ -31,7 +32,8 @@ from .tangents import cotangents_in, cotangents_out
 
 @builtin("composite", "eval_jaxpr")
 def _inline(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    # We drop the composite itself. Its name promises certain operands to a backend, and ours differ.
+    # Drop the composite itself, since backends associate its name with particular operands, which aren't the
+    # ones that we pass.
     jaxpr = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     return evaluate(trace, compat.closed(jaxpr), operands)
 
@@ -62,7 +64,8 @@ def _call_hi_primitive(
         return compat.transpose_rule(primitive)(list(cts), *operands, **params)
 
     (*_, base, _) = type(hi).__mro__
-    # JAX's default only raises. Passed on, it would hide that JAX can transpose the implementation itself.
+    # Don't pass on JAX's default, which just raises an error, since JAX might be able to transpose the
+    # implementation.
     has_transpose = type(hi).transpose is not base.transpose
     rule = transpose if has_transpose else None
     return call_inline(trace, type(hi).__name__, implementation, jvp, rule, operands)
@@ -95,8 +98,8 @@ def call_inline(
 
     def run(operands: Sequence[Any]) -> list[Any]:
         with jexc.take_current_trace() as parent:
-            # It has the tag of the running level, so Values of that level are dispatched on and do not count
-            # as leaked.
+            # This uses the tag of the running level, so that we dispatch on the Values of that level, rather
+            # than treating them as leaked.
             inner = QuaxTrace(parent, trace.tag, trace.resolver)
             with jexc.set_current_trace(inner):
                 out = (implementation if compat.is_eval_trace(parent) else call)(*map(inner.box, operands))
@@ -122,15 +125,15 @@ def _with_transpose(
         nonlocal out, can_transpose
         results = run(unflatten(slots, leaves))
         moving = [x for x in results if is_value(x) and has_tangent(aval_of(x))]
-        # Otherwise the leaves' cotangents would not determine the cotangent that the primitive's rule
-        # expects.
+        # Otherwise we couldn't recover the cotangent that the primitive's rule expects from those of the
+        # leaves.
         can_transpose = all(map(is_a_space, moving))
         flat, out = flatten(results)
         return flat
 
     debug_info = jexc.DebugInfo(name, f"the {name} primitive", None, None)
     jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for slot in slots for a in slot.avals], debug_info)
-    if not can_transpose:  # but JAX may be able to transpose the implementation
+    if not can_transpose:  # but JAX might be able to transpose the implementation
         return unflatten(out, evaluate(None, compat.with_consts(jaxpr, consts), leaves, inlined=True))
 
     def transpose(leaves: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
@@ -148,8 +151,8 @@ def _with_transpose(
         ]
         found = call_on_values(trace, lambda *flat: rule(*split(flat, len(out))), [*cts, *operands])
         found = [_zero(ct if own else None, slot) for ct, own, slot in zip(found, linear, slots, strict=True)]
-        # Pulling a cotangent back needs the primals' leaves. An undefined one is linear, so its value does
-        # not matter.
+        # Pulling back a cotangent requires the leaves of the primals. Any undefined ones are linear, so their
+        # values don't matter.
         defined = [jnp.zeros_like(x.aval) if ad.is_undefined_primal(x) else x for x in leaves]
         is_value_leaf = spread([slot.treedef is not None for slot in slots], slots)
         return [*constants, *cotangents_out(slots, itertools.compress(defined, is_value_leaf), found)]
@@ -184,8 +187,8 @@ def _vprim(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 def _implementation(primitive: Primitive) -> Callable[..., Any]:
     """Returns the implementation to map when Equinox batches one of its primitives.
 
-    `primitive.impl` may refuse to be mapped, because Equinox uses it to catch tracers that were closed over.
-    There is no public name for this (as of Equinox 0.13).
+    We can't map `primitive.impl`, because Equinox might have set it to something that checks for closed-over
+    tracers. (As of Equinox 0.13 there is no public API for this.)
     """
     from equinox.internal import _primitive  # pyright: ignore[reportPrivateUsage]
 

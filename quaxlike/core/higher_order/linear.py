@@ -1,8 +1,8 @@
 """Linear functions of Values: `lax.custom_linear_solve`, and functions with a custom transpose.
 
 A linear solve maps a space to itself. So the solution must have the same leaves as the right-hand side, and
-both must be linear in all of them; otherwise its derivative, which solves again with tangents, would not fit.
-Whatever does not satisfy this becomes dense.
+both must be linear in all of them, because the derivative of a solve is another solve with tangents in place
+of these. Anything that doesn't satisfy this is made dense.
 """
 
 import functools
@@ -25,7 +25,7 @@ from ..trace import Operands, Params, QuaxTrace, builtin
 from ..values import is_value
 
 # Takes the operands (an `UndefinedPrimal` for each linear one) and the cotangents of the results. Returns one
-# cotangent per operand; only the linear ones count.
+# cotangent per operand, of which only those for the linear operands are used.
 Transpose = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 _linear_call_p = Primitive("linear_call_on_leaves")
@@ -35,8 +35,9 @@ _linear_call_p.multiple_results = True
 def linear_call(fun: compat.ClosedJaxpr, transpose: Transpose, operands: Sequence[Any]) -> list[Any]:
     """Calls the jaxpr `fun`, with a custom transpose.
 
-    This is like `jax.custom_derivatives.linear_call`, but it can be differentiated with respect to all
-    operands, and batched. Which operands it is linear in is only known when it is transposed.
+    This is like `jax.custom_derivatives.linear_call`, except that it supports batching, as well as
+    differentiation with respect to all operands. Note that it's only known on transposition which operands
+    are linear.
     """
     return _linear_call_p.bind(*operands, fun=fun, transpose=transpose)
 
@@ -50,8 +51,8 @@ def _abstract(*_: Any, fun: compat.ClosedJaxpr, **__: Any) -> Sequence[Any]:
 
 
 def jvp_along(fun: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """`jax.jvp`, but tangents may be symbolic zeros."""
-    # `jax.jvp` takes no symbolic zeros. Instantiated ones would be propagated through the whole solve.
+    """Like `jax.jvp`, but also supports symbolic zeros as tangents."""
+    # `jax.jvp` doesn't accept symbolic zeros, and we would rather not propagate actual zeros through a solve.
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of_moving(*xs: Any) -> Any:
@@ -82,8 +83,8 @@ def _batch(
     mapped = jax.make_jaxpr(of_example)(*operands)
 
     def mapped_transpose(operands: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
-        # `vmap` can map neither undefined primals nor symbolic zeros, so we take both out, and put them back
-        # inside.
+        # `vmap` doesn't support undefined primals or symbolic zeros, so we remove these here, and insert them
+        # again inside the mapped function.
         known = [i for i, x in enumerate(operands) if not ad.is_undefined_primal(x)]
         moving = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
 
@@ -102,7 +103,7 @@ def _batch(
             [operands[i] for i in known], *(cts[i] for i in moving)
         )
         return [
-            # An operand that all examples share gets the sum of their cotangents.
+            # If an operand wasn't batched then we have to sum its cotangents over the batch.
             ct if ct is None else jnp.sum(ct, 0) if d is None else jnp.moveaxis(ct, 0, d)
             for ct, d in zip(found, dims, strict=True)
         ]
@@ -133,13 +134,14 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[2][1], *b_slots)
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
-    # The primitive is linear in the leaves of `b`, so any other Value has to be dense here.
+    # The primitive must be linear in the leaves of `b`, so make any Value dense for which this isn't the
+    # case.
     b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
     # The primitive maps a space to itself, so the solution must have the same leaves as `b`.
     hint = "The solution has other leaves."
-    # We first try with dense parts only: a right-hand side with a unit, say, then keeps its unit.
+    # First try just making the parts dense, so that e.g. a right-hand side with a unit keeps its unit.
     if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
         b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
         b_leaves, b_slots = flatten(b)
@@ -158,7 +160,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[i][1], *from_slots)
         flat = subjaxpr(trace, jaxpr, slots, what=_WHAT)
         if not _leaves_agree(flat.out, to_slots):
-            # Dense, but (say) still with its own unit.
+            # This is dense, but e.g. still has its unit.
             own = [with_dense_parts(slot) if held(slot.like) else slot.dense() for slot in flat.out]
             targets = own if _leaves_agree(own, to_slots) else to_slots
             flat = subjaxpr(trace, jaxpr, slots, targets=targets, what=_WHAT)

@@ -1,11 +1,12 @@
-"""Primitives which only move data, and so act on each leaf; and a few others.
+"""Primitives that only move data, so that they can be applied to each leaf, and a few others.
 
-Some of these are Equinox's own primitives, which have no public names. Debug callbacks receive the Value
-itself. (`pure_callback` and `io_callback` take arrays: for them a Value is materialised, under the policy, as
-for any primitive without a rule.) Pallas kernels and references accept only plain arrays.
+Some of these are Equinox's own primitives, which don't have public names. Debug callbacks receive the Value
+itself. (In contrast, `pure_callback` and `io_callback` require arrays, so for these a Value is materialised,
+subject to the policy, just like for any other primitive without a rule.) Pallas kernels and references only
+accept plain arrays.
 
-A rule belongs here only if it is right for *every* type. Anything that depends on what the leaves mean must
-be left to the type's own rules.
+A rule should only be added here if it is correct for *every* type. Anything that depends on the meaning of
+the leaves must be left to the type's own rules.
 """
 
 import functools
@@ -45,7 +46,7 @@ def leafwise(trace: QuaxTrace, primitive: Primitive, operands: Operands, params:
 @builtin("CheckpointName", "CheckpointNameFwd")
 def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
     """Names a result for `jax.checkpoint`, under the flag `jax_remat3`."""
-    # JAX's instance is typed by the array. Each leaf has another type, so it needs an instance of its own.
+    # An instance of this primitive depends on the type of the array, so we have to create one for each leaf.
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     return unflatten(slots, [type(hi)(hi.name, jax.typeof(leaf))(leaf) for leaf in leaves])
@@ -57,8 +58,8 @@ def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:
-        # The array varies over an axis if any leaf does. Casting a leaf that already varies would be an
-        # error.
+        # The array varies over an axis if any of its leaves does, and it's an error to cast a leaf that
+        # already varies.
         axes = tuple(a for a in params["axes"] if a not in compat.varying_axes(leaf))
         out.append(primitive.bind(leaf, **params | {"axes": axes}) if axes else leaf)
     return unflatten(slots, out)[0]
@@ -90,17 +91,17 @@ def _sharding_constraint(trace: QuaxTrace, primitive: Primitive, operands: Opera
 
 @builtin("select_n")
 def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Selects between whole Values if the predicate is a scalar. Otherwise it selects elements."""
+    """Selects between whole Values if the predicate is a scalar, and between elements otherwise."""
     which, *cases = operands
-    # With one predicate per element, parts of both Values would be mixed. Leaves have other axes than the
-    # array, so they cannot be selected element by element.
+    # With one predicate per element we would have to mix parts of both Values. We can't do this on leaves, as
+    # their axes aren't those of the array.
     if is_value(which) or np.shape(which) != ():
         return by_default(trace, primitive, operands, params)
     _, slots = flatten(cases)
     try:
         slot = functools.reduce(lambda a, b: unify(a, b, "select"), slots)
     except StructureError:
-        # The cases have no common type. Selecting dense arrays is right for any types.
+        # There is no type common to all cases. It's always correct to select between dense arrays.
         slot = slots[0].dense()
     if slot.treedef is None:
         return by_default(trace, primitive, operands, params)
@@ -110,9 +111,9 @@ def select(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: P
 
 @builtin("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 def _write(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Writes a Value into a library's buffer. First, the buffer is lifted to the Value's type."""
+    """Writes a Value into a library's buffer, after lifting the buffer to the type of the Value."""
     updates = operands[1] if primitive.name == "dynamic_update_slice" else operands[2]
-    # Only the buffer may change its type: a program relies on the type of the Value that it passes.
+    # We only ever change the type of the buffer, since the program relies on that of the Value being written.
     if is_value(operands[0]) or not is_value(updates):
         return by_default(trace, primitive, operands, params)
     buffer = widened(operands[0], updates)
@@ -128,12 +129,12 @@ def _add_jaxvals(trace: QuaxTrace, primitive: Primitive, operands: Operands, par
     if is_value(x) and is_value(y) and is_linear(x) and is_linear(y) and same_pattern(x, y):
 
         def add(p: Any, q: Any) -> Any:
-            # `same_pattern` has established that leaves without tangents are equal. Adding them would change
-            # the pattern.
+            # `same_pattern` has already checked that leaves without tangents are equal, so just return one of
+            # them, as adding them would change the pattern.
             return primitive.bind(p, q, **params) if has_tangent(jax.typeof(p)) else p
 
         return jtu.tree_map(add, x, y)
-    # To JAX this primitive adds tangents, but a type's rules are registered for `add`.
+    # This is the primitive that JAX uses for adding tangents, but types only register rules for `add`.
     out = trace.try_rules((jax.lax.add_p, *value_types(operands)), list(operands), {})
     return by_default(trace, primitive, operands, params) if out is NotImplemented else out
 
@@ -143,7 +144,8 @@ def _convert_element_type(trace: QuaxTrace, primitive: Primitive, operands: Oper
     """Converts a Value to the dtype it already has, as loops do if a carry starts with weak types."""
     (x,) = operands
     aval = aval_of(x)
-    # A change of dtype is up to the type's rules: the leaves' dtypes need not follow the array's.
+    # Changing the dtype is left to the type's rules, since the dtypes of the leaves might not be related to
+    # that of the array.
     if params["new_dtype"] != aval.dtype or params["weak_type"] or params["sharding"] is not None:
         return by_default(trace, primitive, operands, params)
     return jtu.tree_map(
@@ -157,7 +159,8 @@ def _is_weak(leaf: Any) -> bool:
 
 @builtin("quaxlike_index")
 def _index(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """If indices are a Value of an outer level, the outer level checks them when it uses them."""
+    """Skips indices that are a Value of an outer level, since they will be checked when that level uses
+    them."""
     return operands[0]
 
 
@@ -173,7 +176,7 @@ def _maybe_set(trace: QuaxTrace, primitive: Primitive, operands: Operands, param
         return by_default(trace, primitive, operands, params)
     buffer = widened(without_placeholder(buffer), x)
     x = widened(x, buffer)
-    # Leaves of different structures would be written into each other's places.
+    # Otherwise we would be matching up unrelated leaves.
     if jtu.tree_structure(buffer) != jtu.tree_structure(x):
         return by_default(trace, primitive, operands, params)
     into, (slot,) = flatten([buffer])
@@ -197,7 +200,8 @@ def _debug_callback(
 @builtin("debug_print")
 def _debug_print(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Sequence[Any]:
     leaves, slots = flatten(operands)
-    # Numbers stand for leaves: the tree that they form says which leaf belongs where in the printed message.
+    # Use numbers in place of leaves, so that the resulting tree specifies where each leaf is printed in the
+    # message.
     inputs = unflatten(slots, range(len(leaves)))
     in_tree = jtu.tree_structure(jtu.tree_unflatten(params["in_tree"], inputs))
     return primitive.bind(*leaves, **params | {"in_tree": in_tree})

@@ -1,11 +1,12 @@
-"""Tangents and cotangents of Values: as leaves, and as users' functions take and return them.
+"""Converts tangents and cotangents of Values between leaves and the form that users' functions expect and
+return.
 
-The tangent of a linear Value is a Value with the same class and pattern; so is its cotangent, if each leaf is
-an element. Any other Value is first converted to a linear form, by making its nonlinear parts dense, and we
-take the tangent (cotangent) of that conversion.
+The tangent of a linear Value is a Value with the same class and pattern. This also holds for its cotangent,
+provided that each leaf consists of elements of the array. Any other Value is first made linear, by making its
+nonlinear parts dense, and we then use the tangent (or cotangent) of that conversion.
 
-Patterns (indices, codes, keys) are never added or scaled. A derivative with another pattern therefore becomes
-dense, or is an error: its numbers would be attributed to the wrong elements.
+Patterns (indices, codes, keys) must never be added or scaled. So a derivative whose pattern differs is either
+made dense or raises an error, as otherwise its numbers would be attributed to the wrong elements.
 """
 
 import functools
@@ -66,20 +67,21 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
         return tangents[0]
     if all(map(is_zero, tangents)):
         tangent = slot.aval.to_tangent_aval()
-        # The user asked for symbolic zeros. A Value of zeros would hide from their rule that nothing changes.
+        # The user requested symbolic zeros, so don't replace these by a Value full of zeros, which their rule
+        # couldn't recognise.
         if any(isinstance(t, SymbolicZero) for t in tangents):
             return SymbolicZero(tangent)
         if slot.avals or tangent.dtype == jax.dtypes.float0:
             return zeros(tangent)
-        # A constant, such as a `Zero`, has no leaves that could hold its tangent.
+        # A constant, e.g. a `Zero`, doesn't have any leaves in which to store a tangent.
         return jtu.tree_map(jnp.zeros_like, _with_leaves(slot.unflatten(primals)))
     if slot.linear:
         triples = zip(primals, tangents, slot.avals, strict=True)
-        # The tangent keeps the pattern of the primal: the same indices and codes, with other numbers.
+        # The tangent has the same pattern as the primal, i.e. the same indices or codes.
         return slot.unflatten([instantiate(t, a) if has_tangent(a) else p for p, t, a in triples])
     inexact = [has_tangent(a) for a in slot.avals]
     nonzero = [instantiate(t, a) for t, a, has in zip(tangents, slot.avals, inexact, strict=True) if has]
-    # The user's rule sees the conversion, so the tangent must be that of the conversion, too.
+    # The user's rule is called with the converted Value, so we have to use the tangent of the conversion.
     y, tangent = jax.jvp(*_of_inexact(_linear_part, slot, primals, inexact), nonzero)
     return jtu.tree_map(lambda p, t: t if has_tangent(jax.typeof(p)) else p, y, tangent)
 
@@ -116,9 +118,9 @@ def is_forwarded(
 ) -> bool:
     """Returns whether a result's tangent is simply an operand's tangent, as in an identity function.
 
-    A branch may have widened the operand to the form of the result.
+    Note that a branch might have widened the operand to the form of the result.
     """
-    # By identity: a tangent with equal numbers may still come from another operand.
+    # Compare by identity, since a tangent of another operand could have equal values.
     if slot.treedef is None or id(tangent) not in forwarded:
         return False
     operand = forwarded[id(tangent)][0]
@@ -132,7 +134,7 @@ def has_tangent_of_its_form(x: Any, tangent: Any) -> bool:
     """Returns whether `tangent`, promoted if it is a plain array, is a tangent for the Value `x`."""
     if not is_value(x):
         return False
-    # Symbolic zeros fit any Value.
+    # Symbolic zeros are valid tangents for any Value.
     return is_zero(tangent) or (is_linear(x) and is_derivative(_lifted(tangent, x), x))
 
 
@@ -203,7 +205,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
     fun, at = _of_inexact(alike, slot, primals, inexact)
     y, pull_back = jax.vjp(fun, *at)
     ct = dense_as(ct, y, "custom_vjp")
-    # Only then are the leaves of `ct` the cotangents of the leaves of `y`.
+    # Only in this case are the leaves of `ct` the cotangents of the leaves of `y`.
     if is_value(y) and has_cotangents(ct) and is_derivative(ct, y):
         leaves = (
             x if has_tangent(jax.typeof(x)) else zeros(jax.typeof(x).to_ct_aval()) for x in flatten([ct])[0]
@@ -216,28 +218,29 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Returns whether making `ct` dense discards nothing needed in a cotangent.
+    """Returns whether `ct` can be made dense without losing anything that matters for a cotangent.
 
-    It may be an array with names or a unit, which mean nothing here.
+    For example, it might be an array with names or a unit, neither of which matter here.
     """
     return is_value(ct) and [leaf.shape for leaf in jtu.tree_leaves(ct)] == [aval_of(ct).shape]
 
 
 def _dense_cotangent(ct: Any) -> Any:
-    """A cotangent as an array. If a Value refuses to materialise, this is its only leaf."""
+    """Converts a cotangent to an array. If this is a Value that can't be materialised, then we use its only
+    leaf."""
     ct = made_linear(ct, "custom_vjp", _PLAIN)
     by_its_leaf = _has_leaf_of_its_shape(ct) and refuses(ct)
     return jtu.tree_leaves(ct)[0] if by_its_leaf else materialised(ct)
 
 
 def _leaves_of_cotangent(slot: LeafLayout, primals: Sequence[Any], ct: Any) -> Sequence[Any] | None:
-    """Returns the leaves' cotangents, for a Value which refuses to materialise and is differentiated by its
-    leaves.
+    """Returns the cotangents of the leaves of a Value that can't be materialised.
 
-    These are the leaves of a cotangent with its class, whatever the static fields are (a product has another
-    unit), or a dense cotangent. None if they do not correspond.
+    These are the leaves of the cotangent if it has the same class, even if its static fields differ (e.g. a
+    product has another unit), or a dense cotangent. Returns None if neither of these match.
     """
-    # A type that can be materialised is pulled back through that instead. This is always right.
+    # If the type can be materialised, then we pull back through `materialise` instead, which is always
+    # correct.
     if not refuses(slot.like):
         return None
     x = slot.unflatten(primals)
@@ -251,7 +254,7 @@ def cotangents_out(slots: Sequence[LeafLayout], kept: Any, cotangents: Sequence[
     out: list[Any] = []
     for slot, ct in zip(slots, cotangents, strict=True):
         if slot.treedef is None:
-            # A linear Value materialises to the dense cotangent.
+            # If this is a linear Value then materialising it gives the dense cotangent.
             out.append(_dense_cotangent(ct))
             continue
         primals = [next(kept) for _ in slot.avals]

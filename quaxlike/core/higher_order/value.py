@@ -1,7 +1,8 @@
 """The equation for making a Value from its leaves, bound by `trace.stage` inside a transform.
 
-If a level meets this equation, its result is the Value. If the transform meets it, we provide its derivative
-and its batching rule, which must equal those of `materialise`: to the transform, the Value *is* an array.
+When a level evaluates this equation, the result is the Value. For the transform, we provide a derivative and
+a batching rule, which must be equivalent to those of `materialise`, as the Value *is* an array to the
+transform.
 """
 
 import functools
@@ -32,7 +33,7 @@ _HINT = (
 
 @builtin("quaxlike_value")
 def _value(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    # A level may dispatch on some types only. It passes on the equation for any other Value.
+    # If the level doesn't dispatch on this type of Value, then it binds the equation again.
     value = jtu.tree_unflatten(params["treedef"], operands)
     return value if trace.dispatches_on(value) else stage(value)
 
@@ -44,7 +45,8 @@ def _aval(*avals: Any, treedef: Any) -> Any:
 
 @value_p.def_impl
 def _undispatched(*leaves: Any, treedef: Any) -> Any:
-    """Raises, since no level took the Value. (Say, a function traced within `quaxify` is called outside.)"""
+    """Raises an error, since no level dispatched on the Value. (E.g. because a function was traced inside of
+    `quaxify`, but called outside of it.)"""
     raise RuntimeError(not_dispatched(jtu.tree_unflatten(treedef, leaves), "a JAX function"))
 
 
@@ -52,9 +54,9 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """The tangent is a Value in which every nonlinear part is dense, such as NF4 inside a unit.
+    """Returns a Value as the tangent, in which any nonlinear parts (e.g. NF4 inside a quantity) are dense.
 
-    If the type itself is not linear, the tangent is an array.
+    If the type itself isn't linear, then the tangent is an array.
     """
     value: Value = jtu.tree_unflatten(treedef, primals)
     out = stage(value)
@@ -86,13 +88,14 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tu
 def _transpose(ct: Any, *leaves: Any, treedef: Any) -> Sequence[Any]:
     undefined = [ad.is_undefined_primal(x) for x in leaves]
     avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in leaves if ad.is_undefined_primal(x)]
-    # A cotangent that is symbolically zero must stay so: instantiated zeros would be computed with.
+    # Preserve symbolic zeros, to avoid computing with actual ones.
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval) if unknown else None for x, unknown in zip(leaves, undefined, strict=True)]
 
     value: Value = jtu.tree_unflatten(treedef, leaves)
     for part in (value, *held(value)):
-        # The leaves' cotangents are plain numbers, so a type such as a unit says how to convert to them.
+        # The cotangents of the leaves are plain numbers, so types such as quantities specify how to convert
+        # to these.
         if (factor := part.cotangent_factor(ct.dtype)) is not None:
             ct = jnp.multiply(ct, stage(factor))
 
@@ -112,7 +115,8 @@ def _batching(operands: Sequence[Any], dims: Sequence[Any], *, treedef: Any) -> 
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for x, d in zip(operands, dims, strict=True)
     ]
-    # Stacked leaves may stand for another array than the stack, for example if a static field lists the axes.
+    # Stacking the leaves doesn't necessarily give the stack of the arrays, e.g. if a static field lists the
+    # axes.
     one = LeafLayout(treedef, tuple(jexc.mapped_aval(size, 0, jax.typeof(x)) for x in leaves))
     if stacks(one, size):
         return value_p.bind(*leaves, treedef=treedef), 0

@@ -1,7 +1,8 @@
 """The bytes exchanged by devices in a compiled program, read from its text.
 
-XLA decides on collectives during compilation, and JAX has no interface for them, so we parse the HLO text. A
-line we do not recognise is skipped: an unknown collective would be missing from the report.
+XLA inserts collectives during compilation. JAX doesn't have an API for inspecting these, so we parse the HLO
+text. Note that we skip any line that we don't recognise, so an unknown collective would be missing from the
+report.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
     **Arguments:**
 
     - `text`: the program's text (`jax.stages.Compiled.as_text`).
-    - `packed`: the arrays in packed weights.
+    - `packed`: the arrays that are part of packed weights.
     """
     parts = {(_short(x.dtype), math.prod(x.shape)) for x in packed}
     counts: dict[tuple[str, str, tuple[int, ...]], int] = {}
@@ -72,7 +73,7 @@ def exchanges(text: str, packed: Iterable[Any] = ()) -> tuple[Exchange, ...]:
 
 
 def _short(dtype: Any) -> str:
-    """XLA's name for a NumPy dtype."""
+    """Returns XLA's name for a NumPy dtype."""
     name = str(dtype)
     for long, short in (("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s")):
         if name.startswith(long):

@@ -1,7 +1,7 @@
 """`explain`: reports how a quaxified function treats Values, without running it.
 
-The report must show what a real call would do. So we trace the function through the same dispatch, with a
-recorder; nothing is simulated.
+The report must match what happens in an actual call. So we don't simulate anything, but instead trace the
+function through the same dispatch, with a recorder attached.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .recorder import Event, Outcome, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """All events of one kind: a primitive met operands with these types, at one place."""
+    """All events in which some primitive was called with operands of the same types, at the same line."""
 
     primitive: str
     operands: tuple[str, ...]
@@ -70,8 +70,8 @@ class Report:
     def exchanged(self) -> tuple[Exchange, ...]:
         """What the devices exchange, largest first: one [`Exchange`][quaxlike.Exchange] per kind of array.
 
-        This is for arguments on a mesh. The compiler decides what to exchange, so accessing
-        this compiles the program for these devices.
+        This is only useful if the arguments are on a mesh. Communication is decided by the compiler, so
+        accessing this compiles the program for these devices.
         """
         return self._exchange()
 
@@ -92,13 +92,14 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The counts in one line, then the first materialisation and the rule to prevent it."""
+        """The number of events of each kind, and the first materialisation with the rule that would prevent
+        it."""
         return "\n".join([*self._dispatch(), *self._gathered()])
 
     def _gathered(self) -> list[str]:
         if self._devices == 1:
             return []
-        # Printing must not compile: that may take minutes.
+        # Don't compile just because the report is printed, since this might take minutes.
         if "exchanged" not in self.__dict__:
             return [f"What its {self._devices} devices exchange is in `exchanged`, which compiles it."]
         packed = [e for e in self.exchanged if e.packed]
@@ -128,7 +129,7 @@ class Report:
         import rich.console
 
         console = rich.console.Console()
-        if not console.is_terminal and "COLUMNS" not in os.environ:  # a log or a file, of any width
+        if not console.is_terminal and "COLUMNS" not in os.environ:  # e.g. a file, which can be of any width
             console.width = max(console.width, _WIDTH)
         with console.capture() as captured:
             console.print(self)
@@ -143,7 +144,7 @@ class Report:
         notes = _numbered(self.rows)
         columns, *lines = _table(self.rows, notes)
         widths = [max(map(len, column)) + 3 for column in zip(columns, *lines, strict=True)]
-        # Folding every cell separately would break file names in the middle.
+        # Don't wrap each cell separately, as this would break up file names.
         if sum(widths) >= options.max_width:
             columns, *lines = _narrow(columns, lines)
         table = rich.table.Table()
@@ -164,7 +165,7 @@ class Report:
 
         **Arguments:**
 
-        - `path`: the file to write. This is replaced as a whole or not at all.
+        - `path`: the file to write. If it already exists then it is replaced atomically.
         """
         page.write(path, self.rows, _table(self.rows), self.summary)
 
@@ -174,21 +175,22 @@ def explain(
 ) -> Callable[..., Report]:
     """Reports what `quaxify(fn)` does with its Values: which rules it uses, and where it materialises.
 
-    Nothing is computed: `fn` is traced with shapes instead of arrays. So arguments (and fields of Values) may
-    be `jax.ShapeDtypeStruct`s, and a model with any number of parameters takes no memory. A type whose
-    `materialise` raises does not stop this, and neither does `on_materialise("error")`: whatever would raise
-    becomes a row like any other.
+    This traces `fn` with shapes instead of arrays, so nothing is actually computed. In particular, arguments
+    (and fields of Values) can be `jax.ShapeDtypeStruct`s, so that you can use this on arbitrarily large
+    models. A type whose `materialise` raises an error doesn't stop this, and neither does
+    `on_materialise("error")`; these are reported as rows like any others.
 
     **Arguments:**
 
-    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is already quaxified, or calls
-        functions that are, what happens inside these is reported as well.
+    - `fn`, `filter_spec`, `rules`: as in [`quaxlike.quaxify`][]. If `fn` is already quaxified, or calls any
+        functions that are, then the report also includes what happens inside these.
 
     **Returns:**
 
-    A function with the same arguments as `fn` which returns a [`Report`][quaxlike.Report]. JAX arrays and
-    `ShapeDtypeStruct`s among the arguments are abstract; anything else is passed unchanged. If they are
-    spread over a mesh, `exchanged` lists what its devices exchange, and above all which weights they gather.
+    A function with the same arguments as `fn`, which returns a [`Report`][quaxlike.Report]. JAX arrays and
+    `ShapeDtypeStruct`s in its arguments are treated as abstract, and anything else is passed unchanged. If
+    the arguments are sharded over a mesh, then `exchanged` lists what is communicated between the devices; in
+    particular, you can see which weights are gathered.
 
     !!! example
 
@@ -232,7 +234,7 @@ def explain(
 
 
 def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[], tuple[Exchange, ...]]]:
-    """Returns the number of devices the arguments are on, and a function for finding what they exchange."""
+    """Returns the number of devices of the arguments, and a function that computes what these exchange."""
 
     def spread(x: Any) -> bool:
         sharding = getattr(x, "sharding", None)
@@ -246,7 +248,7 @@ def _exchange_of(run: Callable[..., Any], dynamic: Any) -> tuple[int, Callable[[
     def shape(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread(x) else None)
 
-    shapes = jax.tree.map(shape, dynamic)  # does not keep the arrays alive
+    shapes = jax.tree.map(shape, dynamic)  # so that we don't keep the arrays alive
 
     def exchange() -> tuple[Exchange, ...]:
         with jax.set_mesh(mesh) if explicit else contextlib.nullcontext():
@@ -294,11 +296,12 @@ _COLUMNS = ("primitive", "operands → results", "outcome", "line", "inside", "c
 
 
 def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> list[tuple[str, ...]]:
-    """Returns the column heads, then each row's cells; omits empty columns.
+    """Returns the column headings and the cells of each row, omitting empty columns.
 
     **Arguments:**
 
-    - `numbers`: the numbers of the notes below the table; cells show these instead of the notes.
+    - `numbers`: the number of each note. Cells contain these instead of the notes, which are shown below the
+        table.
     """
     lines = [_cells(row, numbers) for row in rows]
     kept = [i for i, name in enumerate(_COLUMNS) if name == "primitive" or any(line[i] for line in lines)]
@@ -306,7 +309,7 @@ def _table(rows: Sequence[Row], numbers: Mapping[str, int] | None = None) -> lis
 
 
 def _narrow(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Returns the table for a narrow terminal: a row's texts are stacked in one cell."""
+    """Returns the table for a narrow terminal, in which all text of a row is stacked in a single cell."""
     texts = [i for i, name in enumerate(columns) if name in _COLUMNS[1:5]]
     others = [i for i in range(1, len(columns)) if i not in texts]
 
@@ -327,7 +330,7 @@ def _notes_of(row: Row) -> list[str]:
 
 
 def _numbered(rows: Sequence[Row]) -> dict[str, int]:
-    """Numbers all notes, each once."""
+    """Assigns a number to each distinct note."""
     return {note: i for i, note in enumerate(dict.fromkeys(n for row in rows for n in _notes_of(row)), 1)}
 
 
@@ -351,6 +354,6 @@ def _cells(row: Row, numbers: Mapping[str, int] | None) -> tuple[str, ...]:
 
 
 def _short(source: str) -> str:
-    """Shortens a place to the last folder in its path; `Row` has all of it."""
+    """Shortens the path of a source line to its last folder. (The full path is available on the `Row`.)"""
     path, _, rest = source.rpartition(":")
     return ":".join(["/".join(pathlib.PurePath(path).parts[-2:]), rest])

@@ -1,6 +1,7 @@
 """Reports as tables: plain text, or self-contained HTML pages.
 
-Everything from the user's program is escaped, since file names and messages may hold any text.
+Everything that comes from the user's program is escaped, since file names and messages can contain arbitrary
+text.
 """
 
 import html
@@ -44,7 +45,7 @@ _PAGE = """<!doctype html>
 
 
 def plain_table(table: Sequence[Sequence[str]]) -> str:
-    """Formats a table as text, with columns as wide as their widest cell."""
+    """Formats a table as text, with each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -57,8 +58,8 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
     **Arguments:**
 
-    - `rows`: the report's rows, for anything omitted in the cells.
-    - `table`: the column heads, then each row's cells.
+    - `rows`: the rows of the report, used for anything that is omitted from the cells.
+    - `table`: the column headings, and the cells of each row.
     """
     columns, *lines = table
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
@@ -73,7 +74,7 @@ def fragment(rows: Sequence[Any], table: Sequence[Sequence[str]], summary: str) 
 
 
 def _row(columns: Sequence[str], row: Any, line: Sequence[str]) -> str:
-    # Cells show short places; hovering over them shows the full ones.
+    # Cells only show shortened paths, so show the full ones on hover.
     titles = {"outcome": row.rule or row.hint, "line": row.source, "notes": row.through}
     cells = []
     for column, cell in zip(columns, line, strict=True):

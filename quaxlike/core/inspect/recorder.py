@@ -1,7 +1,8 @@
 """The recorder behind `explain`: one event for each primitive that meets a Value.
 
-A loop's body may be traced several times until its carry settles. Only the last trace is part of the program,
-so events inside a jaxpr are stored under that jaxpr, and a later trace replaces them.
+The body of a loop may be traced several times, until its carry no longer changes, but only the last trace is
+part of the program. For this reason we store events by the jaxpr in which they occur, so that a later trace
+replaces them.
 """
 
 import contextlib
@@ -17,20 +18,20 @@ Outcome = Literal["rule", "default", "built-in", "materialised"]
 
 @dataclasses.dataclass(eq=False)
 class Event:
-    """One primitive with Values as operands."""
+    """A primitive that was called with Values."""
 
     primitive: str
     operands: tuple[str, ...]
     source: str  # the line of the user's own code
-    through: str  # the library's line that the user's code called, if any
+    through: str  # the line in a library, if the user's code called one
     outcome: Outcome = "built-in"
     rule: Rule | None = None
     results: tuple[str, ...] = ()
     size: int = 0  # bytes materialised
     hint: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
-    # Events that ran inside, directly or in a jaxpr of the primitive. They are stored under this jaxpr: if it
-    # is traced several times (a loop's body, for its carry), the last trace replaces the others.
+    # Events that occurred inside, either directly or in a jaxpr of the primitive. The latter are stored by
+    # jaxpr, so that if it's traced several times (like the body of a loop), then only the last trace is kept.
     inside: dict[Any, tuple[str, list["Event"]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -53,7 +54,7 @@ class Recorder:
     def follow(
         self, handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Calls `handler`, and records the event unless it returns `NotImplemented`."""
+        """Calls `handler`, and records the event, unless this returns `NotImplemented`."""
         if isinstance(handler, RulesByOperands):
             outs = (
                 self.follow(each, primitive, operands, params)
@@ -77,7 +78,7 @@ class Recorder:
         return out
 
     def trace(self, jaxpr: Any, what: str, key: Any, tracing: Callable[[], Any]) -> Any:
-        """Calls `tracing` once per key, and records its events every time."""
+        """Calls `tracing` only once for each key, but records its events every time."""
         known = self._traced.get((jaxpr, key))
         if known is None:
             events: list[Event] = []
@@ -92,12 +93,12 @@ class Recorder:
     def record_materialisation(
         self, primitive: str, operands: Sequence[Any], size: int, hint: str, notes: Sequence[str]
     ) -> None:
-        """Records a materialisation of operands.
+        """Records that operands were materialised.
 
-        This belongs to the current primitive's event, if it needs them.
+        If this was done for the current primitive, then it becomes part of that primitive's event.
         """
         event = self._open
-        # Phrases such as "shard_map (out_specs)" begin with their primitive.
+        # Use `startswith` because this might be e.g. "shard_map (out_specs)".
         asks = event is not self.root and primitive.startswith(event.primitive)
         if not asks or event.outcome == "rule":
             event = self._new(primitive, operands)
@@ -108,7 +109,7 @@ class Recorder:
         event.notes += notes
 
     def by_default_of(self, cls: type) -> None:
-        """Records the use of a type's own `default` by the current primitive."""
+        """Records that the current primitive used a type's own `default`."""
         self._open.outcome = "default"
         self._open.notes.append(f"{cls.__name__}.default")
 
@@ -122,7 +123,8 @@ class Recorder:
             self._events = before
 
     def unseen(self) -> "Recorder":
-        """A recorder for whatever is traced on the side, and not shown."""
+        """A recorder for anything that is traced without being part of the program, so that it isn't
+        shown."""
         return Recorder()
 
     def note(self, text: str) -> None:
@@ -134,7 +136,7 @@ class Recorder:
         return Event(primitive, tuple(map(describe, operands)), str(source), str(through or ""))
 
     def events(self) -> Iterator[tuple[tuple[str, ...], Event]]:
-        """Every event in program order, with the path of what it ran inside."""
+        """Lists every event in program order, together with the path of what it occurred inside."""
         return _walk((), self.root)
 
 

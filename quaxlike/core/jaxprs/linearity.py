@@ -1,8 +1,9 @@
 """Linearity of Values in their leaves, and corresponding leaves of two Values.
 
-Integer, boolean and key leaves have no tangents: they are the *pattern* of a Value, such as the indices of
-stored elements. They are never added or differentiated. Two Values may be added leaf by leaf, or have leaves
-that are derivatives of each other, only if their patterns are the same.
+Integer, boolean and key leaves don't have tangents. We call these the *pattern* of a Value; an example is the
+indices of the elements that are stored. Patterns must never be added or differentiated. In particular, two
+Values can only be added leaf by leaf, or have leaves that are derivatives of each other's, if they have the
+same pattern.
 """
 
 import dataclasses
@@ -28,21 +29,21 @@ _R = TypeVar("_R")
 def is_linear(value: Any) -> bool:
     """Returns whether a Value is linear in its leaves.
 
-    It is if its type and every Value inside it declare so. A type that refuses to materialise may be treated
-    as if it did.
+    This is the case if its type, and the type of every Value inside it, declare themselves to be linear. We
+    also assume it for some types that can't be materialised.
     """
-    # Types with units or names are linear themselves, but may hold a type that is not.
+    # E.g. types with units or names are linear themselves, but might contain a type that isn't.
     return all(x.linear or _is_its_leaves(x) for x in (value, *held(value)))
 
 
 def _is_its_leaves(value: Value) -> bool:
-    """Returns whether a Value can only be differentiated by its leaves.
+    """Returns whether a Value can only be differentiated with respect to its leaves.
 
-    This holds if it refuses to materialise, and its type does not say whether it is linear. Types that were
-    written for quax do not.
+    This is the case if it can't be materialised, and its type doesn't specify whether it's linear. (For
+    example, types written for quax never do.)
     """
     cls = type(value)
-    # `cls.linear` alone does not tell a type that says False from one that says nothing.
+    # `cls.linear` alone isn't enough to tell whether a type sets it to False, or doesn't set it at all.
     says = any("linear" in vars(base) for base in cls.__mro__ if base is not Value)
     if says or not refuses(value):
         return False
@@ -69,7 +70,8 @@ def memoised(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return cached(*args, **kwargs)
-        # Either the key is unhashable, or `fn` itself raised. Calling it again gives the right error.
+        # Either the key is unhashable, or `fn` itself raised an error. In both cases it's correct to call it
+        # again.
         except TypeError:
             return fn(*args, **kwargs)
 
@@ -85,33 +87,33 @@ def held(value: Value) -> list[Value]:
 
 
 def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
-    """Applies `f` to each field with a Value."""
+    """Applies `f` to each field that is a Value."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return replace_fields(value, **{name: f(x) for name, x in fields.items() if is_value(x)})
 
 
 def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
-    """Makes dense only what is not linear: some parts, or the whole value if its type is not."""
+    """Makes any nonlinear parts dense, or the whole value if its own type isn't linear."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
-    # If the type itself is not linear, dense parts do not make it so.
+    # If the type itself isn't linear, then making its parts dense doesn't help.
     return value if is_linear(value) else to_dense(value)
 
 
 def has_tangent(aval: Any) -> bool:
-    """Returns whether a leaf has tangents. If not, it belongs to the pattern."""
+    """Returns whether a leaf has tangents. (If not then it is part of the pattern.)"""
     return getattr(aval.to_tangent_aval(), "dtype", None) != jax.dtypes.float0
 
 
 def has_pattern(value: Value) -> bool:
-    """Returns whether any leaf has no tangents."""
+    """Returns whether there is a pattern, i.e. any leaf without tangents."""
     return not all(has_tangent(jax.typeof(leaf)) for leaf in jtu.tree_leaves(value))
 
 
 def same_pattern(x: Any, y: Any) -> bool:
-    """Returns whether two Values differ at most in the numbers of their differentiable leaves.
+    """Returns whether two Values differ at most in the contents of their differentiable leaves.
 
-    They have the same static fields and shapes, and their patterns are known to be equal.
+    That is, they have the same static fields and shapes, and their patterns are known to be equal.
     """
     (p, of_x), (q, of_y) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return of_x == of_y and have_leaves_alike(p, q)
@@ -130,7 +132,8 @@ def _belong_together(p: Any, q: Any) -> bool:
 def _known_equal(p: Any, q: Any) -> bool:
     if p is q:
         return True
-    # We must not guess: adding leaves with different indices gives numbers at wrong places, and no error.
+    # If we don't know then we must return False. Adding leaves with different indices would silently put
+    # numbers in the wrong places.
     unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
     if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
         return False
@@ -140,7 +143,7 @@ def _known_equal(p: Any, q: Any) -> bool:
 def as_cotangent(value: Any) -> Any:
     """Converts a cotangent to what the backward function of a custom_vjp receives.
 
-    Applies `Value.cotangent` to it and to every Value inside.
+    This applies `Value.cotangent` to it, and to every Value inside it.
     """
 
     def as_part(x: Any) -> Any:

@@ -1,9 +1,9 @@
 """Reduces the residuals of a scan, stored for its gradient.
 
-JAX stacks everything that the derivative of a body needs, once per iteration, even if it equals an input or
-was computed twice. For a frozen weight this would store a copy per layer. So an input that only passes
-through `stop_gradient` becomes a constant of the differentiation, before the scan, and a repeated conversion
-is computed once. The body still computes the same numbers.
+For each iteration, JAX stores everything that is required by the derivative of the body, even if it is just
+one of the inputs, or has been computed twice. In particular, this would store another copy of the frozen
+weights of each layer. So we turn inputs that are only passed to `stop_gradient` into constants with respect
+to differentiation, and only compute repeated conversions once. This doesn't change what the body computes.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ def _with_few_residuals(
     jaxpr: compat.ClosedJaxpr, carried: range
 ) -> tuple[compat.ClosedJaxpr, frozenset[int]]:
     opened = compat.open_jaxpr(jaxpr)
-    # An input qualifies if every equation that reads it is a `stop_gradient`. One other use may need its
-    # gradient.
+    # We can do this for any input that is only ever used by `stop_gradient`, as any other use might require
+    # its gradient.
     stops = [eqn.primitive.name == "stop_gradient" for eqn in opened.eqns]
     read = {x for eqn, stop in zip(opened.eqns, stops, strict=True) if not stop for x in _vars(eqn.invars)}
     read.update(_vars(opened.outvars))
@@ -31,18 +31,17 @@ def _with_few_residuals(
         eqn = eqn.replace(invars=_renamed(eqn.invars, equal))
         (x, *_), (out, *_) = [*eqn.invars, None], [*eqn.outvars, None]
         of_one = isinstance(x, jexc.Var) and not isinstance(out, jexc.DropVar)
-        # The input becomes a constant, so dropping the `stop_gradient` does not let a gradient through.
+        # As the input becomes a constant, it's safe to drop the `stop_gradient`.
         if stop and of_one and x in places:
             constants.add(places[x])
             equal[out] = x
         elif of_one and eqn.primitive.name == "convert_element_type":
-            # The context counts as well: under another one, such as a different mesh, the results are not the
-            # same.
+            # The context has to match as well, as the results might differ (e.g. under a different mesh).
             equal[out] = conversions.setdefault((x, out.aval, str(eqn.ctx)), out)
             eqns += [eqn] if equal[out] is out else []
         else:
             eqns.append(eqn)
-    # JAX caches by identity, and would compile a new jaxpr again, even if it is equal.
+    # JAX caches jaxprs by identity, so return the same one if possible, to avoid recompiling.
     if len(eqns) == len(opened.eqns):
         return jaxpr, frozenset()
     lean = opened.replace(eqns=eqns, outvars=_renamed(opened.outvars, equal))

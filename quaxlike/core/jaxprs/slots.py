@@ -1,11 +1,11 @@
-"""Values as flat arrays: the layout for operands and results of primitives which carry code.
+"""Values as flat arrays: the layout for operands and results of primitives that carry code.
 
-A *slot* describes one logical operand or result: a Value's treedef and the avals of its leaves, or no treedef
-and one aval for a plain array. Slots are hashable and contain no data, so they may be cache keys.
+A *slot* describes one logical operand or result. For a Value, it consists of the treedef and the avals of the
+leaves; for a plain array, it has a single aval and no treedef. Slots are hashable and don't contain any data,
+so they can be used as cache keys.
 
-Slots must be equal only if their contents may take each other's place in a compiled
-program. `LeafLayout.__eq__` is therefore written by hand: a treedef compares statics by `==`, and cannot be
-compared with None.
+Two slots must only be equal if their contents are interchangeable in a compiled program. For this reason we
+implement `LeafLayout.__eq__` by hand: treedefs compare statics by `==`, and can't be compared with None.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ from .linearity import has_pattern, has_tangent, held, is_linear, memoised
 class LeafLayout:
     treedef: Any  # a Value's; None for a plain array
     avals: tuple[Any, ...]
-    constant: Any = None  # what is known to fill a plain array: see core/plain_arrays.py
-    reason: str = ""  # why this is plain, for messages
+    constant: Any = None  # the constant filling a plain array, if known: see core/plain_arrays.py
+    reason: str = ""  # why this is a plain array, for use in messages
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LeafLayout) or self.avals != other.avals:
@@ -79,14 +79,14 @@ class LeafLayout:
 
     @functools.cached_property
     def like(self) -> Any:
-        """The Value in this slot, with shapes for leaves; for a plain array, its aval."""
+        """The Value in this slot, with shapes in place of its leaves, or the aval of a plain array."""
         if self.treedef is None:
             return self.avals[0]
         return as_shapes(jtu.tree_unflatten(self.treedef, self.avals))
 
     @functools.cached_property
     def linear(self) -> bool:
-        """Whether this slot holds a Value linear in its leaves."""
+        """Whether this slot contains a Value that is linear in its leaves."""
         return self.treedef is not None and is_linear(self.like)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class LeafLayout:
         return self.has_structure_of(other) and form == [(a.shape, a.dtype) for a in other.avals]
 
     def admits(self, other: "LeafLayout") -> bool:
-        """Returns whether anything in the other slot fits into this one unchanged."""
+        """Returns whether the contents of the other slot can be used in this one without any conversion."""
         common = LeafLayout(self.treedef, self.avals, either(self.constant, other.constant))
         return common == self == LeafLayout(other.treedef, other.avals, self.constant)
 
@@ -133,22 +133,23 @@ class LeafLayout:
 
 
 def has_cotangents(x: Any) -> bool:
-    """Returns whether `x` is a Value whose cotangents have its type."""
+    """Returns whether `x` is a Value whose cotangents have the same type."""
     return is_value(x) and is_linear(x) and _gives_leaves_back(flatten([x])[1][0])
 
 
 def is_a_space(x: Any) -> bool:
-    """Returns whether any numbers form a Value as the leaves of `x`, and it is linear in them."""
+    """Returns whether `x` is linear in its leaves, and stays valid if these are replaced by arbitrary
+    numbers."""
     return has_cotangents(x) and not has_pattern(x)
 
 
 def is_read_by_its_leaf(slot: LeafLayout, what: str) -> bool:
-    """Returns whether a Value in a predicate of control flow is read by its only leaf.
+    """Returns whether we should use the only leaf of a Value if it is used as a predicate in control flow.
 
-    This is so if it refuses to materialise, and has a single leaf with its shape and dtype. Types that were
-    written for quax rely on this.
+    This is the case if it can't be materialised, and its only leaf has the same shape and dtype. (Types
+    written for quax rely on this.)
     """
-    # A leaf with another shape or dtype cannot stand in for the array.
+    # A leaf with a different shape or dtype can't be used in place of the array.
     form = [(a.shape, a.dtype) for a in slot.avals]
     if slot.treedef is None or form != [(slot.aval.shape, slot.aval.dtype)] or not refuses(slot.like):
         return False
@@ -169,29 +170,31 @@ _warned: weakref.WeakSet[type] = weakref.WeakSet()
 
 @functools.lru_cache(maxsize=4096)
 def _gives_leaves_back(slot: LeafLayout) -> bool:
-    """Returns whether `materialise`, followed by its transpose, returns the leaves.
+    """Returns whether `materialise`, followed by its transpose, is the identity on the leaves.
 
-    If not, the cotangents of the leaves are not elements of the dense cotangent: for a repeated leaf,
-    say, they are sums over several. If a type has a pattern, or refuses to materialise, we take its word.
+    If not, then the cotangents of the leaves aren't just elements of the dense cotangent. (For example, if
+    each element of a leaf is repeated, then they are sums of several elements.) We don't check this for types
+    that have a pattern, or that can't be materialised.
     """
-    # We cannot invent numbers for a pattern: indices, for example, must be distinct and in bounds.
+    # We can't make up the contents of a pattern, since e.g. indices have to be distinct and in bounds.
     if not all(map(has_tangent, slot.avals)):
         return True
-    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in any dtype
+    numbers = [np.arange(1, math.prod(a.shape) + 1) % 5 - 2 for a in slot.avals]  # exact in every dtype
     with probing():
         leaves = [jnp.asarray(x.reshape(a.shape), a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
         try:
             dense, transpose = jax.vjp(lambda leaves: materialised(slot.unflatten(leaves)), leaves)
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return True
         return all(map(np.array_equal, leaves, transpose(dense)[0]))
 
 
 @functools.lru_cache(maxsize=4096)
 def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
-    """For each leaf, whether the array's derivative by it can be nonzero.
+    """Returns, for each leaf, whether the derivative of the array with respect to it can be nonzero.
 
-    It is zero for a frozen leaf. A type that refuses to materialise has no frozen leaves.
+    If not then the leaf is frozen. A type that can't be materialised is assumed not to have any frozen
+    leaves.
     """
     moving = [has_tangent(a) for a in slot.avals]
 
@@ -209,20 +212,20 @@ def live_leaves(slot: LeafLayout) -> tuple[bool, ...]:
     with jax.core.eval_context():
         try:
             tangents = [a.to_tangent_aval() for a, has in zip(slot.avals, moving, strict=True) if has]
-            # JAX's dead code elimination answers this exactly: a frozen leaf's tangent does not reach the
-            # result.
+            # We can determine this exactly using dead code elimination, which removes the tangents of frozen
+            # leaves as they aren't used by the result.
             jaxpr = jax.make_jaxpr(tangent)(slot.avals, tangents)
             _, used = compat.dce(jaxpr, [True])
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return (True,) * len(slot)
     of_tangents = iter(used[len(slot) :])
     return tuple(not has or next(of_tangents) for has in moving)
 
 
 def has_rows_in_leaves(slot: LeafLayout) -> bool:
-    """Returns whether the rows of a Value without `leading_axis` consist of its leaves' rows.
+    """Returns whether a row of a Value without `leading_axis` consists of the rows of its leaves.
 
-    This is never so if a static field has one entry per axis, since that entry would be wrong for a row.
+    This is never the case if a static field has one entry per axis, as these wouldn't be valid for a row.
     """
     ndim = len(slot.aval.shape)
     return (
@@ -234,7 +237,7 @@ def has_rows_in_leaves(slot: LeafLayout) -> bool:
 
 
 def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
-    """Returns the axis along which each leaf is sliced into rows, from the type or else from the leaves."""
+    """Returns the axis along which to slice each leaf into rows, if necessary by inspecting the leaves."""
     axes = slot.like.leading_axis()
     if axes is NotImplemented and has_rows_in_leaves(slot):
         return [0] * len(slot)
@@ -242,7 +245,7 @@ def axes_of_rows(slot: LeafLayout) -> Sequence[int | None] | NotImplementedType:
 
 
 def row_aval(aval: Any) -> Any:
-    """Returns the aval for one row of an array."""
+    """Returns the aval of a single row of an array."""
     return jexc.mapped_aval(aval.shape[0], 0, aval)
 
 
@@ -260,17 +263,18 @@ def has_in_leaves(slot: LeafLayout, ndim: int) -> bool:
 def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> bool:
     """Returns whether slicing the leaves along an axis (into halves, or rows) slices the Value.
 
-    Each leaf must have the shape of the array at any size, and its parts must materialise to the parts of the
-    array. We try it with numbers. For a type that refuses to materialise, the shapes decide.
+    Each leaf must have the same shape as the array, for any size of the array, and the parts of the leaves
+    must materialise to the parts of the array, which we check numerically. For a type that can't be
+    materialised, we just rely on the shapes.
     """
     shape = slot.aval.shape
-    # A leaf with another shape might still be sliced with the array, but only the type can know along which
-    # axis.
+    # If a leaf has a different shape then it might still be possible to slice it, but only the type itself
+    # can specify along which axis.
     if any(a.shape != shape for a in slot.avals):
         return False
-    # Small sizes of our own: the Value's arrays may be large, and at one size the parts might agree by
-    # accident.
-    sizes = [2 + i for i in range(len(shape))]  # distinct, to tell the axes apart
+    # Check this with small sizes of our own choosing, since the Value's own arrays might be large, or its
+    # parts might only agree at one particular size.
+    sizes = [2 + i for i in range(len(shape))]  # all different, so that we can tell the axes apart
     half = [*sizes[:axis], *([] if rows else [sizes[axis]]), *sizes[axis + 1 :]]
     if not rows:
         sizes[axis] *= 2
@@ -284,7 +288,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
         return False
     if found != [(tuple(own), slot.aval.dtype) for own in (sizes, half)]:
         return False
-    # Irregular numbers, so that no accident makes wrong parts equal to the right ones.
+    # Use irregular numbers, so that incorrect parts don't happen to be equal to the correct ones.
     numbers = np.sin(np.arange(math.prod(sizes) * len(slot))).reshape(len(slot), *sizes)
 
     def cut(x: Any) -> list[Any]:
@@ -295,7 +299,7 @@ def _is_cut_with_leaves(slot: LeafLayout, axis: int, *, rows: bool = False) -> b
         try:
             leaves = [jnp.asarray(x, a.dtype) for x, a in zip(numbers, slot.avals, strict=True)]
             dense = materialised(whole.unflatten(leaves))
-        except Exception:  # a type may refuse in any way
+        except Exception:  # a type can raise any error in order to refuse
             return True
         parts = [materialised(part.unflatten(own)) for own in zip(*map(cut, leaves), strict=True)]
         return all(map(functools.partial(np.allclose, rtol=1e-3), cut(dense), parts))
@@ -314,7 +318,7 @@ def strong(aval: Any) -> Any:
 
 
 def flatten(operands: Sequence[Any]) -> tuple[list[Any], tuple[LeafLayout, ...]]:
-    """Lists the leaves of all operands. Also returns a slot for each operand."""
+    """Returns a list of the leaves of all operands, and a slot for each operand."""
     leaves: list[Any] = []
     slots: list[LeafLayout] = []
     for x in operands:
@@ -351,7 +355,7 @@ def unflatten(slots: Sequence[LeafLayout], leaves: Sequence[Any]) -> list[Any]:
 
 
 def split(items: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Cuts `items` into pieces with the given sizes; the last piece is the rest."""
+    """Splits `items` into pieces of the given sizes, followed by the remainder."""
     out, at = [], 0
     for size in sizes:
         out.append(items[at : at + size])
@@ -365,7 +369,7 @@ def leading_axes(parts: Iterable[tuple[Any, bool]]) -> list[int | None] | NotImp
     **Arguments:**
 
     - `parts`: each array or Value inside it, in the order of its leaves, and whether its first axis is the
-        leading one; otherwise all rows share it.
+        leading one. If not then it's shared by all rows.
     """
     axes: list[int | None] = []
     for part, has_rows in parts:
@@ -398,12 +402,12 @@ def part_specs(parts: Iterable[tuple[Any, jax.P]]) -> list[jax.P] | NotImplement
 
 
 def spread(items: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Repeats one item per logical operand for each of its leaves."""
+    """Takes one item per logical operand, and repeats it for each of the operand's leaves."""
     return tuple(x for x, slot in zip(items, slots, strict=True) for _ in slot.avals)
 
 
 def per_slot(slots: Sequence[LeafLayout], items: Sequence[Any]) -> list[Sequence[Any]]:
-    """Groups one item per leaf by logical operand."""
+    """Takes one item per leaf, and groups these by logical operand."""
     return split(items, *map(len, slots))[:-1]
 
 
@@ -420,7 +424,8 @@ def leaf_specs(slot: LeafLayout, spec: jax.P) -> tuple[jax.P, ...]:
                 f"{len(slot)} array leaves; found {len(specs)}."
             )
         return specs
-    # The type does not say. We only answer if slicing the leaves along these axes slices the array.
+    # The type doesn't specify this, so we can only handle it if slicing the leaves along these axes slices
+    # the array.
     sharded = [axis for axis, names in enumerate(spec) if names is not None]
     if not sharded:
         return tuple(spec if len(spec) <= a.ndim else jax.P() for a in slot.avals)

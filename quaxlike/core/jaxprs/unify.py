@@ -1,8 +1,9 @@
-"""Unifies the two sides of branches, loop carries and buffers with Values.
+"""Unifies the two sides of branches, loop carries and buffers that contain Values.
 
-Unification never changes a value: both sides are converted to a form each can have
-exactly, or become dense under the policy, or an error names both. It reads only slots (statics and shapes),
-never data, so a traced program and an eager one agree on the form.
+Unification must never change the array that a Value represents. Either both sides can be converted exactly to
+a common form, or they are made dense (subject to the policy), or else we raise an error. The decision only
+depends on slots, i.e. statics and shapes, and not on any data, so that it's the same when tracing and when
+running eagerly.
 """
 
 import dataclasses
@@ -25,10 +26,10 @@ from .slots import LeafLayout, flatten
 
 
 class OperandMismatch(TypeError):
-    """Operands are incompatible, such as metres and seconds. For rules to raise.
+    """An error for rules to raise if operands are incompatible, e.g. metres and seconds.
 
-    If this is raised inside a loop, plain arrays in the loop's carry are tried as placeholders, which one
-    iteration turns into Values: see `Value.promote`.
+    If this is raised inside a loop, then we retry with plain arrays in the loop's carry replaced by
+    placeholders, whose actual types are determined by the first iteration. See `Value.promote`.
 
     **Arguments:**
 
@@ -41,12 +42,12 @@ class OperandMismatch(TypeError):
 
 
 class StructureError(OperandMismatch):
-    """Branches, or a loop carry before and after an iteration, hold Values with no common form."""
+    """Raised if the Values in branches, or in a loop carry before and after an iteration, have no common
+    form."""
 
 
 def without_placeholder(x: Any) -> Any:
-    """Returns the plain array for which a guess stands (see core/plain_arrays.py); anything else
-    unchanged."""
+    """Converts a placeholder (see core/plain_arrays.py) to a plain array. Returns anything else unchanged."""
     (slot,) = flatten([x])[1]
     plain = without_guess(slot)
     return x if plain is slot else plain.unflatten(jtu.tree_leaves(x))
@@ -65,15 +66,16 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
     if a.treedef is None and b.treedef is None:
         return a  # JAX raises its own error
     if a.treedef is not None and b.treedef is not None:
-        # A guessed placeholder must not decide the form of a real Value. Try to widen `b` alone first: in a
-        # loop, `a` is the carry so far, and keeping its form avoids one more trace of the body.
+        # A placeholder, whose type is just a guess, mustn't determine the form of an actual Value. We first
+        # try to only widen `b`: in a loop, `a` is the current carry, so if its form can be kept, then we
+        # don't have to trace the body again.
         a, b = without_guess(a), without_guess(b)
         if _widened(b, a).has_form_of(a):
             return a.strong()
     orders = ((b, a), (a, b)) if b.treedef is None else ((a, b), (b, a))  # lift a plain array first
     for first, second in orders:
-        # Widen one side, then check that the other side can take this form too. `widen` need not be
-        # symmetric, so we try both orders.
+        # Widen one side, and then check that the other side can be converted to the same form. `widen` isn't
+        # necessarily symmetric, so we try both orders.
         form = _widened(first, second)
         if form.treedef is None:
             return second.dense().strong()
@@ -96,13 +98,13 @@ def widened(x: Any, like: Any) -> Any:
 
     **Arguments:**
 
-    - `x`, `like`: an array or a Value each. Only the statics and shapes of `like` are read.
+    - `x`, `like`: these can both be an array or a Value. Only the statics and shapes of `like` are used.
     """
     if not is_value(like):
         return x
     out: Any = NotImplemented
-    # We lift an array. We also lift a Value whose class occurs inside `like`, such as one that has dropped
-    # its names in a loop.
+    # Arrays have to be lifted. So does a Value whose class occurs inside of `like`, e.g. because it lost its
+    # names in a loop.
     if not is_value(x) or (type(x) is not type(like) and type(x) in map(type, held(like))):
         out = type(like).promote(x, like)
     if out is NotImplemented and is_value(x):
@@ -118,14 +120,14 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """Like `widened`, but for a field: becomes dense if the other side is a plain array.
+    """Like `widened`, but for a field, which is made dense if it's a plain array on the other side.
 
-    This respects the policy. It is not needed if the plain array can be lifted instead.
+    This is subject to the policy. We don't do this if the plain array can be lifted instead.
     """
     x = widened(x, like)
     if not is_value(x) or is_value(like):
         return x
-    # We only need to know whether it can be lifted, so nothing is computed here.
+    # Use `eval_shape`, since we only want to know whether it can be lifted.
     lifted: list[bool] = []
     array = jax.ShapeDtypeStruct(like.shape, like.dtype)
     jax.eval_shape(lambda array: lifted.append(is_value(widened(array, x))), array)
@@ -134,13 +136,14 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """Returns the result of `widen` for a Value without the other's form: dense, under the policy."""
+    """The result of `widen` for a Value that can't be given the other's form: dense, subject to the
+    policy."""
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Makes the parts of `a` dense if they differ in `b`; all of `a` if more than parts differ."""
+    """Makes those parts of `a` dense that differ in `b`, or all of `a` if there are any other differences."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -149,8 +152,8 @@ def _dense_unlike(x: Value, like: Value) -> Any:
         return materialised(x)
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
-    # Compare everything outside the parts that are Values: if this differs, making the parts dense would not
-    # help.
+    # Compare everything except for the parts that are Values. If there are any differences then it wouldn't
+    # be enough to make the parts dense.
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
@@ -176,8 +179,9 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
-    """Like `widened`, but for slots. Memoised, because each level of nested Values asks for all below it."""
-    # `widen` may compute, so its result depends on everything that dispatch depends on.
+    """Like `widened`, but for slots. We memoise this, because every level of nested Values repeats the calls
+    for all of the levels below it."""
+    # `widen` might bind primitives, so its result depends on everything that dispatch depends on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
 
@@ -204,7 +208,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     (found,) = flatten([x])[1]
     if found == slot:
         return x
-    # The content may stand for a plain array. Convert that instead, since the placeholder's type was a guess.
+    # This might be a placeholder, whose type is just a guess. In that case, convert the plain array instead.
     x = without_placeholder(x)
     (found,) = flatten([x])[1]
     if slot.treedef is None:
@@ -213,8 +217,8 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
     elif not found.has_form_of(slot):
         x = dense_as(widened(x, slot.like), slot.like, what)
     leaves, (found,) = flatten([x])
-    # A user's `widen` or `promote` may return something else. Without this check, leaves would be assigned to
-    # the wrong places.
+    # Check the result of the user's `widen` or `promote`. If it isn't as specified then leaves would be
+    # assigned to the wrong places.
     if not found.has_structure_of(slot) or [a.shape for a in found.avals] != [a.shape for a in slot.avals]:
         raise StructureError(f"{what} expected {slot}, found {found}.")
     leaves = [
@@ -225,13 +229,13 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Makes parts of `x` dense if they are arrays in `like`, under the policy."""
+    """Makes those parts of `x` dense that are arrays in `like`, subject to the policy."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 
 
 def map_parts_as(like: Any, f: Callable[[Value], Any], x: Any) -> Any:
-    """Applies `f` to the Values in `x` which are arrays in `like`."""
+    """Applies `f` to those Values in `x` that are arrays in `like`."""
     if not is_value(x) or type(x) is not type(like):
         return x
     parts = {

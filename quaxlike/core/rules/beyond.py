@@ -1,8 +1,8 @@
 """Rules for some Values, after materialising the others.
 
-A rule found here takes at least one operand as a Value. So `Sparse @ Foreign` becomes `Sparse @ array`,
-rather than a dense product. A user's rule for `(array, Foreign)` is preferred, too, to a rule for
-`(Adapter, any type)` that would make `Foreign` dense on its way.
+A rule found here keeps at least one operand as a Value, so that e.g. `Sparse @ Foreign` is computed as
+`Sparse @ array`, instead of as a dense product. We also prefer a user's rule for `(array, Foreign)` to a rule
+for `(Adapter, any type)` that would make `Foreign` dense on its way.
 """
 
 import contextlib
@@ -53,11 +53,11 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
             if (places := _in_the_way(rule, types)) == ():
-                # A rule may be registered for several signatures. If it declined this call as it is,
-                # materialising first would only ask it again.
+                # The same rule may be registered for several signatures. If it has already declined this
+                # call, then there is no point in trying it again after materialising.
                 declined.add(rule.written)
             elif places is not None and len(places) < values:
-                # Ours cover many types, so they must not shadow a more particular rule of the user.
+                # Our rules cover many types, so they mustn't shadow a more specific rule written by the user.
                 ranked.append(((rule.is_ours, n, len(places), places), Beyond(rule, types, places)))
     ranked.sort(key=lambda entry: entry[0])
     found = [beyond for _, beyond in ranked if beyond.rule.written not in declined]
@@ -68,8 +68,8 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
 
 
 def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | None:
-    """Returns the places where a rule takes only an array but has a Value; None if it cannot take an
-    operand."""
+    """Returns the positions at which the rule requires an array but the operand is a Value. Returns None if
+    the rule doesn't accept the operands at all."""
     annotations = rule.annotations(len(types))
     if len(annotations) != len(types):
         return None

@@ -68,6 +68,21 @@ class Tokens:
                 learned[first : last + 1] = [True] * (last + 1 - first)
         return encoding.ids, learned
 
+    def cut_words(self, words: Sequence[str]) -> tuple[list[int], list[int | None], bool]:
+        """Encodes words with spaces between them, like `cut`; also returns the place of the first token of
+        each: None if it was cut off, or is part of the word before."""
+        encoding = self._encoded(" ".join(words))
+        ids, was_cut = self.marks.around(encoding.ids, self.max_length)
+        before = len(self.marks.begun(encoding.ids)) - len(encoding.ids)
+        end, start, last = len(ids) - len(self.marks.end), 0, -1
+        firsts: list[int | None] = []
+        for word in words:
+            found = (encoding.char_to_token(i) for i in range(start, start + len(word)))
+            own = [token for token in found if token is not None and token > last]
+            firsts.append(before + own[0] if own and before + own[0] < end else None)
+            start, last = start + len(word) + 1, max(own, default=last)
+        return ids, firsts, was_cut
+
     @functools.cached_property
     def chat(self) -> Any:
         try:
@@ -90,9 +105,9 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never changed)
-    """For generation, which tokens to train on; else empty."""
-    label: int | tuple[float, ...] = 0
-    """The number of its class, or a number for each label."""
+    """Which tokens to train on; empty if the task is about whole texts."""
+    label: int | tuple[float, ...] | list[int] = 0
+    """The number of its class, or a number for each label, or the number of each token's class."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
     """The segment id of each token, from 1, if a row contains several texts."""
@@ -180,7 +195,8 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
             ids[i, j, : len(text)] = text
             segments[i, j, : len(text)] = example.segments or 1
             learned[i, j, : len(example.learned)] = example.learned
-    labels = np.array([example.label for example in examples])
+    each = [example.label for example in examples]
+    labels = np.array([x + (shape[-1] - len(x)) * [0] if isinstance(x, list) else x for x in each])
     labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int32)
     return Batch(ids, segments, learned, labels)
 

@@ -5,7 +5,7 @@ control flow (stopping, resuming) must be the same in all processes, or they wai
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -90,12 +90,12 @@ class Devices:
 
     A mesh axis called model, tensor or tp is for tensor parallelism, and all others are for data parallelism.
     In addition, expert or ep is for expert parallelism, and seq, context or cp for context parallelism.
-    Raises `FinetuneError` if the mesh does not fit the devices.
+    Raises `FinetuneError` if the mesh does not fit the devices: those at hand, or others to compile for.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, devices: Sequence[Any] | None = None) -> None:
         try:
-            self.mesh = None if settings.mesh is None else mesh_from_text(settings.mesh)
+            self.mesh = None if settings.mesh is None else mesh_from_text(settings.mesh, devices)
         except ValueError as error:
             raise FinetuneError(str(error)) from None
         self.attention, self._fsdp = settings.attention, settings.fsdp

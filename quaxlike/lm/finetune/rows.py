@@ -160,6 +160,48 @@ def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text_of(fields, "system")}] if fields.get("system") else []
 
 
+# Words with labels ---------------------------------------------------------------------------------
+
+#: The label of a word that is not learned, as in PyTorch.
+NO_LABEL = -100
+_WORDS = ("tokens", "words")
+
+
+def has_words(fields: Mapping[str, Any]) -> bool:
+    """Whether a row is a list of words, with a label for each."""
+    return any(isinstance(fields.get(name), list) for name in _WORDS)
+
+
+def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """The words of a row and their labels, as data sets of named entities or parts of speech have them.
+
+    Labels are the entry `"labels"`, or the only one of `"tags"` and `"..._tags"`. As in transformers'
+    `run_ner.py`, they are `"ner_tags"` where there are several, as in CoNLL-2003.
+    """
+    fields = _without_nulls(fields)
+    name = next((x for x in _WORDS if x in fields), None)
+    words: Any = fields.get(name or "")
+    if name is None or not isinstance(words, list) or not all(isinstance(x, str) for x in words):
+        raise ValueError(
+            f"'tokens' must be a list of words; found {words!r}"
+            if name
+            else f"there is no list of words 'tokens'; there are {', '.join(fields) or 'no entries'}"
+        )
+    tags = [x for x in fields if x in ("labels", "tags") or x.endswith("_tags")]
+    chosen = [x for x in ("labels", "ner_tags") if x in tags] or tags
+    if len(chosen) > 1 and chosen[0] != "labels":
+        raise ValueError(f"{' and '.join(chosen)} are labels: keep one, or call the one to learn 'labels'")
+    if not chosen:
+        found = ", ".join(fields)
+        raise ValueError(f"there must be 'labels' for {name!r}, or entries like 'ner_tags'; found {found}")
+    check_entries(fields, (name, *tags))
+    labels = fields[chosen[0]]
+    if not isinstance(labels, list) or len(labels) != len(words):
+        count = f"{len(labels)} labels" if isinstance(labels, list) else f"{labels!r}"
+        raise ValueError(f"{chosen[0]!r} must be a label for each of {len(words)} words; found {count}")
+    return words, labels
+
+
 # Entries that repeat others ------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ..folders.model_config import UnsupportedConfigError
 from ..gguf.mixtures import type_of
 from ..loading import load, open_model, save
 from ..models import AbstractClassifier, AbstractDecoder
+from ..peft.save import tensors_and_config
 from ..to_gguf import described
 from .adapter import config_of, continued, how_to_load, is_own, make_of, types_of
 from .data import Example, Tokens, pack, read_examples, split
@@ -111,6 +113,7 @@ def _finetune(
     if teacher is not None:
         teacher, _ = _scanned(teacher, train, console)
     model = _adapted(base, task, train, make, invocation)
+    _check_written(model, train, task)
     if isinstance(train.adapter, Path):
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
@@ -412,6 +415,17 @@ def _check_rows(model: AbstractDecoder) -> None:
                 f"{name}: a row of a stack of {type(x).__name__} with keys for dropout is not one of them, "
                 "unless `part_axes` names all of its parts, such as 'key': ''."
             )
+
+
+def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> None:
+    """Raises for an adapter that would be trained, and that no file could hold then."""
+    if train.adapter is not None:  # `_save` has another file for it
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # `_save` warns
+            tensors_and_config(model, task_type=task.peft_type)
+    except ValueError as error:
+        raise FinetuneError(str(error)) from error
 
 
 def _save(

@@ -90,12 +90,16 @@ class TrainingProgram:
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)
 
+    def lowered(self, *arguments: Any) -> jax.stages.Lowered:
+        """Lowers the program. Arrays may be `jax.ShapeDtypeStruct`s, also for devices not at hand."""
+        return self._jitted.lower(*arguments)
+
     def compiled(self, *arguments: Any) -> Any:
         """Returns the program for this shape of batch. Arrays may be `jax.ShapeDtypeStruct`s."""
         shape = arguments[2].ids.shape
         if shape not in self._compiled:
             start = time.perf_counter()
-            self._compiled[shape] = self._jitted.lower(*arguments).compile()
+            self._compiled[shape] = self.lowered(*arguments).compile()
             self.seconds += time.perf_counter() - start
         return self._compiled[shape]
 

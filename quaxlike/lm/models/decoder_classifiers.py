@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..families import CLASSIFIERS, SEQUENCES, TOKENS
+from ..families import SEQUENCES, TOKENS, classifiers
 from ..folders.labels import Labels
 from .classifier import AbstractClassifier
 from .decoder import AbstractDecoder, Body
@@ -21,7 +21,7 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
     @property
     def architecture(self) -> str:
         wanted = self.config.architecture, TOKENS if self.of_tokens else SEQUENCES
-        return next(name for name, found in CLASSIFIERS.items() if found == wanted)
+        return next(name for name, found in classifiers().items() if found == wanted)
 
     @property
     def layer_list(self) -> Any:

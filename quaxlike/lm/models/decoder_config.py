@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..families import CLASSIFIERS, FAMILIES, OF_FEW, TEXT_TOWERS, Family
+from ..families import FAMILIES, OF_FEW, TEXT_TOWERS, Family, classifiers
 from ..folders.entries import warn_of_unknown
 from ..folders.labels import ENTRIES as LABEL_ENTRIES
 from ..folders.labels import UNNAMED, Labels
@@ -164,7 +164,7 @@ class DecoderConfig(Config):
         **Raises:** `UnsupportedConfigError` for an unknown architecture or an unsupported value.
         """
         names = config.get("architectures")
-        known = {name: (name, "") for name in FAMILIES} | CLASSIFIERS
+        known = {name: (name, "") for name in FAMILIES} | classifiers()
         found = [x for name, x in known.items() if isinstance(names, list | tuple) and name in names]
         if not found:
             raise UnsupportedConfigError(

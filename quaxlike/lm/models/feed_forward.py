@@ -48,7 +48,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         c = config
         router, experts, shared, gate = jax.random.split(key, 4)
         linear = eqx.nn.Linear(c.hidden_size, c.num_local_experts, c.family.expert_bias, key=router)
-        parts: dict[str, Any] = {c.family.router: linear}
+        parts: dict[str, Any] = {c.family.router: linear, "shared_expert": None}
         if size := c.shared_expert_intermediate_size:
             parts["shared_expert"] = MLP(c, size, shared)
             parts["shared_expert_gate"] = eqx.nn.Linear(c.hidden_size, 1, use_bias=False, key=gate)

@@ -1,7 +1,9 @@
 """Small layers that several models share."""
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -26,7 +28,8 @@ class Part(eqx.Module):
     """A module of a decoder. The names of its children are the same as in the checkpoint.
 
     A subclass lists the roles of its children, by Llama's names. It has a field for each name of a role in
-    the table of architectures; unused fields are None.
+    the table of architectures; unused fields are None. If a family joins the table later, its modules are
+    of a subclass with fields for its names.
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -39,6 +42,9 @@ class Part(eqx.Module):
 
     def _fill(self, config: DecoderConfig, **parts: Any) -> None:
         names = {config.family.name(role): part for role, part in parts.items()}
+        fields = {field.name for field in dataclasses.fields(self)}
+        if new := tuple(name for name in names if name not in fields):
+            object.__setattr__(self, "__class__", _with_fields(type(self), new))
         for field in dataclasses.fields(self):
             setattr(self, field.name, names.get(field.name))
         self.config = config
@@ -55,6 +61,14 @@ class Part(eqx.Module):
         if offset := self.config.family.norm_offset:
             norm = eqx.tree_at(lambda norm: norm.weight, norm, norm.weight + offset)
         return each(norm, x)
+
+
+@functools.cache
+def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
+    """Makes a subclass of the same name with more fields: what no field holds is not in the pytree."""
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    namespace["__annotations__"] = dict.fromkeys(names, Any)
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(namespace))
 
 
 class Conv1D(eqx.Module):

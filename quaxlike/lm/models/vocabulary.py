@@ -1,7 +1,6 @@
 """`resize_vocabulary`: change the vocabulary size of a model."""
 
 import dataclasses
-import re
 from typing import Any
 
 import equinox as eqx
@@ -21,10 +20,16 @@ from ..families import names_of
 from .decoder_config import DecoderConfig
 from .modern_bert import ModernBertConfig
 
-#: The names of token embeddings.
-EMBEDDINGS = (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
-#: Embeddings and output layers: their arrays have a row per token.
-OF_TOKENS = re.compile(rf"(.*\.)?({'|'.join(EMBEDDINGS)}|lm_head)\.(weight|bias)")
+
+def embeddings() -> tuple[str, ...]:
+    """The names of token embeddings."""
+    return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
+
+
+def is_of_tokens(name: str) -> bool:
+    """Whether a name is that of an array of an embedding or output layer, which has a row per token."""
+    layer, _, field = name.rpartition(".")
+    return field in ("weight", "bias") and layer.rpartition(".")[2] in (*embeddings(), "lm_head")
 
 
 @checked
@@ -69,7 +74,7 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
     """
     check_option("resize_vocabulary", "n", n, int)
     arrays = named_arrays(model)
-    chosen = {name: x for name, x in arrays.items() if OF_TOKENS.fullmatch(name)}
+    chosen = {name: x for name, x in arrays.items() if is_of_tokens(name)}
     if not chosen:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
     if all(x.shape[max(x.ndim - 2, 0)] == n for x in chosen.values()):

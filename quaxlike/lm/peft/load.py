@@ -32,7 +32,7 @@ from ...surgery.trees import layer_of, named_arrays, replace, suggestion, tensor
 from ...surgery.weight_axes import MATRIX
 from ..families import HEADS, names_of
 from ..folders.file_pair import consistent
-from ..models.vocabulary import EMBEDDINGS, OF_TOKENS, with_new_embeddings
+from ..models.vocabulary import embeddings, is_of_tokens, with_new_embeddings
 from .config import AdapterConfig, files_of, read_config
 from .stored import (
     Stored,
@@ -242,7 +242,7 @@ def _is_head(layer: str) -> bool:
 
 
 def _is_embedding(layer: str) -> bool:
-    return layer.rpartition(".")[2] in EMBEDDINGS
+    return layer.rpartition(".")[2] in embeddings()
 
 
 def _with_embeddings(
@@ -260,7 +260,7 @@ def _with_embeddings(
             raise file.error(key, f"the model has no array {new!r}. {suggestion(new, found)}")
         name, leaf = arrays[new]
         read = _read_whole(file, key, name, leaf, layouts).astype(leaf.dtype)
-        if OF_TOKENS.fullmatch(new) and (is_value(leaf) or not np.array_equal(leaf, read)):
+        if is_of_tokens(new) and (is_value(leaf) or not np.array_equal(leaf, read)):
             is_new, n = True, read.shape[0]
         out |= {
             other: (own, read)
@@ -276,7 +276,7 @@ def _read_whole(
     """Reads a replacement for an array of the model."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
-    if OF_TOKENS.fullmatch(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
+    if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
         raise file.error(
             key, f"expected shape {expected}; found {found}. The adapter was trained with {found[0]} tokens: "
             f"load it on `quaxlike.lm.resize_vocabulary(model, {found[0]})`"
@@ -321,11 +321,11 @@ class _File:
             if found is not None:
                 found[name.removesuffix(ending)][part] = key
             elif (plain := _BENEATH.sub(".", name)) != name and (
-                name.endswith(".base_layer.weight") or OF_TOKENS.fullmatch(plain)
+                name.endswith(".base_layer.weight") or is_of_tokens(plain)
             ):
                 self.bases[plain] = key
             elif (plain := _REPEATED.sub(".", name)) != name and (
-                name.endswith(".bias") or OF_TOKENS.fullmatch(plain)
+                name.endswith(".bias") or is_of_tokens(plain)
             ):
                 repeated[plain] = key
             else:
@@ -336,7 +336,7 @@ class _File:
                     key, f"is not expected: the file has no {PREFIX + name}, which it would repeat"
                 )
         for name, key in self.bases.items():
-            if layer_of(name) not in self.adapters and not OF_TOKENS.fullmatch(name):
+            if layer_of(name) not in self.adapters and not is_of_tokens(name):
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
@@ -345,7 +345,7 @@ class _File:
         PEFT saves them by itself after `resize_token_embeddings`.
         """
         trains_biases = config.option("bias") in ("all", "lora_only")
-        for name in [name for name in self.trained if OF_TOKENS.fullmatch(name)]:
+        for name in [name for name in self.trained if is_of_tokens(name)]:
             if not config.saves(name) and not (name.endswith(".bias") and trains_biases):
                 self.bases.setdefault(name, self.trained.pop(name))
 

@@ -6,6 +6,7 @@ something else.
 
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,8 @@ from ...core.values import is_value, materialise
 from ...surgery.records import Layouts, records_of
 from ...surgery.select import is_router
 from ...surgery.trees import layer_of, map_arrays, named_arrays, replace, suggestion, unstacked
-from ..families import FAMILIES, HEADS, IN_TOWER, names_of
-from ..models.vocabulary import EMBEDDINGS, OF_TOKENS
+from ..families import FAMILIES, HEADS, IN_TOWER, Family, names_of
+from ..models.vocabulary import embeddings, is_of_tokens
 from .config import BY_TYPE, files_of
 from .load import Rename, names_in_file
 from .stored import biases_of, is_parameter, stored_as, why_unsupported, wrapped_names
@@ -93,6 +94,21 @@ def save_adapter(
     """
     if base is not None:
         model = _relative_to_base(unstacked(model), unstacked(base))
+    stored, entries = tensors_and_config(model, rename=rename, task_type=task_type, layout=layout)
+    config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
+    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {key: np.asarray(array) for key, array in stored.items()}
+    files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+
+
+def tensors_and_config(
+    model: PyTree, *, rename: Rename = None, task_type: str | None = None, layout: Layouts = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the tensors of an adapter's file and the entries of its configuration.
+
+    **Raises:** as for `save_adapter`.
+    """
     model = _rewritten(unstacked(model))
     body = getattr(getattr(model, "config", None), "body_name", "")
     if rename is None:
@@ -113,9 +129,10 @@ def save_adapter(
             trained[new] = leaf
     in_full = _trained_config(names, adapters, trained)
     _check_held(method, model, names, adapters, in_full)
-    tensors, of_all, entries = _entries(method, names, in_file, adapters)
+    family = getattr(getattr(model, "config", None), "family", None)
+    tensors, of_all, entries = _entries(method, names, in_file, adapters, family)
     for other in method.beside:
-        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old))
+        more, _, others = _entries(other, names, in_file, _layers(other, names, in_file, old), family)
         tensors, entries[other.entry] = tensors | more, others[other.entry]
     if tied := _tied_head_entries(method, model, tensors, trained):
         tensors, entries["ensure_weight_tying"] = tensors | tied, True
@@ -126,13 +143,8 @@ def save_adapter(
         tensors[f"{layer}.base_layer.bias" if field == "bias" and layer in adapters else new] = array
     if _has_new_embeddings(model):
         tensors |= {key: x for key, x in _embeddings(arrays, layouts, method).items() if key not in tensors}
-    config = {"base_model_name_or_path": base_model, "task_type": task_type, **entries}
-
-    folder = Path(directory) if adapter_name == "default" else Path(directory) / adapter_name
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {PREFIX + key: np.asarray(array) for key, array in tensors.items()}
-    stored |= {ROOT + key: np.asarray(array) for key, array in of_all.items()}
-    files_of(folder).write(stored, json.dumps(_DEFAULTS | config, indent=2, sort_keys=True).encode())
+    stored = {PREFIX + key: array for key, array in tensors.items()}
+    return stored | {ROOT + key: array for key, array in of_all.items()}, entries
 
 
 # PEFT trains these heads by default, so it expects them in the file.
@@ -237,7 +249,7 @@ def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
     for name, leaf in names.items():
-        if isinstance(leaf, TrainableRows) and name.endswith(tuple(f"{x}.weight" for x in EMBEDDINGS)):
+        if isinstance(leaf, TrainableRows) and name.endswith(tuple(f"{x}.weight" for x in embeddings())):
             rows = name, leaf.indices
     if not is_tied or head is None or rows is None:
         return None
@@ -247,7 +259,7 @@ def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
 
 def _entries(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
-    adapters: Mapping[str, Written],
+    adapters: Mapping[str, Written], family: Family | None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Makes the tensors of layers and of the whole model, and the configuration."""
     assert method.write is not None
@@ -277,13 +289,40 @@ def _entries(
     targets, parameters = adapters, [*wrapped]
     if "parameter" in method.kinds:
         every = [new for new, leaf in names.items() if is_parameter(new, leaf.shape, layouts[new])]
-        routers = [layer for layer in adapters if is_router(layer, every)]
-        targets = {layer: x for layer, x in adapters.items() if layer not in (*wrapped, *routers)}
-        parameters += [f"{layer}.weight" for layer in routers]
+        modules = {layer: x for layer, x in adapters.items() if layer not in wrapped}
+        by_weight = [x for x in modules if is_router(x, every) or _is_taken_for_experts(x, family)]
+        for layer in by_weight:
+            _check_parameter(modules[layer])
+        targets = {layer: x for layer, x in modules.items() if layer not in by_weight}
+        parameters += [f"{layer}.weight" for layer in by_weight]
     if parameters:
         config["target_parameters"] = sorted(parameters)
+        if config.get("lora_dropout"):
+            warnings.warn(
+                f"PEFT has no dropout for parameters such as {parameters[0]}: the file has lora_dropout=0, "
+                "and computes the same. Whoever goes on with it trains without dropout.",
+                stacklevel=5,
+            )
+            config["lora_dropout"] = 0.0
     config |= {"peft_type": method.peft_type, "target_modules": _targets(names, targets, layouts)}
     return tensors, of_all, config
+
+
+def _is_taken_for_experts(layer: str, family: Family | None) -> bool:
+    return family is not None and layer.rpartition(".")[2] in family.taken_for_experts
+
+
+def _check_parameter(layer: Written) -> None:
+    """Raises for an adapter of a layer's weight that PEFT does not have for parameters."""
+    for what, is_there in {
+        "DoRA": getattr(layer.array, "magnitude", None) is not None,
+        "lora_bias": isinstance(layer.bias, LoraBias),
+    }.items():
+        if is_there:
+            raise ValueError(
+                f"PEFT has no {what} for {layer.path}, which it adapts as a parameter, since it is a router "
+                "or would be taken for experts."
+            )
 
 
 def _check_kind(method: Method, layer: Written) -> None:
@@ -358,7 +397,7 @@ def _embeddings(
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
-        if not OF_TOKENS.fullmatch(name) or base is None or isinstance(leaf, TrainableArray):
+        if not is_of_tokens(name) or base is None or isinstance(leaf, TrainableArray):
             continue
         layer, _, field = new.rpartition(".")
         wrapped = {TrainableRows: ".token_adapter.base_layer.", LoraBias: ".base_layer."}.get(type(leaf), ".")

@@ -12,7 +12,9 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.lm import load, models, peft, save
-from quaxlike.lm.families import CLASSIFIERS
+from quaxlike.lm.families import classifiers
+from quaxlike.lm.finetune.data import Tokens, collate
+from quaxlike.lm.finetune.tasks import WordClasses
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.clients.suite import client
 
@@ -25,17 +27,22 @@ _SIZES = {
 }  # fmt: skip
 _OF_DECODERS = {"num_key_value_heads": 2, "head_dim": 8}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DELTA_NET = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
 _OPTIONS = {
     "Gemma3Text": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "Gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 8},
     "Mixtral": {"num_local_experts": 4}, "Qwen2Moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
-    "Qwen3Moe": _EXPERTS,
+    "Qwen3Moe": _EXPERTS, "Qwen3_5Text": _DELTA_NET,
+    "Qwen3Next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
 }  # fmt: skip
 ENCODERS = [
     f"{kind}For{what}Classification" for kind in ("Bert", "ModernBert") for what in ("Sequence", "Token")
 ]
-ARCHITECTURES = [*CLASSIFIERS, *ENCODERS]
+ARCHITECTURES = [*classifiers(), *ENCODERS]
 
 
 def made(architecture, folder, kind, **more):
@@ -99,11 +106,62 @@ def test_logits(architecture, padding, compare, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.parametrize("kind", ["pieces", "metaspace"])
+def test_labels_of_words(kind, compare, tmp_path):
+    """Rows of words become what transformers' `run_ner.py` makes of them, with the same loss."""
+    import torch
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from tokenizers import models as vocabularies
+    from transformers import BertForTokenClassification, PreTrainedTokenizerFast
+
+    theirs = made("BertForTokenClassification", tmp_path, "Bert")
+    words = {"pieces": ["one", "##ty", "two", "##s", "."], "metaspace": ["▁one", "ty", "▁two", "s", "▁."]}[
+        kind
+    ]
+    numbers = {x: i for i, x in enumerate(["[UNK]", "[CLS]", "[SEP]", *words])}
+    if kind == "pieces":
+        tokenizer = Tokenizer(vocabularies.WordPiece(numbers, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    else:
+        scores = [(x, -1.0) for x in numbers]
+        tokenizer = Tokenizer(vocabularies.Unigram(scores, unk_id=0))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    rows = [(["onety", "twos", ".", "one"], [2, 0, 1, 2]), (["two", "onetys"], [1, -100])]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[UNK]")
+    batch = fast([row for row, _ in rows], is_split_into_words=True, padding=True, return_tensors="pt")
+    aligned = []
+    for i, (_, tags) in enumerate(rows):
+        ids = batch.word_ids(i)
+        firsts = [
+            word is not None and word != before for word, before in zip(ids, [None, *ids], strict=False)
+        ]
+        aligned.append([tags[w] if first else -100 for w, first in zip(ids, firsts, strict=True)])
+    wanted = theirs(**batch, labels=torch.tensor(aligned)).loss.item()
+    assert isinstance(theirs, BertForTokenClassification)
+
+    model, config = load(tmp_path)
+    task, tokens = WordClasses(model.labels), Tokens(tmp_path, config, 32)
+    examples = [task.encode({"tokens": row, "labels": tags}, tokens) for row, tags in rows]
+    for i, example in enumerate(examples):
+        n = len(example.texts[0])
+        assert example.texts[0] == batch["input_ids"][i][:n].tolist()
+        assert example.label == aligned[i][:n]
+    ours_of = collate(examples, 32)
+    found = task.total(jax.vmap(task.output, (None, 0))(model, ours_of), ours_of) / task.weight(ours_of)
+    compare("transformers", "safetensors", "bert", "losses of words' labels", float(found), wanted, 1e-5)
+
+
 BASES = {
     "LlamaForSequenceClassification": "LlamaForCausalLM", "Qwen3ForTokenClassification": "Qwen3ForCausalLM",
     "GPT2ForSequenceClassification": "GPT2LMHeadModel", "GPT2ForTokenClassification": "GPT2LMHeadModel",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
     "MixtralForSequenceClassification": "MixtralForCausalLM",
+    "Qwen3NextForTokenClassification": "Qwen3NextForCausalLM",
     "BertForSequenceClassification": "BertModel", "BertForTokenClassification": "BertModel",
     "ModernBertForSequenceClassification": "ModernBertModel",
     "ModernBertForTokenClassification": "ModernBertModel",

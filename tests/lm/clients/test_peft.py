@@ -107,6 +107,10 @@ def test_adapters_of_layers_with_a_state(name, compare, tmp_path):
     move = lambda x: x.replace(b=x.b + 0.03) if isinstance(x, ql.LoraArray) else x
     model = jax.tree.map(move, model, is_leaf=ql.is_value)
     _reads_ours(fresh(), tmp_path / "ours", model, base, run, check, ids, seen)
+    # Experts, and layers beside them that PEFT takes for experts, too.
+    model = ql.loraify(base, rank=2, key=jax.random.key(0))
+    model = jax.tree.map(move, model, is_leaf=ql.is_value)
+    _reads_ours(fresh(), tmp_path / "all", model, base, run, check, ids, seen)
     torch.manual_seed(0)
     options = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     config = LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **options)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import Example, Tokens, collate
 from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.settings import FinetuneError
-from quaxlike.lm.finetune.tasks import Classes, Rewards, begun, task_for
+from quaxlike.lm.finetune.tasks import Classes, Rewards, begun
 from quaxlike.lm.folders.labels import MULTI, REGRESSION, SINGLE, Labels
 from quaxlike.lm.models import with_classifier
 from quaxlike.surgery.trees import named_arrays
@@ -285,11 +284,3 @@ def test_what_does_not_start(llama, tmp_path, capsys):
     assert main([*command, "--merge", "--format=gguf"]) == 2
     assert "LlamaForSequenceClassification classifies them" in capsys.readouterr().err
     assert not (tmp_path / "out" / "run.json").exists()
-
-
-def test_models_that_classify_tokens():
-    model = with_classifier(decoder(), ["a", "b"], of_tokens=True, key=jax.random.key(0))
-    assert jax.eval_shape(model, jnp.arange(4), jnp.ones(4, bool)).shape == (4, 2)
-    given = settings_of(model=Path(), data=Path(), output=Path())
-    with pytest.raises(FinetuneError, match="There is no task for DecoderForTokenClassification"):
-        task_for(model, given.train, given.data)

@@ -3,11 +3,15 @@
 import json
 import signal
 import time
+from pathlib import Path
 
+import jax
 import pytest
 
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm.finetune.__main__ import main
+from quaxlike.lm.finetune.devices import Devices
+from quaxlike.lm.finetune.settings import FinetuneError, RunSettings
 from quaxlike.lm.generate.__main__ import main as generate
 from quaxlike.sharding.meshes import mesh_from_text
 from tests.lm.finetune.test_finetune import LINES, checkpoint, write
@@ -26,6 +30,15 @@ def test_meshes_as_text():
     assert dict(mesh_from_text("data=2, model=2").shape) == {"data": 2, "model": 2}
     with pytest.raises(ValueError, match="data=3 is of 3 devices; there are 4"):
         mesh_from_text("data=3")
+
+
+def test_meshes_of_other_devices_than_all():
+    """Of those of a described machine, for instance."""
+    some = jax.devices()[1:3]
+    assert mesh_from_text("data=2", some).devices.tolist() == some
+    assert Devices(RunSettings(Path(), mesh="data=2"), some).mesh.devices.tolist() == some
+    with pytest.raises(FinetuneError, match="data=4 is of 4 devices; there are 2"):
+        Devices(RunSettings(Path(), mesh="data=4"), some)
 
 
 @pytest.fixture

@@ -144,6 +144,14 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def test_an_adapter_that_no_file_could_hold(run, tmp_path):
+    """Is refused before it is trained."""
+    status, told = run("mixtral", "text", "--steps=2", "--dora", "--quantize=none")
+    assert status == 2
+    assert "PEFT's files have one low-rank adapter for each matrix of a parameter" in told
+    assert not (tmp_path / "out" / "run.json").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "lines", "better", "options"),

@@ -12,6 +12,7 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError
 from quaxlike.lm import load, resize_vocabulary, save
 from quaxlike.lm.models import Bert, BertConfig, BertForSequenceClassification
+from quaxlike.lm.models.vocabulary import with_new_embeddings
 from quaxlike.surgery.trees import named_arrays
 from tests.fixtures import fixture
 from tests.lm.models.fixtures import folder
@@ -32,14 +33,16 @@ def vocabulary(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "n"), [("qwen2", 11), ("llama_llama3", 111)])
 def test_what_is_resized_can_be_loaded(name, n, tmp_path):
-    """With a tied output layer, and with one of its own."""
+    """With a tied output layer, and with one of its own. What is loaded is not marked as new."""
     base, _ = load(folder(name))
     before = logits(base)
     model = resize_vocabulary(base, n)
     save(tmp_path, model, folder(name))
     assert vocabulary(tmp_path) == n
     again, _ = load(tmp_path)
-    assert jax.tree.structure(again) == jax.tree.structure(model)
+    assert model.config.new_embeddings
+    assert not again.config.new_embeddings
+    assert jax.tree.structure(with_new_embeddings(again, n)) == jax.tree.structure(model)
     kept = min(n, before.shape[1])
     np.testing.assert_array_equal(logits(again), logits(model))
     np.testing.assert_allclose(logits(model)[:, :kept], before[:, :kept], atol=1e-5)

@@ -244,3 +244,53 @@ def test_names_of_a_model_of_ones_own(tmp_path):
     assert all(name.startswith("base_model.model.model.layers.") for name in names)
     again = peft.load_adapter(tmp_path, base)
     assert all(map(np.array_equal, jax.tree.leaves(again), jax.tree.leaves(model)))
+
+
+_BESIDE = [f"model.layers.1.mlp.shared_expert.{x}_proj" for x in ("down", "gate", "up")]
+_DENSE = [f"model.layers.0.mlp.{x}_proj" for x in ("down", "gate", "up")]
+
+
+_TAKEN = {
+    "Qwen3NextForCausalLM": [*_BESIDE, *_DENSE], "Qwen3MoeForCausalLM": _DENSE, "Qwen2MoeForCausalLM": [],
+}  # fmt: skip
+
+
+@pytest.mark.quick("Qwen3NextForCausalLM")
+@pytest.mark.parametrize("architecture", _TAKEN)
+def test_layers_that_peft_takes_for_experts(architecture, tmp_path):
+    """They are parameters in the file: those beside experts, and those of layers without any."""
+    sizes = {
+        **_SIZES, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4,
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 4, "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 4, "layer_types": ["full_attention"] * 2,
+    }  # fmt: skip
+    config = DecoderConfig.from_json({**sizes, "architectures": [architecture]})
+    base = Decoder(config, key=jax.random.key(0))
+    options = {"where": r".*\.mlp\..*", "rank": 2, "key": jax.random.key(1)}
+    model = ql.loraify(base, init="gaussian", **options)
+    peft.save_adapter(tmp_path, model)
+    assert eqx.tree_equal(peft.load_adapter(tmp_path, base), model)
+    written, layers = json.loads((tmp_path / "adapter_config.json").read_text()), _TAKEN[architecture]
+    named = {f"model.layers.1.mlp.experts.{x}_proj" for x in ("down", "gate_up")}
+    routers = {"model.layers.1.mlp.gate.weight"}
+    assert {*written["target_parameters"]} == named | routers | {f"{x}.weight" for x in layers}
+    assert not {*(written["target_modules"] or ())} & {*layers}
+    if layers:
+        with pytest.raises(
+            ValueError, match=r"PEFT has no DoRA for .*mlp\.gate_proj\.weight, which it adapts"
+        ):
+            peft.save_adapter(tmp_path, ql.loraify(base, dora=True, **options | {"where": _DENSE}))
+
+
+def test_dropout_beside_experts(tmp_path):
+    """PEFT has none for parameters, and would not load a file that asks for it."""
+    base, _ = load(folder("qwen3_moe"))
+    save = lambda where: peft.save_adapter(
+        tmp_path, ql.loraify(base, rank=2, dropout=0.1, where=where, key=jax.random.key(0))
+    )
+    dropout = lambda: json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"]
+    with pytest.warns(UserWarning, match=r"no dropout for parameters such as .*experts\.\w+: .*=0"):
+        save("all-linear")
+    assert dropout() == 0
+    save(["q_proj"])
+    assert dropout() == 0.1

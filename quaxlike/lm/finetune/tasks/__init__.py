@@ -13,6 +13,7 @@ from .pairs import Pairs
 from .preferences import Preferences, PreferenceSettings
 from .rewards import Rewards, RewardSettings
 from .task import AbstractTask
+from .word_classes import WordClasses
 
 __all__ = [
     "TASKS",
@@ -27,13 +28,16 @@ __all__ = [
     "Preferences",
     "RewardSettings",
     "Rewards",
+    "WordClasses",
     "begun",
     "kind_for",
     "task_for",
 ]
 
 #: All tasks, in the order in which `--help` lists them.
-TASKS: tuple[type[AbstractTask], ...] = (NextToken, Preferences, Rewards, Distillation, Pairs, Classes)
+TASKS: tuple[type[AbstractTask], ...] = (
+    *(NextToken, Preferences, Rewards, Distillation, Pairs, Classes, WordClasses),
+)
 
 
 def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[AbstractTask]:

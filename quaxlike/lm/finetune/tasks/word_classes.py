@@ -1,0 +1,84 @@
+"""`--task classify` for rows of words: classification of each word, such as named entities."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from ...folders.labels import Labels
+from ...models import AbstractClassifier
+from ..data import Batch, Example, Tokens
+from ..rows import NO_LABEL, words_of
+from ..settings import DataSettings, TaskSettings, TrainSettings
+from .classes import ClassSettings, number_of, with_settings
+from .task import AbstractTask, cross_entropy
+
+
+class WordClasses(AbstractTask):
+    """Classification of words: `{"tokens": [...], "ner_tags": [...]}`. The model reads them with spaces in
+    between, and learns the first token of each, as in transformers' `run_ner.py`."""
+
+    labels: Labels = eqx.field(static=True)
+
+    help: ClassVar[str] = """\
+  ...TokenClassification,
+  ... --task classify {"tokens": [words], "ner_tags": [a label for each]}; "labels" or any "..._tags"
+"""
+    models: ClassVar[str] = "models that classify tokens"
+    peft_type: ClassVar[str] = "TOKEN_CLS"
+    own: ClassVar[type[TaskSettings] | None] = ClassSettings
+    needs_name: ClassVar[bool] = False
+
+    @classmethod
+    def takes(cls, model: PyTree, folder: Path) -> bool:
+        return isinstance(model, AbstractClassifier) and model.of_tokens
+
+    @classmethod
+    def begun(
+        cls, model: PyTree, config: Mapping[str, Any], train: TrainSettings, data: DataSettings
+    ) -> tuple[PyTree, DataSettings]:
+        return with_settings(model, train, data), data
+
+    @classmethod
+    def of(cls, model: PyTree, train: TrainSettings, data: DataSettings) -> "WordClasses":
+        return cls(model.labels)
+
+    @classmethod
+    def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
+        return model.head_parts
+
+    def encode(self, fields: Mapping[str, Any], tokens: Tokens) -> Example | None:
+        words, tags = words_of(fields)
+        numbers = [tag if tag == NO_LABEL else number_of(tag, self.labels) for tag in tags]
+        ids, firsts, was_cut = tokens.cut_words(words)
+        labels = [NO_LABEL] * len(ids)
+        for first, number in zip(firsts, numbers, strict=True):
+            if first is not None:
+                labels[first] = number
+        learned = [label != NO_LABEL for label in labels]
+        if was_cut and not any(learned) and any(number != NO_LABEL for number in numbers):
+            return None
+        return Example((ids,), learned, labels, was_cut)
+
+    def layers(self, model: PyTree) -> Any:
+        return model.layer_list
+
+    def output(self, model: PyTree, example: Batch) -> Float[Array, "tokens labels"]:
+        return model(example.ids[0], example.seen[0]).astype(jnp.float32)
+
+    def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
+        learned = batch.learned[:, 0]
+        return jnp.sum(jnp.where(learned, cross_entropy(outputs, jnp.where(learned, batch.labels, 0)), 0))
+
+    def weight(self, batch: Batch) -> float:
+        return float(np.sum(batch.learned))
+
+    def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
+        """The share of words with the right label, and the loss."""
+        right = np.argmax(outputs, axis=-1) == batch.labels
+        accuracy = float(np.sum(right & batch.learned[:, 0])) / self.weight(batch)
+        return {"accuracy": accuracy, "loss": float(self.total(outputs, batch)) / self.weight(batch)}
