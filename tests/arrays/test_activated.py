@@ -110,10 +110,10 @@ def test_loraify_makes_them_and_layers_are_stacked():
         lambda stacked, x: jax.lax.scan(lambda x, layer: (jax.vmap(layer)(x), None), x, stacked)[0]
     )
     with ql.on_materialise("error"):
-        found = run(ql.activate(ql.stack_layers(model), IDS), X)
-        x = X
+        found = jax.jit(run)(ql.activate(ql.stack_layers(model), IDS), X)
+        x, one = X, jax.jit(lambda layer, x: ql.quaxify(jax.vmap(layer))(x))
         for layer in ql.activate(model, IDS):
-            x = ql.quaxify(jax.vmap(layer))(x)
+            x = one(layer, x)
     np.testing.assert_allclose(found, x, atol=1e-5)
 
 

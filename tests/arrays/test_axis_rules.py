@@ -36,7 +36,7 @@ class Shifted(ql.AdaptedArray):
         return jnp.transpose(rows + shift, np.argsort(order))
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize(
     "change",
     [

@@ -81,7 +81,7 @@ def test_a_part_that_becomes_dense_in_a_loop():
     assert check(program).status == "equal"
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("NF4Array")
 @pytest.mark.parametrize("name", DENSE)
 def test_branches_of_two_forms_are_dense_under_the_policy(name):
     turned = lambda x, p: lax.cond(p, jnp.transpose, lambda x: x, x)
@@ -94,7 +94,7 @@ def test_branches_of_two_forms_are_dense_under_the_policy(name):
         jax.jit(ql.quaxify(turned))(x, True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("NamedArray-Zero")
 @pytest.mark.parametrize("inner", [*HELD, "LoraArray", "LoraArray of NF4Array"])
 @pytest.mark.parametrize("outer", ["NamedArray", "LoraArray", "TrainableArray", "LowRankUpdate"])
 def test_branches_of_which_one_holds_what_the_other_is(outer, inner):

@@ -70,7 +70,7 @@ KEEP_THE_UNIT = {
 }
 
 
-@pytest.mark.quick(9)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("program", KEEP_THE_UNIT)
 def test_a_function_that_keeps_the_unit(program, wrap):

@@ -251,7 +251,7 @@ STAYS = {
 
 
 # A part of each row of a DoRA has not the norms of the rows: it becomes dense. So do sums of rows.
-@pytest.mark.quick(12)
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -75,7 +75,7 @@ def test_the_dtype_is_that_of_the_layer():
     assert ql.LoraBias(None, ADDED, 0.5).dtype == ADDED.dtype
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick("Zero")
 @pytest.mark.parametrize("inner", ["BlockSparseArray", "NF4Array", "Zero", "LoraArray"])
 def test_a_value_that_is_trained_in_full(inner):
     """Its rows are scanned, and a plain array takes its place, as far as those of the value inside."""

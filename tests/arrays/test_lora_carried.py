@@ -174,7 +174,8 @@ def test_a_part_that_grows_in_a_loop_is_dense_and_what_holds_it_stays(wrap, star
         return ql.quaxify(run)(wrap(ql.LoraArray(w, a, b, alpha=3.0)))
 
     def value_and_grads(f):
-        return jax.value_and_grad(lambda *parts: jnp.sum(jnp.sin(f(*parts))), argnums=(0, 1, 2))(W, A, B)
+        total = lambda *parts: jnp.sum(jnp.sin(f(*parts)))
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(W, A, B)
 
     with ql.on_materialise("allow"):
         y = jax.jit(found)(W, A, B)

@@ -91,7 +91,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rule_for_one_side_is_found(kind, product):
@@ -188,7 +188,7 @@ OTHERS = [kind for kind in WEIGHTS | CORNERS if kind not in TAKES_ARRAYS and "Un
 SIDES = [OnTheRight, OnTheLeft, OnBothSides]
 
 
-@pytest.mark.quick(64)
+@pytest.mark.quick(14)
 @pytest.mark.parametrize(
     ("kind", "operation", "cls"),
     [
@@ -313,7 +313,7 @@ MULTIPLYING = [
 ]
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(7)
 @pytest.mark.filterwarnings("ignore::quaxlike.MaterialisationWarning")
 @pytest.mark.parametrize(("kind", "product", "returns_arrays"), covering(MULTIPLYING, ALONE, (False, True)))
 def test_a_rule_for_the_product_alone_is_found(kind, product, returns_arrays):

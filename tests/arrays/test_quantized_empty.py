@@ -50,7 +50,7 @@ def test_is_what_it_is_on_arrays(name, shape, backend):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("rows", "experts"), [(0, 3), (4, 0), (0, 0)])
 def test_products_by_expert(name, rows, experts):

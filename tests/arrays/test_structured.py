@@ -178,7 +178,7 @@ def test_determinants_under_transforms_inside(name, kind):
         _same(ql.quaxify(f)(a), f(ql.materialise(a)))
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", MAKERS)
 def test_inverse(name):
     a = MAKERS[name](())

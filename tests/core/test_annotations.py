@@ -334,6 +334,7 @@ class TestAliases:
 
         np.testing.assert_array_equal(ql.quaxify(lax.sin, rules=rules)(Of(X1)), 7 * X1)
 
+    @pytest.mark.quick(6)
     @pytest.mark.parametrize(
         "hint", [np.ndarray, np.float32, type(X1), jax.core.Tracer, float, np.ndarray | V]
     )

@@ -246,7 +246,7 @@ ASKED = {
 }
 
 
-@pytest.mark.quick(22)
+@pytest.mark.quick(14)
 @pytest.mark.usefixtures("short_stack")
 @pytest.mark.parametrize(
     ("cls", "ask"),

@@ -230,6 +230,7 @@ def test_indexing(index):
     same(MATRIX[index], MATRIX.materialise()[index])
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", ["set", "add", "subtract", "multiply", "divide", "power", "min", "max"])
 def test_at(method):
     dense = MATRIX.materialise()

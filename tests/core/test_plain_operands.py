@@ -68,7 +68,7 @@ CARRIES = Lazy(
 BODIES = {"same": lambda x: x * 1.0, "doubles": lambda x: x * 2.0, "adds": lambda x: x + 1.0}
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", CARRIES)
 @pytest.mark.parametrize("body", BODIES)
 def test_loops_that_end_at_different_times(body, kind):
@@ -95,7 +95,7 @@ class _Held(ql.ArrayValue):
         return self.array
 
 
-@pytest.mark.quick(39)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("number", [2.0, np.float32(2), np.full(3, 2, np.float32), array(np.full(3, 2.0))])
 @pytest.mark.parametrize(

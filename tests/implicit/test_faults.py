@@ -139,6 +139,7 @@ def test_ambiguity_is_an_error():
         ql.quaxify(jax.lax.add, rules=rules)(A(X), B(X))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("result", [2.5, np.float32(2.5), np.array(2.5), np.array(2.5, np.float32)])
 def test_a_rule_may_return_numpy_or_a_number(result):
     class Scalar(ImplicitArray):

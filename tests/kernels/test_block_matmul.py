@@ -100,7 +100,7 @@ _CALLS = [
     ("nf4", ((4,), "bfloat16", "float32"), (128, 256, 64), "x @ W", "reference"),
     ("nf4", ((3, 5), "bfloat16", None), (33, 35, 64), "an adapter for each row", "reference"),
     ("nested", ((), "float32", None), (12, 64, 32), "x @ W.T", "reference"),
-    ("q4_k", ((2, 4), "float32", "bfloat16"), (40, 100, 4096), "an adapter", "reference"),
+    ("q4_1", ((2, 4), "float32", "bfloat16"), (40, 100, 4096), "an adapter", "reference"),
     ("nested", ((), "float32", None), (128, 256, 64), "x @ W", "gpu"),
     ("int4", ((16,), "float16", None), (7, 96, 64), "x @ W.T", "gpu"),
     ("int8", ((130,), "float32", None), (40, 100, 4096), "x @ W", "gpu"),
@@ -146,13 +146,13 @@ WAYS = {"tiled": reference.tiled, "whole": reference.whole, "chunked": gpu.chunk
     ("codec", "size", "rows", "dtype", "way", "transpose"),
     [
         ("nf4", (67, 33, 512), 19, "float16", "tiled", True),
-        ("nested", (67, 33, 64), 2, "bfloat16", "tiled", False),
         ("fp4", (130, 64, 64), 2, "float32", "chunked", False),
         ("int8", (67, 40, 64), 19, "float16", "chunked", True),
         ("int8", (67, 40, 64), 19, "float32", "chunked", True),
         ("int8", (67, 40, 64), 2, "bfloat16", "whole", False),
         ("int8 in blocks", (8, 33, 64), 70, "bfloat16", "whole", True),
-        ("q6_k", (67, 33, 64), 70, "float32", "tiled", True),
+        *map(_slow, [("nested", (67, 33, 64), 2, "bfloat16", "tiled", False)]),
+        *map(_slow, [("q6_k", (67, 33, 64), 70, "float32", "tiled", True)]),
         *map(_slow, covering(CODECS, _PARTED, [0, 2, 19, 70], TOLERANCE, WAYS, [False, True])),
         ("q4_1", (0, 16, 32), 3, "float32", "chunked", False),
         *map(_slow, covering(CODECS, [(0, 16, 32), (16, 0, 32)], [0, 3], TOLERANCE, WAYS, [False, True])),
@@ -180,6 +180,7 @@ def test_ways_of_plain_jax(monkeypatch, codec, size, rows, dtype, way, transpose
     assert relative_error(y, _expected(x, w, transpose=transpose, dense=dense)) < limit
 
 
+@pytest.mark.quick("nf4-reference", "q4_1-gpu")
 @pytest.mark.parametrize("backend", ["reference", "gpu"])
 @pytest.mark.parametrize("codec", ["nf4", "q4_1"])
 def test_double_precision_is_kept(x64, backend, codec):
@@ -344,12 +345,12 @@ def test_the_weight_is_read_once_for_all_that_is_mapped():
     x = _x(w, (5, 3))
     fn = jax.vmap(lambda x: _times(x, w), in_axes=1, out_axes=2)
     assert names(fn, x) == ["transpose", "nf4_matmul", "transpose"]
-    assert relative_error(fn(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
+    assert relative_error(jax.jit(fn)(x), np.moveaxis(_expected(np.moveaxis(x, 1, 0), w), 0, 2)) < 1e-6
     a, b, _ = _adapters(w, "an adapter for each row")
     fn = lambda x, a, b: _times(x, w, adapters=(a, b, None))
     assert _products(jax.vmap(fn), x[:3], a, b) == ["nf4_matmul"]
     assert _products(jax.vmap(fn, in_axes=(0, None, None)), x, a[0], b[0]) == ["lora_matmul"]
-    codes = jnp.stack([w.leaves[0]] * 2)
+    codes = np.stack([w.leaves[0]] * 2)
     assert "nf4_matmul" in names(jax.vmap(lambda c: _times(x, w, (c, *w.leaves[1:]))), codes)
 
 
@@ -389,7 +390,7 @@ def _dots(program):
     return [line for line in program.splitlines() if "stablehlo.dot_general" in line]
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(
     ("codec", "size", "m", "most", "chunks"),
@@ -430,7 +431,7 @@ def test_on_gpus_activations_meet_scales_a_quarter_at_a_time(transpose, products
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("m", "dtype"), [(63, "f32"), (64, "bf16")])
 def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):
-    w = stored("q4_k", 128, 256)
+    w = stored("q4_1", 128, 256)
     x = _x(w, (m,), transpose, "bfloat16")
     with kernels.backend("reference"):
         dots = _dots(jax.jit(lambda x: _times(x, w, transpose=transpose)).lower(x).as_text())
@@ -438,6 +439,7 @@ def test_many_rows_are_multiplied_in_their_dtype(m, dtype, transpose):
     assert all(f"x{dtype}>, tensor" in line and "xf32>\n" in f"{line}\n" for line in dots)
 
 
+@pytest.mark.quick("nf4")
 @pytest.mark.parametrize("codec", ["nf4", "int8", "q4_1"])
 def test_the_reference_is_traced_once(codec, monkeypatch):
     traced = []
@@ -598,7 +600,9 @@ _DTYPES = {"packed": jnp.uint8, "codes": jnp.int8, "adapter_index": jnp.int32}
 def test_operands_that_do_not_fit(function, fits, change, match):
     array = lambda name, z: jnp.ones(z, _DTYPES.get(name, jnp.float32)) if isinstance(z, tuple) else z
     options = {} if function is int8_matmul else {"shape": (48, 64)}
-    call = lambda given: function(**{name: array(name, z) for name, z in given.items()}, **options)
+    call = lambda given: jax.eval_shape(
+        lambda: function(**{name: array(name, z) for name, z in given.items()}, **options)
+    )
     call(fits)
     with pytest.raises(ValueError, match=match):
         call(fits | change)

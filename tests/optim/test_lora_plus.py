@@ -24,7 +24,7 @@ def step(model, spec, optimiser):
     def loss(params):
         return sum(jnp.sum((x.materialise() - 1) ** 2) for x in eqx.combine(params, rest).values())
 
-    updates, _ = optimiser.update(jax.grad(loss)(params), optimiser.init(params), params)
+    updates, _ = optimiser.update(jax.jit(jax.grad(loss))(params), optimiser.init(params), params)
     return eqx.combine(optax.apply_updates(params, updates), rest)
 
 

@@ -13,7 +13,7 @@ import quaxlike as ql
 from quaxlike.lm import tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import abstract, fsdp, shard, specs_for
-from tests.samples import random_key
+from tests.samples import drawn, random_key
 
 KEY = random_key(0)
 MESH = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -26,7 +26,7 @@ LLAMA = DecoderConfig.from_json(
 
 @functools.cache
 def _llama(*, double_quant: bool = False) -> Decoder:
-    model = ql.quantize(Decoder(LLAMA, key=KEY), "nf4", block_size=32, double_quant=double_quant)
+    model = ql.quantize(drawn(Decoder, LLAMA, key=KEY), "nf4", block_size=32, double_quant=double_quant)
     return ql.loraify(model, rank=4, key=KEY)
 
 
@@ -133,7 +133,9 @@ def test_fully_sharded_and_tensor_parallel():
 
 
 def test_shapes_with_shardings_are_those_of_the_placed_model():
-    model = ql.quantize(eqx.nn.MLP(64, 64, 256, depth=1, key=KEY), "nf4", block_size=32, double_quant=True)
+    model = ql.quantize(
+        drawn(eqx.nn.MLP, 64, 64, 256, depth=1, key=KEY), "nf4", block_size=32, double_quant=True
+    )
     arrays, _ = eqx.partition(model, eqx.is_array)
     rule = fsdp(MESH, over=tensor_parallel(model, MESH))
     found = abstract(eqx.filter_eval_shape(lambda: arrays), MESH, rule)

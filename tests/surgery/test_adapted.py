@@ -203,7 +203,8 @@ def test_each_sample_chooses_one_of_several():
 
     with ql.on_materialise("error"):
         y = run(stacked, indices)
-    _close(y, np.stack([ql.quaxify(models[i])(x) for i, x in zip(indices, X, strict=True)]), 1e-5)
+    alone = eqx.filter_jit(lambda model, x: ql.quaxify(model)(x))
+    _close(y, np.stack([alone(models[i], x) for i, x in zip(indices, X, strict=True)]), 1e-5)
 
 
 @pytest.mark.slow
@@ -317,7 +318,7 @@ ALONE = Scaled(normal(5, 4, seed=2), normal(5, seed=3))
 AT = np.array([[2, 0], [1, 1]])
 
 
-@pytest.mark.quick("<lambda>-<lambda>0", "<lambda>-<lambda>5", "<lambda>-<lambda>18")
+@pytest.mark.quick("<lambda>-<lambda>0", "<lambda>-<lambda>18")
 @pytest.mark.parametrize(
     ("program", "operands"),
     [
@@ -401,11 +402,12 @@ def test_a_branch_without_it():
     def loss(v, p):
         return jnp.sum(jnp.sin(jax.lax.cond(p, lambda: -w, lambda: v) @ X[0]))
 
+    gradient = jax.jit(jax.grad(ql.quaxify(loss)))
     for p in (True, False):
         with ql.on_materialise("error"):
-            found = jax.grad(ql.quaxify(loss))(v, p)
-        dense = lambda v, p=p: jnp.sum(jnp.sin((-w.materialise() if p else v) @ X[0]))
-        _close(found, jax.grad(dense)(v), 1e-5)
+            found = gradient(v, p)
+        dense = np.zeros(v.shape) if p else np.outer(np.cos(np.asarray(v) @ X[0]), X[0])
+        _close(found, dense, 1e-5)
 
 
 def test_it_is_adapted_once():

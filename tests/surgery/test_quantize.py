@@ -8,7 +8,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.implicit import ste
-from tests.samples import random_key
+from tests.samples import drawn, random_key
 
 SCHEMES = {"nf4": ql.NF4Array, "fp4": ql.FP4Array, "int8": ql.Int8Array, "int4": ql.Int4Array}
 KEY = random_key(1)
@@ -17,7 +17,7 @@ X = np.linspace(-1, 1, 64, dtype=np.float32)
 
 @pytest.fixture
 def mlp():
-    return eqx.nn.MLP(64, 32, 64, depth=2, key=jax.random.key(0))
+    return drawn(eqx.nn.MLP, 64, 32, 64, depth=2, key=random_key())
 
 
 @pytest.mark.slow

@@ -11,14 +11,14 @@ import pytest
 import quaxlike as ql
 from quaxlike.sharding import shard
 from tests.lm.models.fixtures import in_float32
-from tests.samples import normal
+from tests.samples import drawn, normal, random_key
 
 SCHEMES = ["int8", "fp8"]
 X = normal(6, 64, seed=1)
 
 
 def mlp(**options):
-    return eqx.nn.MLP(64, 32, 128, 2, activation=jnp.tanh, key=jax.random.key(0), **options)
+    return drawn(eqx.nn.MLP, 64, 32, 128, 2, activation=jnp.tanh, key=random_key(), **options)
 
 
 @eqx.filter_jit
@@ -140,7 +140,7 @@ def test_errors_of_a_decoder(name):
 
 def test_maxima_of_inputs():
     """Of all calls of a layer, and of those of a batch."""
-    layer = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    layer = drawn(eqx.nn.Linear, 8, 8, key=random_key())
     twice = lambda layer, x: jax.vmap(lambda x: layer(-5 * jnp.tanh(layer(x))))(x)
     x = normal(6, 8)
     inside = 5 * jnp.tanh(jax.vmap(layer)(x))

@@ -7,14 +7,14 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.files import safetensors
-from tests.samples import normal, wrong_types
+from tests.samples import drawn, normal, random_key, wrong_types
 
 MIXED = {r"layers\.0\..*": "q6_k", ("layers.2",): None, "all-linear": ("nf4", {"double_quant": True})}
 
 
 @pytest.fixture
 def mlp():
-    return eqx.nn.MLP(64, 32, 64, depth=3, key=jax.random.key(0))
+    return drawn(eqx.nn.MLP, 64, 32, 64, depth=3, key=random_key())
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.quantized import CODECS
-from tests.samples import normal, random_key, wrong_types
+from tests.samples import drawn, normal, random_key, wrong_types
 
 
 @pytest.fixture
 def mlp():
-    return eqx.nn.MLP(5, 3, 16, depth=2, key=jax.random.key(0))
+    return drawn(eqx.nn.MLP, 5, 3, 16, depth=2, key=random_key())
 
 
 X = np.linspace(-1, 1, 5, dtype=np.float32)
@@ -62,7 +62,7 @@ def test_adapted_model(mlp, name):
         np.testing.assert_allclose(ql.quaxify(adapted)(X), mlp(X), atol=1e-6)
         trained = perturbed(adapted)
         y = eqx.filter_jit(ql.quaxify(trained))(X)
-    assert np.abs(y - mlp(X)).max() > 1e-2
+    assert np.abs(y - mlp(X)).max() > 5e-3
     merged = ql.merge(trained)
     assert jax.tree.structure(merged) == jax.tree.structure(mlp)
     np.testing.assert_allclose(merged(X), y, atol=2e-6)

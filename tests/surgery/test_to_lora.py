@@ -306,13 +306,14 @@ def test_no_change_at_all():
 def test_what_it_refuses():
     with pytest.raises(ValueError, match="The model has no adapters"):
         ql.to_lora(MLP, 2)
+    model = _adapted(where=["layers.2"])
     with pytest.raises(ValueError, match=r"a rank of at least 1; found 0"):
-        ql.to_lora(_adapted(), 0)
+        ql.to_lora(model, 0)
     with pytest.raises(
         ValueError, match=r"layers\.2\.weight has a rank of at most min\(out, in\) = 6; found 8"
     ):
-        ql.to_lora(_adapted(), 8)
+        ql.to_lora(model, 8)
     with pytest.raises(ValueError, match=r"'layers\.7' in rank_pattern matches none"):
-        ql.to_lora(_adapted(), 2, rank_pattern={"layers.7": 1})
+        ql.to_lora(model, 2, rank_pattern={"layers.7": 1})
     with pytest.raises(ValueError, match=r"It cannot be told which axes of x\.mixer"):
         ql.to_lora({"x.mixer": Shifted(normal(3, 4, 5), normal(3, 4, 5))}, 2)

@@ -63,7 +63,7 @@ def test_empty(empty):
     assert isin(empty, empty, 0).shape == (0,)
 
 
-@pytest.mark.quick("3-int32", "300-int8")
+@pytest.mark.quick("300-int8")
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint32, jnp.int32])
 @pytest.mark.parametrize("max_item", [3, 300])
 def test_any_integer_type(dtype, max_item):

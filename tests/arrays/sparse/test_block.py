@@ -262,7 +262,7 @@ def test_products_without_rows(stored):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_is_summed_in_float32(dtype):
     w, x = ql.quaxify(lambda w: w.astype(dtype))(pruned(64, 256, b=8)), normal(3, 256).astype(dtype)
-    y = ql.quaxify(lambda w, x: x @ w.T)(w, x)
+    y = jax.jit(ql.quaxify(lambda w, x: x @ w.T))(w, x)
     assert y.dtype == dtype
     exact = np.float64(x) @ np.float64(w.materialise()).T
     np.testing.assert_allclose(np.float64(y), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-2)

@@ -506,6 +506,7 @@ def test_weights_that_no_model_computes_with(dtype, tmp_path):
         load_model(tmp_path / "base")
 
 
+@pytest.mark.slow
 def test_files_that_differ_about_the_end(run, tmp_path):
     model = checkpoint(tmp_path / "llama", "llama", eos_token_id=3)
     (model / "generation_config.json").write_text('{"eos_token_id": 2}')

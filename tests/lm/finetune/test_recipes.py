@@ -51,12 +51,12 @@ def test_recipes(run, tmp_path):
     """What each rule says is trained over, and what the file says is part of the run's settings."""
     file = tmp_path / "recipe.json"
     file.write_text('{".*down_proj.*": "int8", "all-linear": ["nf4", {"block_size": 32}]}')
-    assert run(f"--quantize={file}")[0] == 0
+    assert run(f"--quantize={file}", "--held-out=0")[0] == 0
     settings = json.loads((tmp_path / "out" / "run.json").read_text())
     assert settings["quantize"] == str(file)
     assert "sha256 of quantize" in settings
     file.write_text('{"all-linear": "nf4"}')
-    assert "a run with sha256 of quantize" in run(f"--quantize={file}")[1]
+    assert "a run with sha256 of quantize" in run(f"--quantize={file}", "--held-out=0")[1]
     status, told = run(f"--quantize={file}", "--block-size=32", output="other")
     assert status == 2
     assert "--block-size cannot be used with the recipe" in told

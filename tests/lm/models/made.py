@@ -2,14 +2,13 @@
 
 import json
 
-import jax
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-import quaxlike as ql
 from quaxlike import lm
 from quaxlike.lm.gguf.tokenizer import PATTERNS
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import folder
+from tests.samples import drawn, random_key
 
 _YARN = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 32}
 # What the fixtures have that GGUF cannot say.
@@ -116,7 +115,7 @@ def checkpoint(out, name, tokenizer=None, **changes):
     config = json.loads((folder(like) / "config.json").read_text()) | HELD.get(name, {}) | own
     config |= {"model_type": name} if own else {}
     config |= {"vocab_size": size, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0} | changes
-    model = ql.lm.models.Decoder(ql.lm.models.DecoderConfig.from_json(config), key=jax.random.key(0))
+    model = drawn(lm.models.Decoder, lm.models.DecoderConfig.from_json(config), key=random_key())
     (out / "config.json").write_text(json.dumps(config))
     tokenizer.save(str(out / "tokenizer.json"))
     is_chat = "<|im_end|>" in tokenizer.get_vocab()

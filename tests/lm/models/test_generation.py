@@ -485,7 +485,7 @@ def test_caches_that_do_not_exist(qwen2):
         generate(*qwen2, max_new_tokens=1, cache="int9")
 
 
-@pytest.mark.quick("96", "7")
+@pytest.mark.quick("96")
 @pytest.mark.parametrize("size", [64, 96, 7])
 def test_rotated_keys(size):
     """Products stay the same, and an element that is much larger than the others is spread over all."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -56,8 +57,9 @@ def test_the_output_layer_of_the_file_wins(name, explicit, change, tmp_path, mon
         model, config = load(base)
     assert config["tie_word_embeddings"] is model.config.tie_word_embeddings is False
     np.testing.assert_array_equal(model.lm_head.weight, head)
-    wanted = np.asarray(tied.hidden(_IDS, _SEEN)) @ head.T
-    np.testing.assert_allclose(model.logits(tied.hidden(_IDS, _SEEN)), wanted, atol=1e-4)
+    hidden = jax.jit(lambda tied: tied.hidden(_IDS, _SEEN))(tied)
+    found = jax.jit(lambda model: model.logits(hidden))(model)
+    np.testing.assert_allclose(found, np.asarray(hidden) @ head.T, atol=1e-4)
     save(tmp_path / "out", model, base)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     again, _ = load(tmp_path / "out")  # without a warning

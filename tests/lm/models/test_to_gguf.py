@@ -30,6 +30,7 @@ from quaxlike.surgery.trees import named_arrays
 from tests.lm.gguf.test_gguf_metadata import ARRAY, BOOL, F32, I32, STRING, U32, types_of
 from tests.lm.models.fixtures import MODELS
 from tests.lm.models.made import LIKE, TEMPLATE, TEXTS, byte_level, checkpoint, sentencepiece
+from tests.samples import random_key
 
 
 @pytest.fixture(name="checkpoint")
@@ -234,7 +235,7 @@ def test_adapters_of_experts_are_cut_as_their_weights_are(checkpoint, tmp_path):
     [
         (lambda model: model, "no adapters to save"),
         (
-            lambda model: ql.loraify(model, rank=2, dora=True, key=jax.random.key(0)),
+            lambda model: ql.loraify(model, rank=2, dora=True, where=["q_proj"], key=random_key()),
             "it is a DoRA. A GGUF adapter",
         ),
         (
@@ -242,7 +243,7 @@ def test_adapters_of_experts_are_cut_as_their_weights_are(checkpoint, tmp_path):
             "model.embed_tokens.weight: it is an embedding",
         ),
         (
-            lambda model: ql.loraify(model, rank=2, init="pissa", key=jax.random.key(0)),
+            lambda model: ql.loraify(model, rank=2, init="pissa", where=["q_proj"], key=random_key()),
             "took a part of the weight",
         ),
         (
@@ -563,7 +564,7 @@ def test_arguments(checkpoint, tmp_path):
         save(tmp_path / "m", model, source, format="gguf", quantize="q4_kk")
     with pytest.raises(CheckpointError, match=r"holds safetensors, which readers prefer"):
         save(source, model, source, format="gguf")
-    large = jax.tree.map(lambda x: 1e5 * x, model)
+    large = jax.tree.map(lambda x: 1e7 * x, model)
     with pytest.raises(CheckpointError, match=r"has numbers that float16 has no place for; choose 'bf16'"):
         save(tmp_path / "m.gguf", large, source, format="gguf", quantize="f16")
     (source / "tokenizer.json").unlink()

@@ -118,7 +118,7 @@ def _cases():
             yield pytest.param(method, case, id=case, marks=() if case in FAST else pytest.mark.slow)
 
 
-@pytest.mark.quick("llama/lokr", "llama/delora", "llama/randlora")
+@pytest.mark.quick("llama/lokr")
 @pytest.mark.parametrize("case", [cases[0] for cases in CASES.values()])
 def test_layers_compute_what_those_of_peft_compute(case):
     folder = fixture(f"peft_methods/{case}")

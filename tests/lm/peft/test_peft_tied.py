@@ -16,6 +16,7 @@ from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft, resize_vocabulary
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.surgery.trees import named_arrays
+from tests.samples import drawn, random_key
 
 _N, _SIZE, _RANK = 22, 8, 2
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
@@ -112,7 +113,7 @@ def _write(folder, tensors, options):
 
 
 def _base(n=_N, **options):
-    model = Decoder(DecoderConfig.from_json({**_CONFIG, **options}), key=jax.random.key(0))
+    model = drawn(Decoder, DecoderConfig.from_json({**_CONFIG, **options}), key=random_key())
     return resize_vocabulary(model, n) if n != 20 else model
 
 
@@ -122,7 +123,7 @@ def _weights(model):
     return arrays[f"{_EMBEDDING}.weight"], arrays.get(f"{_HEAD}.weight")
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(10)
 @pytest.mark.parametrize(
     ("tied", "case"), [*((True, case) for case in TIED), *((False, case) for case in UNTIED)]
 )
