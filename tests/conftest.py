@@ -51,7 +51,6 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 from jax.interpreters.mlir import make_ir_context
-from jaxlib.mlir import ir
 from jaxtyping import install_import_hook
 
 # Before the first import of quaxlike: every annotation of the package is checked when called, if asked for:
@@ -60,17 +59,9 @@ if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
 
 # JAX lowers each program in an MLIR context of its own, and keeps it with the program: to make one takes up
-# to 5 ms and a megabyte, a fifth of the time of the tests. They share one, but for those that are lowered
-# while another one is.
-_shared_context = functools.cache(make_ir_context)
-
-
-def _context():
-    return _shared_context() if ir.Context.current is None else make_ir_context()
-
-
+# to 5 ms and a megabyte, a fifth of the time of the tests. They share one.
 if os.environ.get("QUAXLIKE_OPTIMIZED") != "1":
-    vars(sys.modules[make_ir_context.__module__])["make_ir_context"] = _context
+    vars(sys.modules[make_ir_context.__module__])["make_ir_context"] = functools.cache(make_ir_context)
 
 # Imported and collected objects live as long as the process: garbage collections need not look at them.
 gc.disable()
