@@ -1,13 +1,11 @@
 """Test configuration: several CPU devices, strict promotion, and what environment variables ask for."""
 
 import atexit
-import functools
 import gc
 import math
 import os
 import re
 import shutil
-import sys
 import tempfile
 from importlib.metadata import version
 
@@ -50,18 +48,12 @@ import jax
 import jaxtyping
 import pytest
 from hypothesis import settings
-from jax.interpreters.mlir import make_ir_context
 from jaxtyping import install_import_hook
 
 # Before the first import of quaxlike: every annotation of the package is checked when called, if asked for:
 # that takes time.
 if os.environ.get("QUAXLIKE_CHECK_ANNOTATIONS") == "1":
     install_import_hook("quaxlike", "beartype.beartype")
-
-# JAX lowers each program in an MLIR context of its own, and keeps it with the program: to make one takes up
-# to 5 ms and a megabyte, a fifth of the time of the tests. They share one.
-if os.environ.get("QUAXLIKE_OPTIMIZED") != "1":
-    vars(sys.modules[make_ir_context.__module__])["make_ir_context"] = functools.cache(make_ir_context)
 
 # Imported and collected objects live as long as the process: garbage collections need not look at them.
 gc.disable()
