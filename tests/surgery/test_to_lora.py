@@ -60,7 +60,8 @@ def _expected(x, rank, inputs_first=False):
 def _check(lora, x, rank, error, inputs_first=False):
     best, lost, change = _expected(x, rank, inputs_first)
     assert type(lora) is ql.LoraArray
-    assert lora.rank == rank and np.all(lora.scaling == 1)
+    assert lora.rank == rank
+    assert np.all(lora.scaling == 1)
     assert lora.w is x.w
     np.testing.assert_allclose(lora.delta(), best, atol=1e-5)
     np.testing.assert_allclose(error, (lost, change), rtol=1e-4, atol=1e-6)
