@@ -44,7 +44,6 @@ from .source_lines import calling_frame
 
 _M = TypeVar("_M", bound=eqx.Module)
 
-
 # Called with every new subclass of `Value`.
 on_new_type: list[Callable[[Any], None]] = []
 
