@@ -289,7 +289,7 @@ _on_device = jax.jit(lambda x: x)
 
 
 def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
-    """The sizes of the batch axes that the base and all trained parts have."""
+    """Returns the sizes of the batch axes that the base and all trained parts have."""
     if not knows_axes(x) or _labels(*_form(x))[0] == len(x.out_axes) + len(x.in_axes):
         return ()
     labels, matrix = labels_of(x), matrix_labels(x)
@@ -300,7 +300,7 @@ def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def without_numbers(x: Any) -> Any:
-    """None in place of the numbers of an array's adapters."""
+    """Replaces the numbers of an array's adapters by None."""
     if not isinstance(x, AdaptedArray):
         return x
     x = x.with_base(without_numbers(x.w))
@@ -328,7 +328,7 @@ def constant(x: Any) -> Any:
 
 
 def is_one(x: Any) -> bool:
-    """Whether a factor is known to be 1."""
+    """Returns whether a factor is known to be 1."""
     return not isinstance(x, jax.Array) and np.ndim(x) == 0 and x == 1
 
 

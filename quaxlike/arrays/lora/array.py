@@ -161,7 +161,7 @@ class LoraArray(AdaptedArray):
 
     @property
     def scaling(self) -> Any:
-        """The factor in front of `b @ a`, or one for each of several adapters."""
+        """Returns the factor in front of `b @ a`, or one factor for each of several adapters."""
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:

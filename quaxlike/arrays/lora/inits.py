@@ -38,7 +38,7 @@ def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
 
 
 def _known_scaling(lora: LoraArray) -> float | tuple[float, ...] | None:
-    """The scaling as Python numbers: one, or one for each matrix of a stack. None if it is traced."""
+    """Returns the scaling as Python numbers: one, or one per matrix in a stack; None if it is traced."""
     if isinstance(lora.alpha, jax.core.Tracer):
         return None
     divisor = math.sqrt(lora.rank) if lora.rslora else lora.rank
