@@ -329,7 +329,7 @@ def constant(x: Any) -> Any:
 
 def is_one(x: Any) -> bool:
     """Returns whether a factor is known to be 1."""
-    return not isinstance(x, jax.Array) and np.ndim(x) == 0 and x == 1
+    return not isinstance(x, jax.Array) and np.ndim(x) == 0 and bool(x == 1)
 
 
 # The base -----------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
-    def grown(m: float) -> float:
+    def grown(m: float | int) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * m * math.log(rope["factor"]) + 1
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -135,7 +135,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
     """Returns how much to scale each frequency: from 0 for high ones to 1 for low ones."""
 
-    def at(turns: float) -> float:
+    def at(turns: float | int) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = at(rope.get("beta_fast") or 32), at(rope.get("beta_slow") or 1)

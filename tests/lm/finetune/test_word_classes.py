@@ -163,7 +163,7 @@ def test_what_settles_nothing(lines, options, message, settings, base):
         begun(*base, given.train, given.data)
 
 
-def test_models_that_classify_already(settings):
+def test_models_that_classify_already(settings, pieces):
     """Take their own kind of rows alone."""
     of_words, of_texts = (
         with_classifier(decoder(), ["a", "b"], of_tokens=x, key=jax.random.key(0)) for x in (True, False)
@@ -178,7 +178,7 @@ def test_models_that_classify_already(settings):
     data = dataclasses.replace(given.data, task=None)
     assert isinstance(task_for(of_words, given.train, data), WordClasses)
     with pytest.raises(ValueError, match="a row of words is for a model that classifies tokens"):
-        task_for(of_texts, given.train, data).encode(ROWS[0], None)
+        task_for(of_texts, given.train, data).encode(ROWS[0], pieces(9))
 
 
 @pytest.mark.slow
