@@ -6,7 +6,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from quaxlike import lm
 from quaxlike.lm.gguf.tokenizer import PATTERNS
-from quaxlike.surgery.trees import named_arrays
+from quaxlike.surgery.trees import named_arrays, replace
 from tests.lm.models.fixtures import folder
 from tests.samples import drawn, random_key
 
@@ -116,6 +116,9 @@ def checkpoint(out, name, tokenizer=None, **changes):
     config |= {"model_type": name} if own else {}
     config |= {"vocab_size": size, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0} | changes
     model = drawn(lm.models.Decoder, lm.models.DecoderConfig.from_json(config), key=random_key())
+    # Norms are near 1, so that every layer matters.
+    norms = {name: leaf + 1 for name, leaf in named_arrays(model).items() if "norm" in name}
+    model = replace(model, norms)
     (out / "config.json").write_text(json.dumps(config))
     tokenizer.save(str(out / "tokenizer.json"))
     is_chat = "<|im_end|>" in tokenizer.get_vocab()
