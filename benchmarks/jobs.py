@@ -320,8 +320,8 @@ in bfloat16. “Decode” is a token of each of eight texts with room for 4,000,
 `tensor_parallel`. All figures are those of one device. Exchanged bytes are results of collectives, those in
 loops each time. A dense copy is an array as large as a weight of all layers in floating point.
 
-On the machine itself, JAX tells the compiler how kernels are divided between devices. libtpu alone cannot be
-told, so that the programs for TPUs are not compiled here.
+On the machine itself, JAX tells the compiler how kernels are divided between devices, which libtpu alone
+refuses. So there are no figures for TPUs, and of their jobs only the decode step of 8B was recorded.
 """
 
 

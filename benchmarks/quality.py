@@ -29,7 +29,6 @@ import pathlib
 import platform
 import re
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -39,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quaxlike as ql
-from benchmarks import optimisers
+from benchmarks import optimisers, provenance
 from benchmarks.optimisers import OPTIMISERS, TRAININGS, Moments, of_moments
 from quaxlike.arrays.quantized import AbstractQuantizedArray
 from quaxlike.lm import load
@@ -425,14 +424,11 @@ def _short(x: Any) -> Any:
 
 def origin(texts: jax.Array) -> dict[str, Any]:
     """Where figures come from. Those of another text cannot stand beside them."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=DOCS, capture_output=True, text=True, check=True
-    )
     cpus = pathlib.Path("/proc/cpuinfo")
     names = re.findall(r"model name\s*: (.*)", cpus.read_text()) if cpus.exists() else []
     return {
         "command": "python -m benchmarks.quality --record",
-        "commit": commit.stdout.strip(),
+        "commit": provenance.commit(),
         "jax": jax.__version__,
         "python": platform.python_version(),
         "processor": names[0] if names else platform.processor(),
