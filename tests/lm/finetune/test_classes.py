@@ -15,7 +15,6 @@ from quaxlike.files import CheckpointError
 from quaxlike.lm import load, peft, save
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import Example, Tokens, collate
-from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.settings import FinetuneError
 from quaxlike.lm.finetune.tasks import Classes, Rewards, begun
 from quaxlike.lm.folders.labels import MULTI, REGRESSION, SINGLE, Labels
@@ -27,25 +26,6 @@ from tests.lm.finetune.test_train import decoder
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 NAMED = [{"text": count(i % 10, 3), "label": "low" if i % 10 < 5 else "high"} for i in range(40)]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("classes") / "llama", "llama", eos_token_id=3, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def base(llama):
-    return load(llama)
-
-
-@pytest.fixture
-def settings(llama, tmp_path):
-    def make(lines, task="classify", **options):
-        data = write(tmp_path / "data.jsonl", lines)
-        return settings_of(model=llama, data=data, output=tmp_path / "out", task=task, **options)
-
-    return make
 
 
 def rows(*labels):
@@ -63,9 +43,9 @@ def rows(*labels):
         (["b"], {"labels": ("b", "c")}, ("b", "c"), SINGLE),
     ],
 )
-def test_labels_of_the_data(labels, options, names, problem, settings, base):
+def test_labels_of_the_data(labels, options, names, problem, classify_settings, base):
     """They settle the new head; the settings with them need no data to make it again."""
-    given = settings(rows(*labels), **options)
+    given = classify_settings(rows(*labels), **options)
     model, data = begun(*base, given.train, given.data)
     assert model.labels == Labels(names, problem)
     assert model.score.weight.shape == (len(names), 64)
@@ -78,11 +58,11 @@ def test_labels_of_the_data(labels, options, names, problem, settings, base):
 @pytest.mark.parametrize(
     ("special", "pad"), [({"pad_token": "seven"}, 11), ({"pad_token": {"content": "one"}}, 5), ({}, 3)]
 )
-def test_padding_of_a_checkpoint_that_names_none(special, pad, llama, base, settings, tmp_path):
+def test_padding_of_a_checkpoint_that_names_none(special, pad, llama, base, classify_settings, tmp_path):
     """By the last token that is none of it, transformers finds the end of a text."""
     shutil.copytree(llama, tmp_path / "llama")
     (tmp_path / "llama" / "tokenizer_config.json").write_text(json.dumps(special))
-    given = settings(NAMED, labels=("high", "low"))
+    given = classify_settings(NAMED, labels=("high", "low"))
     train = dataclasses.replace(given.train, model=tmp_path / "llama")
     model = replace_fields(base[0], config=dataclasses.replace(base[0].config, pad_token_id=-1))
     found, _ = begun(model, base[1] | {"pad_token_id": None}, train, given.data)
@@ -103,8 +83,8 @@ def test_padding_of_a_checkpoint_that_names_none(special, pad, llama, base, sett
         (rows("a", "b"), {"labels": ("a", "a")}, "`labels` must be different names"),
     ],
 )
-def test_labels_that_settle_nothing(lines, options, message, settings, base):
-    given = settings(lines, **options)
+def test_labels_that_settle_nothing(lines, options, message, classify_settings, base):
+    given = classify_settings(lines, **options)
     with pytest.raises(FinetuneError, match=message):
         begun(*base, given.train, given.data)
 

@@ -15,15 +15,10 @@ from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.settings import FinetuneError
 from quaxlike.lm.finetune.tasks import Rewards, RewardSettings, begun
 from quaxlike.lm.models import with_classifier
-from tests.lm.finetune.test_finetune import checkpoint, count, write
+from tests.lm.finetune.test_finetune import count, write
 from tests.lm.finetune.test_train import decoder
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("rewards") / "llama", "llama", eos_token_id=3, pad_token_id=0)
 
 
 def test_lines_of_data(llama):

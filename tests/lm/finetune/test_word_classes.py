@@ -13,7 +13,6 @@ import quaxlike as ql
 from quaxlike.lm import load, peft
 from quaxlike.lm.finetune.__main__ import main
 from quaxlike.lm.finetune.data import Example, Tokens, collate
-from quaxlike.lm.finetune.options import settings_of
 from quaxlike.lm.finetune.rows import words_of
 from quaxlike.lm.finetune.settings import FinetuneError
 from quaxlike.lm.finetune.tasks import WordClasses, begun, task_for
@@ -28,25 +27,6 @@ ROWS = [
     {"tokens": count(i % 10, 4).split(), "ner_tags": ["odd" if (i + j) % 2 else "even" for j in range(4)]}
     for i in range(40)
 ]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return checkpoint(tmp_path_factory.mktemp("words") / "llama", "llama", eos_token_id=3, pad_token_id=0)
-
-
-@pytest.fixture(scope="module")
-def base(llama):
-    return load(llama)
-
-
-@pytest.fixture
-def settings(llama, tmp_path):
-    def make(lines, **options):
-        data = write(tmp_path / "data.jsonl", lines)
-        return settings_of(model=llama, data=data, output=tmp_path / "out", task="classify", **options)
-
-    return make
 
 
 @pytest.fixture
@@ -133,9 +113,9 @@ def test_rows_that_are_refused(row, message):
         ([["b", "b"]], {"labels": ("b", "c")}, ("b", "c")),
     ],
 )
-def test_labels_of_the_data(tags, options, names, settings, base):
+def test_labels_of_the_data(tags, options, names, classify_settings, base):
     """They settle the new head; the settings with them need no data to make it again."""
-    given = settings([{"tokens": ["one", "two"], "tags": x} for x in tags], **options)
+    given = classify_settings([{"tokens": ["one", "two"], "tags": x} for x in tags], **options)
     model, data = begun(*base, given.train, given.data)
     assert model.labels == Labels(names)
     assert model.of_tokens
@@ -157,22 +137,22 @@ def test_labels_of_the_data(tags, options, names, settings, base):
         ([{"tokens": ["a"], "tags": ["x"]}], {}, "has one label, x: there must be two"),
     ],
 )
-def test_what_settles_nothing(lines, options, message, settings, base):
-    given = settings(lines, **options)
+def test_what_settles_nothing(lines, options, message, classify_settings, base):
+    given = classify_settings(lines, **options)
     with pytest.raises(FinetuneError, match=message):
         begun(*base, given.train, given.data)
 
 
-def test_models_that_classify_already(settings, pieces):
+def test_models_that_classify_already(classify_settings, pieces):
     """Take their own kind of rows alone."""
     of_words, of_texts = (
         with_classifier(decoder(), ["a", "b"], of_tokens=x, key=jax.random.key(0)) for x in (True, False)
     )
     assert jax.eval_shape(of_words, jnp.arange(4), jnp.ones(4, bool)).shape == (4, 2)
-    given = settings(ROWS, label_words=True)
+    given = classify_settings(ROWS, label_words=True)
     with pytest.raises(FinetuneError, match="classifies texts: leave out --label-words"):
         begun(of_texts, {}, given.train, given.data)
-    given = settings(ROWS, labels=("x", "y"))
+    given = classify_settings(ROWS, labels=("x", "y"))
     with pytest.raises(FinetuneError, match="tells a, b apart, and --labels names other ones"):
         begun(of_words, {}, given.train, given.data)
     data = dataclasses.replace(given.data, task=None)
