@@ -37,6 +37,14 @@ def array(values: ArrayLike, dtype: DTypeLike | None = None) -> jax.Array:
     return jax.device_put(np.asarray(values, dtype))
 
 
+def tree_equal(*trees: Any, **options: Any) -> bool:
+    """`equinox.tree_equal`, by NumPy."""
+    host = lambda x: (
+        np.asarray(x) if eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    return bool(eqx.tree_equal(*(jax.tree.map(host, tree) for tree in trees), **options))
+
+
 def random_key(seed: int = 0) -> jax.Array:
     """`jax.random.key(seed)`, of which nothing is compiled."""
     return jax.random.wrap_key_data(np.array([0, seed], np.uint32))

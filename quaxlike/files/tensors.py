@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from .._files import replacing
+from ..core import compat
 from .errors import CheckpointError, file_error, hub_hint, listed
 from .json_text import read_json, read_json_of
 from .open_file import OpenFile, foreign
@@ -186,7 +186,7 @@ def write_to(
 
 def as_jax(array: np.ndarray) -> Any:
     """Moves `array` to the default device, unless JAX would truncate its 64 bits."""
-    return jnp.asarray(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+    return compat.from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
 def _in_folder(folder: Path) -> Path:

@@ -4,9 +4,11 @@ We clamp them, and replace what is read or added there, instead of using JAX's m
 `checkify` would report every out-of-bounds index.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,6 +23,12 @@ def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
     - `at`: an index for each axis behind the batch axes, or `slice(None)`; trailing ones may be omitted.
     - `num_batch`: how many leading axes of `y` and of all indices stack arrays. Default 0.
     """
+    return _get_at(y, _without_slices(at), fill, num_batch)
+
+
+# Calls outside of a jit compile one program in place of one for each operation; within one, they are inlined.
+@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
     if not y.size:
         rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
@@ -34,8 +42,11 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
     """Adds `values` (first axes: the indices') to `y`; booleans are or-ed. See `get_at` for `at` and
     `num_batch`.
     """
-    if not y.size:
-        return y
+    return _add_at(y, _without_slices(at), values, num_batch) if y.size else y
+
+
+@functools.partial(jax.jit, static_argnums=3, inline=True)
+def _add_at(y: Array, at: tuple[Any, ...], values: Array, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
     # Padding is clamped to index 0, where a real element is. Adding zero leaves it as it is.
     values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
@@ -43,21 +54,27 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
     return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")
 
 
-def _clamped(y: Array, at: Sequence[Any], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Clamped indices into all axes of `y`, and which of them were in bounds."""
-    shape = np.broadcast_shapes(*(np.shape(index) for index in at if not isinstance(index, slice)))
+def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(None if isinstance(index, slice) else index for index in at)
+
+
+def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
+    """Clamped indices into all axes of `y`, and which of them were in bounds. `None` takes a whole axis."""
+    shape = np.broadcast_shapes(*(np.shape(index) for index in at if index is not None))
     places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]
     inside = jnp.ones(shape, bool)
     for index, size in zip(at, y.shape[num_batch:], strict=False):
-        if not isinstance(index, slice):
+        if index is None:
+            places.append(slice(None))
+        else:
             stored = (index >= 0) & (index < size)
-            inside, index = inside & stored, jnp.where(stored, index, 0).astype(jnp.int32)
-        places.append(index)
+            inside = inside & stored
+            places.append(jnp.where(stored, index, 0).astype(jnp.int32))
     return tuple(places), inside
 
 
-def _is_whole(at: Sequence[Any], i: int) -> bool:
-    return i >= len(at) or isinstance(at[i], slice)
+def _is_whole(at: tuple[Any, ...], i: int) -> bool:
+    return i >= len(at) or at[i] is None
 
 
 def _before(inside: Array, x: Array) -> Array:

@@ -19,7 +19,7 @@ from quaxlike.files import CheckpointError
 from quaxlike.files import safetensors as st
 from quaxlike.files.tensors import open_tensors, write_tensors
 from tests.fuzz import tensors as files
-from tests.samples import normal, random_key
+from tests.samples import normal, random_key, tree_equal
 
 _KEY = random_key(0)
 
@@ -69,7 +69,7 @@ def test_round_trip(name, tmp_path):
     equal = lambda tree: jax.tree.map(
         lambda x: jax.random.key_data(x) if isinstance(x, jax.Array) and x.dtype == _KEY.dtype else x, tree
     )
-    assert eqx.tree_equal(equal(loaded), equal(model), typematch=True)
+    assert tree_equal(equal(loaded), equal(model), typematch=True)
     st.save(tmp_path / "again.safetensors", loaded)
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again.safetensors", "model.safetensors"]
@@ -80,7 +80,7 @@ def test_a_quantised_file_loads_into_the_shapes_of_the_plain_model(tmp_path):
     model = ql.quantize(_mlp(), "nf4")
     st.save(tmp_path / "model.safetensors", model)
     loaded = st.load(tmp_path, eqx.filter_eval_shape(_mlp))
-    assert eqx.tree_equal(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
+    assert tree_equal(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
     x = jnp.ones(64)
     np.testing.assert_array_equal(ql.quaxify(loaded)(x), ql.quaxify(model)(x))
 
@@ -111,7 +111,7 @@ def test_types_of_your_own_are_named(tmp_path):
     st.save(path, model, types=[_Mine])
     with pytest.raises(CheckpointError, match=r"'w': cannot be rebuilt: unknown type '_Mine'; known are"):
         st.load(path, model)
-    assert eqx.tree_equal(st.load(path, model, types=[_Mine]), model)
+    assert tree_equal(st.load(path, model, types=[_Mine]), model)
 
 
 def test_what_does_not_fit_the_model_is_named(tmp_path):

@@ -20,7 +20,7 @@ from quaxlike.lm import generate, peft, tensor_parallel
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.sharding import fsdp, shard
 from quaxlike.testing import check_type
-from tests.samples import drawn, normal, random_key
+from tests.samples import drawn, normal, random_key, tree_equal
 from tests.sharding.processes import run as on_devices
 
 KEY = random_key(0)
@@ -303,7 +303,7 @@ def test_layers_are_stacked_and_scanned():
     _close(y, x, 1e-5)
     assert isinstance(second, Scaled)
     for row in (rows[1].weight, second):
-        assert eqx.tree_equal(row, layers[1].weight)
+        assert tree_equal(row, layers[1].weight)
 
 
 @pytest.mark.slow
@@ -427,7 +427,7 @@ def test_no_file_leaves_it_out(tmp_path):
         peft.save_adapter(tmp_path, both)
     safetensors.save(tmp_path / "model.safetensors", both, types=[Scaled])
     again = safetensors.load(tmp_path / "model.safetensors", MLP, types=[Scaled])
-    assert eqx.tree_equal(_weights(again), _weights(both))
+    assert tree_equal(_weights(again), _weights(both))
 
 
 def test_which_weights():

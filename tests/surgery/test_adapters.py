@@ -10,7 +10,7 @@ import pytest
 
 import quaxlike as ql
 from quaxlike.arrays.named import NamedArray
-from tests.samples import drawn, normal, random_key
+from tests.samples import drawn, normal, random_key, tree_equal
 
 from ..primitives.jaxprs import equations
 
@@ -382,7 +382,7 @@ def test_merging_into_a_stack_of_quantised_weights(options):
     with pytest.warns(UserWarning, match="rounds them: w"):
         merged = ql.merge(model)["w"]
     expected = ql.NF4Array.quantize(model["w"].merged(), stacked=1, **options)
-    assert eqx.tree_equal(merged, expected)
+    assert tree_equal(merged, expected)
 
 
 def test_merging_into_a_base_of_another_type():

@@ -12,7 +12,7 @@ import pytest
 import quaxlike as ql
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
-from tests.samples import random_key
+from tests.samples import random_key, tree_equal
 
 KEY = random_key(0)
 z = lambda shape: jax.device_put(np.zeros(shape, np.float32))  # which compiles nothing
@@ -294,7 +294,7 @@ def test_adapters_and_files_are_those_of_the_equinox_twin(naming, options, tmp_p
     merged = convert(ql.merge(expected))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ql.merge(model), merged)
     again = peft.load_adapter(tmp_path / "other", params, rename=rename)
-    assert options == "pissa" or eqx.tree_equal(again, model)  # which belongs to another base
+    assert options == "pissa" or tree_equal(again, model)  # which belongs to another base
 
 
 def keywords_of(keywords, options):
@@ -314,7 +314,7 @@ def test_peft_refuses_what_pytorch_has_no_layer_for(tmp_path):
         key[17:]: x.shape for key, x in open_tensors(tmp_path / "adapter_model.safetensors").info.items()
     }
     assert shapes == {"mixer.lora_A.weight": (2, 12), "mixer.lora_B.weight": (5, 2)}
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, unknown, layout={"mixer": "iio"}), model)
+    assert tree_equal(peft.load_adapter(tmp_path, unknown, layout={"mixer": "iio"}), model)
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_gpt2_weights_are_fan_in_fan_out(tmp_path):
     model = ql.loraify(state, rank=2, key=KEY, fan_in_fan_out=True)
     peft.save_adapter(tmp_path, model)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["fan_in_fan_out"]
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, state), model)
+    assert tree_equal(peft.load_adapter(tmp_path, state), model)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from quaxlike.adapters import METHODS, MethodArray
 from quaxlike.adapters.lora import TOKENS
 from quaxlike.files.tensors import open_tensors
 from quaxlike.lm import peft
-from tests.samples import drawn, normal, random_key, wrong_types
+from tests.samples import drawn, normal, random_key, tree_equal, wrong_types
 
 
 def _start(name, **options):
@@ -109,14 +109,14 @@ def test_layers_share_their_random_matrices(start, tmp_path):
 
     peft.save_adapter(tmp_path, model)
     assert not any(key.endswith("_A") for key in open_tensors(tmp_path / "adapter_model.safetensors"))
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, layers), model)
+    assert tree_equal(peft.load_adapter(tmp_path, layers), model)
 
     trained = zip(layers, _trained(model), strict=True)
     model = [eqx.tree_at(lambda x: x.weight, layer, x) for layer, x in trained]
     stacked = ql.stack_layers(model[:2])
     assert stacked.weight.a is model[0].weight.a
     for row, layer in zip(ql.unstack_layers(stacked), model, strict=False):
-        assert eqx.tree_equal(row, layer)
+        assert tree_equal(row, layer)
 
     @ql.quaxify
     def run(stacked, x):
@@ -141,7 +141,7 @@ def test_factors_of_layers_with_a_bias(tmp_path):
     factors = {name: [*model[name].weight.trained()] for name in layers}
     assert factors == {"a": ["inputs"], "b": ["outputs"], "conv": ["channels"]}
     peft.save_adapter(tmp_path, model)
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, layers), model)
+    assert tree_equal(peft.load_adapter(tmp_path, layers), model)
     grouped = {"conv": drawn(conv, 2, 4, 3, groups=2, key=KEY)}
     with pytest.raises(ValueError, match="does not tell how many channels"):
         ql.adapt(grouped, _start("ia3"), where=["conv"])

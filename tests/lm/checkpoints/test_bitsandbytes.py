@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +15,7 @@ from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import bitsandbytes
 from tests.fixtures import fixture
+from tests.samples import tree_equal
 
 _INDEX = json.loads(fixture("linear4bit/index.json").read_text())["layers"]
 _IO = dict(np.load(fixture("linear4bit/io.npz")))
@@ -69,7 +69,7 @@ def test_what_we_quantise_is_saved_and_loaded(tmp_path, shape, cls, double_quant
     path = tmp_path / "w.safetensors"
     bitsandbytes.save(path, {"w": w, "b": np.arange(3)})
     loaded = bitsandbytes.load(path)
-    assert eqx.tree_equal(loaded["w"], w)
+    assert tree_equal(loaded["w"], w)
     np.testing.assert_array_equal(loaded["b"], np.arange(3))
     # Another reader of the container agrees.
     stored = safetensors.numpy.load_file(path)
@@ -84,7 +84,7 @@ def test_codes_viewed_as_another_dtype(tmp_path):
     path = tmp_path / "w.safetensors"
     bitsandbytes.save(path, {"w": w}, quant_storage=jnp.bfloat16)
     assert open_tensors(path).info["w"].dtype == jnp.bfloat16
-    assert eqx.tree_equal(bitsandbytes.load(path)["w"], w)
+    assert tree_equal(bitsandbytes.load(path)["w"], w)
     odd = ql.NF4Array.quantize(jnp.ones((1, 3)))
     with pytest.raises(CheckpointError, match="2 bytes of codes cannot be viewed as float32"):
         bitsandbytes.save(path, {"w": odd}, quant_storage=jnp.float32)
@@ -105,7 +105,7 @@ def test_sharded_checkpoints_are_read_one_weight_at_a_time(tmp_path):
     weights = bitsandbytes.load(tmp_path)
     assert list(weights) == ["layers.0.weight", "layers.1.bias", "layers.1.weight"]
     single = bitsandbytes.load(fixture("linear4bit/rowcross_40x24.safetensors"))
-    assert eqx.tree_equal(weights["layers.1.weight"], single["weight"])
+    assert tree_equal(weights["layers.1.weight"], single["weight"])
 
     lazy = bitsandbytes.open_checkpoint(index)
     shard = tmp_path / "model-1.safetensors"

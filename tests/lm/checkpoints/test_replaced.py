@@ -5,7 +5,6 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import bitsandbytes, peft
 from quaxlike.lm.folders import file_pair
 from tests.fixtures import fixture
+from tests.samples import tree_equal
 
 
 def _numbered(n):
@@ -132,7 +132,7 @@ def test_adapters_are_of_one_state(tmp_path, monkeypatch):
     monkeypatch.setattr(file_pair.Pair, "config_path", replaced)
     found = peft.load_adapter(tmp_path, base)
     monkeypatch.undo()
-    assert eqx.tree_equal(found, peft.load_adapter(fixture(f"peft_llama/adapters/{names[1]}"), base))
+    assert tree_equal(found, peft.load_adapter(fixture(f"peft_llama/adapters/{names[1]}"), base))
 
 
 def test_open_files_are_closed(tmp_path):

@@ -7,7 +7,6 @@ import shutil
 import signal
 import warnings
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,7 @@ from quaxlike.lm.generate.__main__ import main
 from quaxlike.lm.generate.run import Stream
 from tests.fixtures import fixture
 from tests.lm.models.fixtures import folder
-from tests.samples import use_cache
+from tests.samples import tree_equal, use_cache
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_with_an_adapter_that_peft_has_no_file_for(checkpoint, tmp_path, capsys,
     wanted = np.asarray(generate(merged, np.array([[5, 6, 7]]), max_new_tokens=6, eos=2))[0]
     assert (status, out.split()) == (0, [f"w{i}" for i in wanted.tolist()])
     assert convert([str(checkpoint), str(tmp_path / "out"), f"--adapter={tmp_path / 'adapter'}"]) == 0
-    assert eqx.tree_equal(load(tmp_path / "out")[0], merged)
+    assert tree_equal(load(tmp_path / "out")[0], merged)
     (tmp_path / "adapter" / "run.json").write_text('{"adapter": "no_such_weights:Scaled"}')
     status, _, told = run(capsys, "--model", checkpoint, *with_it)
     assert status == 2

@@ -9,7 +9,7 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.surgery.trees import named_arrays
-from tests.samples import drawn, normal, random_key
+from tests.samples import drawn, normal, random_key, tree_equal
 
 KEY = random_key(0)
 MLP = drawn(eqx.nn.MLP, 64, 32, 32, depth=1, key=KEY)
@@ -38,10 +38,10 @@ def test_a_type_of_ones_own(tmp_path):
     safetensors.save_adapters(file, model, types=[Scaled])
     assert set(open_tensors(file)) == {"layers.0.weight.scale", "layers.1.weight.scale"}
     again = safetensors.load_adapters(file, MLP, types=[Scaled])
-    assert eqx.tree_equal(again.layers[0].weight, model.layers[0].weight)
+    assert tree_equal(again.layers[0].weight, model.layers[0].weight)
     assert again.layers[1].weight.w is MLP.layers[1].weight
     quantised = safetensors.load_adapters(file, ql.quantize(MLP, "nf4"), types=[Scaled])
-    assert eqx.tree_equal(named_arrays(quantised), named_arrays(ql.quantize(model, "nf4")))
+    assert tree_equal(named_arrays(quantised), named_arrays(ql.quantize(model, "nf4")))
     with pytest.raises(CheckpointError, match=r"layers\.0\.weight.*unknown type 'Scaled'"):
         safetensors.load_adapters(file, MLP)
     with pytest.raises(CheckpointError, match="is not a type that the file can name; pass it in `types`"):
@@ -57,7 +57,7 @@ def test_everything_that_is_trained(tmp_path):
     safetensors.save_adapters(tmp_path / "a.safetensors", model)
     again = safetensors.load_adapters(tmp_path / "a.safetensors", _base())
     assert {*map(type, again.values())} == {ql.LoraArray, ql.LoraBias, ql.TrainableArray, ql.TrainableRows}
-    assert eqx.tree_equal(again, model)
+    assert tree_equal(again, model)
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_biases_that_the_model_does_not_have(tmp_path):
     bare = eqx.nn.Linear(4, 4, use_bias=False, key=KEY)
     model = ql.loraify(bare, rank=2, key=KEY, lora_bias=True)
     safetensors.save_adapters(tmp_path / "a.safetensors", model)
-    assert eqx.tree_equal(safetensors.load_adapters(tmp_path / "a.safetensors", bare), model)
+    assert tree_equal(safetensors.load_adapters(tmp_path / "a.safetensors", bare), model)
 
 
 @pytest.mark.slow
@@ -75,12 +75,12 @@ def test_a_base_that_is_trained_is_in_the_file(tmp_path):
     safetensors.save_adapters(file, model)
     other = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, MLP)
     again = safetensors.load_adapters(file, other)
-    assert eqx.tree_equal(again.layers[0].weight, model.layers[0].weight)
+    assert tree_equal(again.layers[0].weight, model.layers[0].weight)
     np.testing.assert_array_equal(again.layers[0].bias, other.layers[0].bias)
     scales = ql.train_scales(ql.quantize(ql.adapt(MLP, _make, key=KEY), "nf4"))
     safetensors.save_adapters(file, scales, types=[Scaled])
     again = safetensors.load_adapters(file, ql.quantize(other, "nf4"), types=[Scaled])
-    assert eqx.tree_equal(again.layers[0].weight, scales.layers[0].weight)
+    assert tree_equal(again.layers[0].weight, scales.layers[0].weight)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_several_on_one_base(tmp_path):
     model = ql.stack_adapters([ql.loraify(MLP, rank=2, key=jax.random.key(i)) for i in range(3)])
     safetensors.save_adapters(tmp_path / "a.safetensors", model)
     again = safetensors.load_adapters(tmp_path / "a.safetensors", MLP)
-    assert eqx.tree_equal(again.layers[0].weight, model.layers[0].weight)
+    assert tree_equal(again.layers[0].weight, model.layers[0].weight)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from quaxlike import lm
 from quaxlike.files import CheckpointError
 from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import peft
+from tests.samples import tree_equal
 
 from ...fixtures import fixture
 
@@ -111,7 +112,7 @@ def test_on_a_state_dict_under_other_names(bases):
     state = {name.replace("self_attn", "attention"): x for name, x in arrays.items()}
     model = peft.load_adapter(folder, state, rename=lambda name: name.replace("attention", "self_attn"))
     for name, x in expected.items():
-        assert eqx.tree_equal(model[name.replace("self_attn", "attention")], x)
+        assert tree_equal(model[name.replace("self_attn", "attention")], x)
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def test_rename_by_beginnings(tmp_path):
     keys = set(open_tensors(tmp_path / "adapter_model.safetensors"))
     layers = ["lin0", "head.out"]
     assert keys == {f"base_model.model.{layer}.lora_{x}.weight" for layer in layers for x in "AB"}
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, mlp, rename=rename), model)
+    assert tree_equal(peft.load_adapter(tmp_path, mlp, rename=rename), model)
 
 
 class Net(eqx.Module):
@@ -170,9 +171,9 @@ def test_round_trip(name, adapter_name, tmp_path):
     peft.save_adapter(tmp_path, model, adapter_name=adapter_name)
     assert (tmp_path / ("adapter_config.json" if adapter_name == "default" else "other")).exists()
     again = peft.load_adapter(tmp_path, net, adapter_name=adapter_name)
-    assert eqx.tree_equal(again, model)
+    assert tree_equal(again, model)
     # An adapter takes the place of another.
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, again, adapter_name=adapter_name), model)
+    assert tree_equal(peft.load_adapter(tmp_path, again, adapter_name=adapter_name), model)
 
 
 @pytest.mark.slow
@@ -384,7 +385,7 @@ def test_damaged_tensors(name, damaged, bases):
     edit_tensors(damaged, change)
     with pytest.raises(CheckpointError, match=f"(?s)adapter_model.safetensors: .*{message}"):
         peft.load_adapter(damaged, bases["bert"])
-    assert eqx.tree_equal(bases["bert"], before)
+    assert tree_equal(bases["bert"], before)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import quaxlike as ql
 from quaxlike.files import CheckpointError, safetensors
 from quaxlike.lm import peft
 from quaxlike.surgery.trees import named_arrays, replace
-from tests.samples import array, drawn, random_key
+from tests.samples import array, drawn, random_key, tree_equal
 
 KEY = random_key(0)
 RANK, ALPHA = 3, 12
@@ -142,7 +142,7 @@ def test_the_record_is_in_native_files(tmp_path):
     model = adapted("pissa")
     safetensors.save(tmp_path / "model.safetensors", model)
     again = safetensors.load(tmp_path / "model.safetensors", like=NET)
-    assert eqx.tree_equal(again, model)
+    assert tree_equal(again, model)
     peft.save_adapter(tmp_path, again)
     assert config(tmp_path)["init_lora_weights"] == "pissa"
 
@@ -191,7 +191,7 @@ def test_a_base_that_does_not_fit_the_adapter(tmp_path):
 def test_initialisations_that_leave_the_base_alone(init, tmp_path):
     peft.save_adapter(tmp_path, model := adapted("gaussian"))
     edit(tmp_path, init_lora_weights=init)
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, NET), model)
+    assert tree_equal(peft.load_adapter(tmp_path, NET), model)
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_embeddings_are_left_alone(tmp_path):
     """As PEFT does, whatever the initialisation."""
     peft.save_adapter(tmp_path, model := adapted("gaussian", where=["embed"]))
     edit(tmp_path, init_lora_weights="pissa")
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, NET), model)
+    assert tree_equal(peft.load_adapter(tmp_path, NET), model)

@@ -19,7 +19,7 @@ from quaxlike.files.tensors import open_tensors, write_tensors
 from quaxlike.lm import load, peft
 from quaxlike.lm.peft.config import BY_TYPE as METHODS
 from quaxlike.surgery.trees import layer_of, named_arrays, replace
-from tests.samples import drawn, random_key
+from tests.samples import drawn, random_key, tree_equal
 
 from ...fixtures import fixture, has_fixture
 from ...samples import normal
@@ -175,7 +175,7 @@ def test_computes_what_peft_computes(method, case, tmp_path):
         assert {*ours} == {*theirs}
         for key in theirs:
             np.testing.assert_array_equal(ours[key], theirs[key])
-        assert eqx.tree_equal(again, model)
+        assert tree_equal(again, model)
         ours, theirs = (
             json.loads((f / "adapter_config.json").read_text()) for f in (tmp_path / "again", folder)
         )
@@ -216,7 +216,7 @@ def test_activated_lora(tmp_path):
         assert np.linalg.norm(found[key] - expected) <= 1e-4 * np.linalg.norm(expected), key
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["alora_invocation_tokens"] == [5, 9]
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, _base("llama")), model)
+    assert tree_equal(peft.load_adapter(tmp_path, _base("llama")), model)
 
 
 @pytest.mark.slow
@@ -404,7 +404,7 @@ ALORA = functools.partial(ql.loraify, rank=2, where=["layers.0"], invocation_tok
 )
 def test_files_of_activated_lora(options, message, tmp_path):
     folder = _edited(tmp_path, ALORA(MLP))
-    assert eqx.tree_equal(peft.load_adapter(folder, MLP), ALORA(MLP))
+    assert tree_equal(peft.load_adapter(folder, MLP), ALORA(MLP))
     with pytest.raises(CheckpointError, match=message):
         peft.load_adapter(_edited(folder, ALORA(MLP), **options), MLP)
 

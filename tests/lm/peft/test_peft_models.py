@@ -15,6 +15,7 @@ from quaxlike.lm import load, peft
 from quaxlike.lm.models import Decoder, DecoderConfig
 from quaxlike.surgery.trees import named_arrays
 from tests.lm.models.fixtures import adapter, agree, expected, folder, has_adapter, of_peft
+from tests.samples import tree_equal
 
 _ALL = [
     "qwen3_moe/all_linear", "qwen3_moe/experts", "qwen3_moe/experts_down_only_rslora", "mixtral/experts",
@@ -209,7 +210,7 @@ def test_trained_tokens_of_a_table_that_is_no_layer(tmp_path):
         "table": [1, 7],
         "up": [0],
     }
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, base), model)
+    assert tree_equal(peft.load_adapter(tmp_path, base), model)
 
 
 _SIZES = {"vocab_size": 20, "num_attention_heads": 2}
@@ -269,7 +270,7 @@ def test_layers_that_peft_takes_for_experts(architecture, tmp_path):
     options = {"where": r".*\.mlp\..*", "rank": 2, "key": jax.random.key(1)}
     model = ql.loraify(base, init="gaussian", **options)
     peft.save_adapter(tmp_path, model)
-    assert eqx.tree_equal(peft.load_adapter(tmp_path, base), model)
+    assert tree_equal(peft.load_adapter(tmp_path, base), model)
     written, layers = json.loads((tmp_path / "adapter_config.json").read_text()), _TAKEN[architecture]
     named = {f"model.layers.1.mlp.experts.{x}_proj" for x in ("down", "gate_up")}
     routers = {"model.layers.1.mlp.gate.weight"}
