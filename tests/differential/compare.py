@@ -247,7 +247,8 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
         if any(text in str(error) for text in REJECTED):
             return Outcome("rejected", str(error))
         raise Finding(programs, f"raises {type(error).__name__}", _told(error)) from error
-    plain = not program.outer and not any(map(ql.is_value, returned))  # Values have no weak types
+    values = list(returned)  # before other calls of `both` clear it
+    plain = not program.outer and not any(map(ql.is_value, values))  # Values have no weak types
     again = lambda change: compiled(leaves, varied, moves(change))
     tolerance = _tolerance([*leaves, *jtu.tree_leaves(expected)], traced)
     # What differs where NaN is expected, `_loses_nans` says.
@@ -283,7 +284,7 @@ def _check(programs: Sequence[Program], operands: dict[str, Any]) -> Outcome:
             raise Finding(programs, "no NaN", f"{results}, expected {expected}"[:1200])
     if problem is None:
         if not program.outer:
-            _check_units(programs, operands, returned, differ)
+            _check_units(programs, operands, values, differ)
         return Outcome("equal")
     for seed in range(3):
         disturbed = again(functools.partial(_disturbed, seed, 0.01 * tolerance))

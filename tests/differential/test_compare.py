@@ -58,6 +58,13 @@ def test_the_program_that_fails_is_named(monkeypatch):
 
 
 @pytest.mark.slow
+def test_units_are_checked_where_results_have_nans():
+    """Other programs are traced before that, to see whether the NaNs have to be."""
+    program = Program("Unitful of SparseArray", (Step("x / jnp.zeros(())"),), jit=True, x64=True)
+    assert check(program).status == "equal"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_a_value_of_each_origin_is_compared(origin, monkeypatch):
     program = Program(
