@@ -354,7 +354,7 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Returns why TPU kernels can be neither compiled nor interpreted on a platform, or `None` if they can."""
+    """Returns why TPU kernels can be neither compiled nor interpreted on a platform, if that is the case."""
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

@@ -266,7 +266,7 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """Returns the codes of the nearest entries. (By summing comparisons, which XLA fuses into a single pass.)"""
+    """Returns the codes of the nearest entries, summing comparisons because XLA fuses these into one pass."""
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
     for bound, step in zip(bounds, np.diff(order), strict=True):  # steps are uint8, and can wrap around
