@@ -69,8 +69,7 @@ def dynamic_map() -> FloatArray:
     """Returns the 256 values of the signed 8-bit dynamic data type, in ascending order.
 
     The values span seven decades, each with twice as many (linearly spaced) steps as the one below it.
-    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and
-    <https://arxiv.org/abs/2110.02861>.
+    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and <https://arxiv.org/abs/2110.02861>.
     """
     values = [0.0, 1.0]
     for decade in range(7):
