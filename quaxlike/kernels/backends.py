@@ -29,7 +29,7 @@ _USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tp
 
 
 class KernelFallbackWarning(UserWarning):
-    """Emitted when the requested backend does not support an operation, so that another backend is used."""
+    """The warning emitted if the requested backend does not support an operation, and another one is used."""
 
 
 class Choice(NamedTuple):

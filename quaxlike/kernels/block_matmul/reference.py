@@ -183,7 +183,7 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
-    """Returns the number of tiles and the (even) number of rows per tile. There can be a partial tile left."""
+    """Returns the number of tiles and the (even) number of rows per tile. Any rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
     # Never decode a large weight in one go, as XLA would then keep it alive until the backward pass.

@@ -1,4 +1,4 @@
-"""The block-sparse matmul, as a primitive that knows its derivatives and picks its backend."""
+"""The block-sparse matmul, as a primitive with derivatives and a choice of backends."""
 
 import functools
 from collections.abc import Callable
@@ -30,11 +30,12 @@ def block_sparse_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight with some square blocks stored.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight with only some square blocks stored.
 
-    `W` has shape `(N, K)` and is zero outside its blocks, which are stored by block rows (block-ELL): each
-    block row has as many slots as the fullest row has blocks. Products are accumulated in float32, in time
-    proportional to the number of slots. This is differentiable in `x` and in the stored blocks.
+    `W` has shape `(N, K)` and is zero outside of its blocks. These are stored as block-ELL, in which every
+    block row has the same number of slots, i.e. as many as the fullest row needs. Products are accumulated in
+    float32, and take time proportional to the number of slots. The result is differentiable with respect to
+    `x` and the stored blocks.
 
     !!! example
 
@@ -43,7 +44,7 @@ def block_sparse_matmul(
         import numpy as np
         from quaxlike.kernels import block_sparse_matmul, transposed_index
 
-        # (256, 192), in block rows of one, one, two and no blocks.
+        # Has shape (256, 192), with one, one, two and zero blocks in its four block rows.
         col_idx = np.array([[0, 3], [2, 3], [0, 1], [3, 3]], np.int32)
         blocks = jnp.ones((4, 2, 64, 64))
         x = jnp.ones((8, 192))
@@ -52,18 +53,18 @@ def block_sparse_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` has rows `n·b …` and columns `col_idx[n, j]·b …` of
-        `W`.
-    - `col_idx`: each block's column, in `[0, K / b)`; `K / b` for a slot without a block.
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `blocks`: has shape `(N / b, slots, b, b)`. `blocks[n, j]` starts at row `n·b` and column
+        `col_idx[n, j]·b` of `W`.
+    - `col_idx`: the block column of every block, in `[0, K / b)`, or `K / b` for a slot without a block.
     - `transposed_idx`: the numbers of the blocks in each block column, from
         [`transposed_index`][quaxlike.kernels.transposed_index].
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     col_idx, transposed_idx = jnp.asarray(col_idx), jnp.asarray(transposed_idx)
     _check(x, blocks, col_idx, transposed_idx, transpose)
@@ -102,7 +103,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 def _either(
     first: Callable[..., Choice | str], second: Callable[..., Choice | str]
 ) -> Callable[..., Choice | str]:
-    """Returns the first kernel if it applies, else the second, which may support what the first does not."""
+    """Returns a choice that uses the second kernel if the first one does not support an operation."""
 
     def choose(*operands: Any, **params: Any) -> Choice | str:
         choice = first(*operands, **params)
@@ -133,7 +134,8 @@ def _transpose(
         params["out_dtype"] = np.dtype(x.aval.dtype)
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
-    # Only stored blocks get a cotangent: the pattern is fixed, and a dense one would defeat the purpose.
+    # Only the stored blocks have cotangents. The sparsity pattern is fixed, and a dense cotangent would
+    # defeat the purpose of a sparse weight.
     by_rows, by_columns = (x, ct) if transpose else (ct, x)
     ct_blocks = sampled_matmul_p(
         by_rows,
@@ -148,7 +150,7 @@ def _transpose(
 
 
 def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx  # only derivatives need this
+    del transposed_idx  # only used by the derivatives
     return sampled_reference(y, x, col_idx, **params)
 
 
@@ -183,7 +185,7 @@ def _sampled_transpose(
 
 
 def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    # In plain JAX, a batch of products is a product of larger arrays.
+    # For the reference, a batch of products is just a product of larger arrays.
     del params["backend"]
     return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
 
@@ -192,7 +194,7 @@ block_sparse_matmul_p = kernel_primitive(
     "block_sparse_matmul",
     _choose,
     matmul_reference,
-    # Bilinear in x and blocks; the indices are integers.
+    # Bilinear in x and blocks. (The indices are integer-valued, and so have no tangents.)
     jvp=lambda primals, tangents, **params: sum_tangents(block_sparse_matmul_p, primals, tangents, params),
     transpose=_transpose,
     batching=lambda size, operands, dims, **params: map_rows(
