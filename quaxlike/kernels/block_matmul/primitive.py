@@ -109,7 +109,7 @@ def _kernel(
 def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode, **params: Any) -> Any:
     for primal, tangent in zip(primals[1:], tangents[1:], strict=True):
         if nonzero(tangent) and (not decode.linear or isinstance(primal, NestedScales)):
-            return NotImplemented  # differentiate the reference to obtain tangents for these scales
+            return NotImplemented  # the reference derives tangents for these scales
     return sum_tangents(PRODUCTS[decode.name], primals, tangents, {"decode": decode, **params})
 
 
@@ -252,7 +252,7 @@ def block_matmul(
     - `transpose`: whether to contract over `N` instead of `K`.
     - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
         `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
-    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
+    - `out_dtype`: the result's dtype; `x.dtype` if None.
 
     **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 

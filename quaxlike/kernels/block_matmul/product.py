@@ -59,7 +59,7 @@ class Product:
     - `low_first`: whether the first of the two codes in a byte is in its low nibble.
     - `scales`: `"float"` for scales of any floating dtype. Scales can also be bytes, in which case this is
         `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
-    - `zeros`: one of `None`, `"points"`, `"plus"` or `"minus"`.
+    - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
     """
 
     shape: tuple[int, int]
@@ -98,7 +98,7 @@ class Product:
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
-        """Returns the product that contracts the same weight over its other axis."""
+        """Returns the other contraction with the same weight."""
         return dataclasses.replace(self, transpose=not self.transpose, out_dtype=out_dtype)
 
     def of_dtype(self, out_dtype: np.dtype) -> "Product":

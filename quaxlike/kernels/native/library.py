@@ -38,7 +38,7 @@ class NativeError(RuntimeError):
 
 
 class Library(NamedTuple):
-    """The native library once loaded: its path, and the instruction set that it uses on this processor."""
+    """The loaded library: its file, and the instruction set it uses here."""
 
     path: Path
     instructions: str
