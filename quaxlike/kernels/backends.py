@@ -229,7 +229,7 @@ def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
-    if isinstance(axes, mlir.SPMDAxisContext):
+    if isinstance(axes, mlir.SPMDAxisContext):  # inside of `shard_map`, which can leave some axes automatic
         manual = {*axes.manual_axes, *axes.mesh.manual_axes}
         return any(size != 1 for axis, size in axes.mesh.shape.items() if axis not in manual)
     return False
@@ -248,12 +248,14 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     if is_spread(leaves) and primitive.slot("partitioning").registered:
         rule = primitive.slot("partitioning")(*operands, **params)
     if rule is None:
-        return primitive(*vary_alike(operands), **params)
+        return primitive(*vary_alike(operands), **params)  # `shard_map` requires operands to vary alike
 
     def part(*leaves: Any) -> list[jax.Array]:
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
+    # The operands' types are explicitly sharded, so bind the primitive once per shard, inside of a
+    # `shard_map`.
     return rule.apply_to_types(part)(*leaves)[0]
 
 
@@ -274,6 +276,7 @@ def first_choice(
         return either its choice, or the reason why it does not support the operation.
     """
     asked = _asked(platform, forced)
+    # Exported programs can have symbolic dimensions, for which we cannot compile kernels.
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return Choice("reference", "a kernel is made for shapes that are known; one is left open", reference)

@@ -36,6 +36,7 @@ def planes(packed: Any, bits: int) -> list[Any]:
     if missing := -packed.shape[-1] % unit:
         xp: Any = np if isinstance(packed, np.ndarray) else jnp
         packed = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    # Byte `i` of every unit contains codes at the same offsets, so whole planes can be shifted at a time.
     parts = [packed[..., i::unit] for i in range(unit)] if unit > 1 else [packed]
     mask, out = np.uint8(2**bits - 1), []
     for j in range(stride):
@@ -69,6 +70,7 @@ def pack(codes: Any, bits: int) -> Any:
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = codes[..., j::stride]
+        # This discards bits that don't fit into the byte. They are stored in the next one below.
         low = code << np.uint8(shift)
         out[i] = low if out[i] is None else out[i] | low
         if shift + bits > 8:

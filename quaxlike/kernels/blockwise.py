@@ -22,7 +22,7 @@ FloatArray = Float32[np.ndarray, "_"]
 
 def _frozen(values: object) -> FloatArray:
     array = np.asarray(values, np.float32)
-    array.flags.writeable = False
+    array.flags.writeable = False  # as these arrays are cached and shared
     return array
 
 

@@ -35,7 +35,7 @@ def rounded_rows(
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
     else:
         scale = jnp.full((*x.shape[:-1], 1), limit / largest, jnp.float32)
-    codes = x / jnp.where(scale == 0, 1.0, scale)
+    codes = x / jnp.where(scale == 0, 1.0, scale)  # a row of zeros has scale zero
     codes = jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes
     return jnp.clip(codes, -largest, largest).astype(dtype), scale
 
@@ -123,6 +123,7 @@ def code_matmul(
 
         of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
         factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
+        # The scales vary along the contracted axis, and so have to be applied before rounding.
         each, of_row = rounded_rows(cotangent[None] * factor, activations)
         weight = jnp.moveaxis(lax.bitcast_convert_type(codes, dtype).reshape(n, groups, -1), 1, 0)
         dims = (((each.ndim - 1,), (1,)), ((0,), (0,)))
@@ -130,6 +131,7 @@ def code_matmul(
         return jnp.moveaxis(of_x, 0, -2).reshape(x.shape).astype(x.dtype), None, of_scale
 
     if rounds_gradients:
+        # Only use `custom_vjp` if we have to, as it doesn't support forward mode.
         by_codes = jax.custom_vjp(product)
         by_codes.defvjp(forwards, backwards, symbolic_zeros=True)
         return by_codes(x, codes, scale)

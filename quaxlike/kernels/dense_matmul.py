@@ -43,6 +43,7 @@ def dense_matmul(
         the order of operands.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
+    # Sharded operands, and any precision that the user has requested, are left to XLA.
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
         return _plain(x, w, weight_first=weight_first)
     return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first)

@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 def _types() -> dict[str, ir.Type]:
     return {
+        # MLIR integers are signless. We always use unsigned operations on them.
         "u1": ir.IntegerType.get_signless(1),
         "u8": ir.IntegerType.get_signless(8),
         "u16": ir.IntegerType.get_signless(16),
@@ -97,6 +98,7 @@ def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
 
 def fma(a: Reg, b: Reg, c: Reg) -> Reg:
     """Computes `a * b + c` in floating point, with a single rounding."""
+    # Explicitly, as whether LLVM contracts `a * b + c` is unspecified.
     return Reg(llvm.intr_fma(a.value, b.value, c.value))
 
 
@@ -116,7 +118,7 @@ def widen(x: Reg) -> Reg:
 def pack(low: Reg, high: Reg, dtype: str) -> Reg:
     """Rounds two float32 values to a 16-bit dtype, and packs them into a single register."""
     short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    operands = [(high.value, "f"), (low.value, "f")]
+    operands = [(high.value, "f"), (low.value, "f")]  # PTX expects the upper half first
     return inline_ptx(f"cvt.rn.{short}.f32 $0, $1, $2;", [_types()["u32"]], "=r", operands)[0]
 
 
@@ -205,7 +207,7 @@ class MemoryRegion:
         llvm.store(first, self._at(offset), alignment=bits // 8)
 
     def _at(self, offset: Reg) -> Any:
-        return utils.getelementptr(self.pointer, [offset.value], _types()["u8"])
+        return utils.getelementptr(self.pointer, [offset.value], _types()["u8"])  # i.e. in bytes
 
 
 def inline_ptx(
@@ -265,6 +267,7 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
     """Emits `for step in range(steps): carry = body(step, carry)`."""
     bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
+    # Emitted as a loop, because unrolling would make the size of the program depend on the shapes.
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
         out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])

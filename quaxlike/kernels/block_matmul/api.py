@@ -146,7 +146,8 @@ def lora_matmul(
     # Otherwise each backend would promote mixed dtypes differently.
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
-        a, b = a[None], b[None]
+        a, b = a[None], b[None]  # kernels expect a stack of adapters, even if it's just one
+    # The first factor is small, so leave it to XLA. Only the second is fused with the product.
     low_rank = to_ranks(x, a, scaling, adapter_index), b
     params: dict[str, Any] = {"block_size": block_size, "low_rank": low_rank, "out_dtype": out_dtype}
     return block_matmul(x, (packed, absmax, codebook), NIBBLES, shape=shape, **params)
@@ -195,6 +196,7 @@ def int8_matmul(
     **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     n, k = codes.shape
+    # Not zero for a weight without columns, because we divide by it.
     block_size = max(k, 1) if block_size is None else block_size
     if block_size < 1:
         raise ValueError(f"int8_matmul: block_size must be at least 1, or None; got {block_size!r}")

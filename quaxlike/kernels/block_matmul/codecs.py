@@ -79,6 +79,7 @@ class Codec:
             values = np.asarray(self.table, np.float32)
         else:
             values = codes.view(np.int8 if self.codes == "signed" else _FLOAT8[self.codes]).astype(np.float32)
+        # Precomputed, because it's used whenever a product is traced. (The dataclass is frozen.)
         object.__setattr__(self, "all_values", values)
 
     @property
@@ -117,6 +118,7 @@ class Codec:
         if self.table is None:
             narrow = jnp.clip(values, low, high).astype(_FLOAT8[self.codes])
             return lax.bitcast_convert_type(narrow, jnp.uint8)
+        # Tables need not be sorted, e.g. `E2M1` has its negative values last.
         order = np.argsort(self.table, kind="stable")
         ordered = np.asarray(self.table, np.float32)[order]
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
@@ -130,7 +132,7 @@ class Codec:
         low, high = self.range()
         if self.codes in ("integer", "signed"):
             return self.nearest(jnp.floor(jnp.clip(values, low, high) + random))
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # float8 has NaNs, which compare as out of range
             inside = (self.all_values >= low) & (self.all_values <= high)
         ordered = np.unique(self.all_values[inside])
         below = jnp.clip(jnp.searchsorted(ordered, values, side="right") - 1, 0, len(ordered) - 2)

@@ -59,6 +59,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
             return f"native products do not read the scales or the table of {codec.name}"
     elif k % 2:
         return f"rows of {k} codes of 4 bits begin within bytes"
+    # If blocks can cross rows, then this is the longest run of codes in a row that always share a scale.
     run = math.gcd(k, block) if isinstance(decode, Nibbles) else block
     if run < k and run % _LANES:
         return f"native products take blocks of multiples of {_LANES} codes within rows, not of {run}"
@@ -89,6 +90,7 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
         form |= {"group": -1 if codec.group is None else codec.group, "zeros": _ZEROS[codec.zeros]}
         flags |= {"is_signed": codec.codes == "signed", "lookup": lookup and codec.bits == 8}
         flags |= {"over": codec.over, "high_first": codec.high_first, "flat": False}
+    # Cast all other dtypes, rather than support them in the library.
     parts = [part if str(part.dtype) in _NUMBERS else part.astype(jnp.float32) for part in parts]
     form = {key: np.int64(value) for key, value in form.items()}
     return jax.ffi.ffi_call(f"quaxlike_{name}", out)(*first, *parts, **form, **flags)

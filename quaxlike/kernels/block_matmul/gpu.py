@@ -158,6 +158,7 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
         jnp.pad(taken, ((0, groups * size - len(taken)), (0, 0))).reshape(groups, size, adapters).any(axis=1)
     )
     place = jnp.cumsum(taken, axis=1, dtype=np.uint32) - np.uint32(1)
+    # Moves the numbers of used adapters to the front, by summing one-hot encodings of their new positions.
     found = taken[:, :, None] & (place[:, :, None] == number[None, None])
     order = jnp.sum(jnp.where(found, number[None, :, None], np.uint32(0)), axis=1, dtype=np.uint32)
     return order, jnp.sum(taken, axis=1, dtype=np.uint32)
@@ -209,9 +210,9 @@ def _kernel_of(
         kernel,
         out_type=out,
         scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
-        grid=(blocks,),
+        grid=(blocks,),  # one-dimensional: programs derive their tiles from the index
         grid_names=("block",),
-        num_threads=threads // 128,
+        num_threads=threads // 128,  # in warpgroups
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
@@ -288,6 +289,7 @@ def chunked(
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
+        # Appending `t` and `b` makes the low-rank term a part of the same contraction.
         x = jnp.concatenate([x, lax.collapse(t, x.ndim - 1)], axis=-1)
         b = lax.collapse(jnp.moveaxis(b, 0, 1), 1)
     # Without a barrier, XLA would keep the decoded weight alive for the other product in the backward pass.

@@ -67,6 +67,7 @@ class Table:
         if self.bits == 8:
             at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
             return [self.memory.load(a, "float32")[0] for a in at]
+        # Both values of a byte are loaded together, and so 16 replicas suffice to fill all 32 banks.
         at = [byte * 128 + self.lane % 16 * 8 for byte in _bytes(words)]
         return [value for a in at for value in self.memory.load(a, "float32", 2)]
 
@@ -104,6 +105,7 @@ class Numbers:
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
+        # Copies are in units of words, so shift down whichever element of the word we need.
         word = word >> index % (4 // self.size) * (8 * self.size)
         if self.kind == "bfloat16":
             return lanes.as_float32(word << 16)
@@ -141,7 +143,7 @@ def _from_e4m3(byte: Reg) -> Reg:
     # Reinterpreting the shifted bits as a float16 makes the exponent too small by 8, i.e. a factor of 256.
     magnitude = byte & 127
     value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
-    return lanes.select(magnitude < 127, value, float("nan"))
+    return lanes.select(magnitude < 127, value, float("nan"))  # e4m3fn has no infinities, and just one NaN
 
 
 def _power_of_two(byte: Reg, halved: int) -> Reg:

@@ -253,6 +253,7 @@ class Warp:
         warps = self.tiling.k_warps * self.tiling.splits
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
+            # Split between warps in the same way as the contraction, as their sums are added up anyway.
             place = self._share(i)
             present = place < tiles
             place = lanes.select(present, place, 0)
@@ -333,7 +334,7 @@ def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -
     # Consecutive threads now take consecutive features, so that stores to global memory are coalesced.
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
-        held = lanes.minimum(token, tokens - 1)
+        held = lanes.minimum(token, tokens - 1)  # surplus threads read valid memory, but don't store
         total = lanes.number(0.0, "float32")
         for k_warp in range(tiling.k_warps):
             at = ((held + k_warp * tokens) * width + row) * 4

@@ -62,6 +62,7 @@ class NestedScales:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[float, ...] | None, parts: Sequence[Any]) -> "NestedScales":
+        # Skip validation, as JAX also unflattens with placeholders that don't have a shape.
         new = object.__new__(cls)
         for f, part in zip(dataclasses.fields(cls), parts, strict=True):
             object.__setattr__(new, f.name, part)
@@ -106,6 +107,7 @@ def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
     def dense(codes: Array, absmax: Array, offset: Array) -> Array:
         return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
+    # Leading axes stack several weights, each with its own blocks.
     for _ in range(scale.offset.ndim):
         dense = jax.vmap(dense)
     return dense(scale.codes, scale.absmax, scale.offset)

@@ -160,6 +160,7 @@ def contract_rows(
 
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
+    # Accumulate each plane separately, so that they are interleaved just once at the end.
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
     if is_spread((x,)):  # with explicit mesh axes, the rows of the result inherit the sharding of x's rows
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]

@@ -42,12 +42,14 @@ class Field(NamedTuple):
     def of(cls, p: Problem, rows: int, columns: int, divisor: int, size: int) -> "Field":
         block, row_blocks = p.product.block_size, p.product.row_blocks
         whole = columns % block == 0 or block % columns == 0
+        # Without alignment, a tile can also overlap with another block at either end.
         count = max(columns // block, 1) if whole else (columns - 1) // block + 2
         if divisor > 1:
             regular = count == 1 or (whole and row_blocks % count == 0 == divisor % count)
             return cls(divisor, size, 1 if regular else 2, 1, regular)
         row_bytes, span = row_blocks * size, count * size
         regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
+        # An unaligned span can start up to three bytes into its first word.
         words = -(-span // 4) if regular else (span + 6) // 4
 
         def fits(v: Any) -> Any:
@@ -148,9 +150,10 @@ class StagedTiles:
             place = at // across
             of_row = row + layout.row(place)
             here = (of_row < n) & (column < k)
-            if layout.rows * across % 32:
+            if layout.rows * across % 32:  # then the last iteration has more threads than words
                 here = here & (place < layout.rows)
             word = self._word(of_row, column, field) + at % across * field.at_once
+            # Clamped, so that wide copies never read beyond the end of the array.
             source = lanes.minimum(word, last) * 4
             memory.copy_to(source, self.shared, start + at * (4 * field.at_once), 4 * field.at_once, here)
 

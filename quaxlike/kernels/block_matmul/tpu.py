@@ -71,7 +71,7 @@ def matmul(
     """
     (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
-    rows = min(_ROWS_OF_X, -(-m // 16) * 16)
+    rows = min(_ROWS_OF_X, -(-m // 16) * 16)  # bfloat16 registers have 16 sublanes
 
     def as_rows(z: Any) -> Any:
         return jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % rows), (0, 0)))
@@ -80,6 +80,7 @@ def matmul(
     packed = packed.reshape(n, product.row_bytes)
 
     def by_blocks(z: Any) -> Any:
+        # Padded, because lookups along lanes require whole registers.
         z = z.reshape(n, product.row_blocks).astype(jnp.float32)
         return jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
 
@@ -199,6 +200,7 @@ def _forward(
         @pl.when(k == 0)
         def _() -> None:
             if low_rank_refs:
+                # Initialise the accumulator with the low-rank term, so that it's only computed once per tile.
                 t, b = low_rank_refs
                 acc[...] = _dot(t[...], b[...], 1)
             else:
@@ -291,11 +293,13 @@ def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
 def _compiler_params() -> Any:
     import jax.experimental.pallas.tpu as pltpu
 
+    # The last axis of the grid is the contraction, which is accumulated sequentially.
     return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
 def _dot(x: Array, w: Array, axis: int) -> Array:
     """Contracts the last axis of `x` with the given axis of `w`."""
+    # By default, TPUs would round float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,

@@ -115,6 +115,7 @@ def _either(
 def _choose(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
+    # `mma` also supports devices, block sizes and numbers of rows that `hopper` doesn't.
     kernels = {"gpu": _either(hopper.choose, mma.choose), "tpu": tpu.choose}
     reference = matmul_sliced if platform in _GPUS else matmul_reference
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
@@ -131,7 +132,7 @@ def _transpose(
     **params: Any,
 ) -> Any:
     if ad.is_undefined_primal(x):
-        params["out_dtype"] = np.dtype(x.aval.dtype)
+        params["out_dtype"] = np.dtype(x.aval.dtype)  # as for all cotangents, regardless of the result
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
     # Only the stored blocks have cotangents. The sparsity pattern is fixed, and a dense cotangent would
@@ -170,6 +171,7 @@ def _choose_sampled(
 def _sampled_transpose(
     ct: Any, y: Any, x: Any, col_idx: Any, transposed_idx: Any, *, backend: Any, **params: Any
 ) -> Any:
+    # The cotangent consists of blocks, so transposing with respect to either operand is a product with these.
     to_x = ad.is_undefined_primal(x)
     known, wanted = (y, x) if to_x else (x, y)
     out = block_sparse_matmul_p(

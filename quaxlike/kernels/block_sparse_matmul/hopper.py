@@ -143,7 +143,7 @@ def sampled(
         tiles=((_DEPTH, b), (_DEPTH, b)),
         place=place,
         matrices=lambda y, x, own: (y.at[:, own].transpose((1, 0)), x),
-        own_rows=64,
+        own_rows=64,  # of a `wgmma` instruction
         width=b,
         warpgroups=b // 64,
         steps=-(-m // _DEPTH),
@@ -209,7 +209,7 @@ def _product(
                 grid=(steps,),
                 in_specs=[smem(tiles[0], at.left_at), smem(tiles[1], at.right_at)],
                 max_concurrent_steps=min(_STAGES, steps),
-                memory_registers=40,
+                memory_registers=40,  # loads need few, which leaves more for the warpgroups that multiply
                 wg_axis="warpgroup",
                 num_compute_wgs=warpgroups,
                 compute_context=compute_context,

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from .mma_tiling import THREADS, SparseProblem, tiling_for
 
+# The program computes offsets in 32 bits.
 _ADDRESSED = 2**31  # bytes
 
 

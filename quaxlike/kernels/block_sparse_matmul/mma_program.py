@@ -205,7 +205,7 @@ class _Operand:
             at = lanes.thread_index() + i * THREADS
             own, piece = at // self.pieces, at % self.pieces
             inside = present & (row + own < self.shape[0])
-            if self.rows * self.pieces % THREADS:
+            if self.rows * self.pieces % THREADS:  # then the last iteration has more threads than pieces
                 inside = inside & (own < self.rows)
             offset = ((row + own) * self.shape[1] + column + piece * _NUMBERS) * 2
             to = (own * self.pieces + self._permuted(piece, own)) * _PIECE + stage + self.start

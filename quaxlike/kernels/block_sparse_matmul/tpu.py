@@ -70,7 +70,7 @@ def matmul(
     # Slots without a block have an out-of-bounds index, which we clamp for loads. The product is skipped.
     def x_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any]:
         number = lax.min(index[feature, slot], absent - 1)
-        return i, number // slots if transpose else number
+        return i, number // slots if transpose else number  # the block row that contains this block
 
     def weight_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any, Any]:
         number = feature * slots + slot
@@ -173,6 +173,6 @@ def _dot(x: Array, w: Array, axes: tuple[int, int]) -> Array:
         x,
         w,
         (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,  # by default, rounds to bfloat16
         preferred_element_type=jnp.float32,
     )

@@ -61,12 +61,13 @@ def csr_index(
             f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "
             "repetition, and with padding at the end."
         )
+    # The transposed product reads elements by column.
     by_column = np.lexsort((rows, columns))
     bounds = [np.arange(size + 1) for size in shape]
     arrays = (
         rows,
         columns,
-        np.searchsorted(rows, bounds[0]),
+        np.searchsorted(rows, bounds[0]),  # padding has row N, and so is excluded by the last pointer
         by_column,
         np.searchsorted(columns[by_column], bounds[1]),
     )

@@ -157,7 +157,7 @@ def build(*, again: bool = False) -> Built:
     with tempfile.TemporaryDirectory(dir=path.parent) as own:  # on the same filesystem, for `replace`
         out = Path(own) / path.name
         compile_to(out)
-        out.chmod(0o700)
+        out.chmod(0o700)  # `_check_own` refuses anything that others can write to
         out.replace(path)
     # This process might already have cached that there is no library.
     library.cache_clear()
