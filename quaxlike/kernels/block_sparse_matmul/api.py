@@ -44,7 +44,7 @@ def block_sparse_matmul(
         import numpy as np
         from quaxlike.kernels import block_sparse_matmul, transposed_index
 
-        # Has shape (256, 192), with one, one, two and zero blocks in its four block rows.
+        # (256, 192), in block rows of one, one, two and no blocks.
         col_idx = np.array([[0, 3], [2, 3], [0, 1], [3, 3]], np.int32)
         blocks = jnp.ones((4, 2, 64, 64))
         x = jnp.ones((8, 192))
