@@ -247,8 +247,8 @@ def reduced(
     scales = jnp.repeat(
         dense_scales(absmax).reshape(n, product.row_blocks), product.block_size // 2, axis=1
     ).astype(dtype)
-    # The first code in each byte belongs to an even column and the second to an odd column. These
-    # are interleaved at the end.
+    # The first code in each byte belongs to an even column and the second to an odd column. These are
+    # interleaved at the end.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
     rows = x.reshape(math.prod(lead), n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]

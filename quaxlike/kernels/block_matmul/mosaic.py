@@ -3,8 +3,8 @@
 Each warp multiplies several tiles, of 16 features of the result, by up to 64 rows of `x` (tokens), over its
 share of the contraction. A single `mma.sync` instruction contracts 16 elements.
 
-- *Codes are read in their stored order.* The terms of a contraction can be summed in any order. Within
-    a block of 64 columns, for `x @ W.T`, we therefore let thread `quad` of each group of four read columns
+- *Codes are read in their stored order.* The terms of a contraction can be summed in any order. Within a
+    block of 64 columns, for `x @ W.T`, we therefore let thread `quad` of each group of four read columns
     16·quad … 16·quad + 15 of both `W` and `x`, regardless of the columns that the instruction assigns to it.
     For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight adjacent columns as features.
     Note that both operands must be permuted identically, as we would otherwise multiply mismatched elements.
@@ -18,8 +18,8 @@ share of the contraction. A single `mma.sync` instruction contracts 16 elements.
     in shared memory (see `staging`), without synchronising with other warps.
 
 Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
-GPU, then the contraction is also split between thread blocks. Each writes its own float32
-sum, and these are afterwards added in a fixed order, so that results are deterministic.
+GPU, then the contraction is also split between thread blocks. Each writes its own float32 sum, and these are
+afterwards added in a fixed order, so that results are deterministic.
 """
 
 import functools
