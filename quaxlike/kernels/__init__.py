@@ -1,7 +1,7 @@
-"""Fused operations on the bytes of quantised, adapted and sparse weights, as JAX primitives.
+"""JAX primitives for fused operations, acting directly on quantised, adapted and sparse weights.
 
-Every operation has a reference in plain JAX, which runs everywhere and defines the result. A kernel may
-differ from it by rounding only.
+Every operation has a reference implementation in plain JAX, which runs on every platform and defines the
+correct result. Kernels are only allowed to differ from it by rounding.
 """
 
 from .backends import Backend, Choice, KernelFallbackWarning, backend, chosen_backend

@@ -1,7 +1,8 @@
-"""The choice of an implementation, by platform, shapes and dtypes only.
+"""Selects an operation's implementation, based only on the platform, shapes and dtypes.
 
-The choice must not depend on values: it is made during tracing, and cached by JAX. It is part of the trace
-context, so a function traced under one forced backend is not reused under another.
+The choice can't depend on values, because it is made whilst tracing and then cached by JAX. The forced
+backend is part of JAX's trace context, so that a function traced under one backend is not reused under
+another.
 """
 
 import contextlib
@@ -21,24 +22,24 @@ from .multilinear import is_spread, vary_alike
 
 Backend = Literal["reference", "native", "gpu", "tpu"]
 
-# Part of JAX's trace context: a function traced under one choice is not reused under another.
+# This is part of JAX's trace context (and hence of its cache keys), so that forcing another backend retraces.
 _forced = jax.make_user_context(default_value=None)
 
 _USUAL: dict[str, Backend] = {"cpu": "native", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class KernelFallbackWarning(UserWarning):
-    """The requested backend does not support an operation, so another one runs it."""
+    """The warning emitted if the requested backend does not support an operation, and another one is used."""
 
 
 class Choice(NamedTuple):
-    """The backend that runs an operation.
+    """The backend that has been selected for an operation.
 
     **Attributes:**
 
     - `backend`: `"reference"`, `"native"`, `"gpu"` or `"tpu"`.
-    - `reason`: how it runs there, and why not on another backend.
-    - `run`: computes the operation from its operands and parameters.
+    - `reason`: how the operation runs there, and why it doesn't run on another backend.
+    - `run`: a function that computes the operation from its operands and parameters.
     """
 
     backend: Backend
@@ -48,11 +49,11 @@ class Choice(NamedTuple):
 
 @contextlib.contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Runs every kernel inside this context on the backend `name`, if it supports the shapes.
+    """Runs every kernel inside this context on the backend `name`, provided that it supports the operation.
 
-    Another platform's backend is interpreted if possible: `"tpu"` on a CPU runs the TPU kernels in Pallas'
-    interpret mode, which is slow. If the backend does not support an operation, the next best one runs it,
-    with a `KernelFallbackWarning`.
+    Backends for other platforms are interpreted if possible. For example, `"tpu"` on a CPU runs the TPU
+    kernels in Pallas' interpret mode, which is slow. If the backend does not support an operation then we
+    fall back to the next best one, and emit a `KernelFallbackWarning`.
 
     !!! example
 
@@ -81,21 +82,21 @@ def backend(name: str | None) -> Iterator[None]:
 
 
 def requested() -> Backend | None:
-    """Returns the name given by the innermost `backend` context."""
+    """Returns the name passed to the innermost `backend` context, if any."""
     return _forced.value
 
 
 def chosen_backend(primitive: Any, *operands: Any, platform: str | None = None, **params: Any) -> Choice:
-    """Tells which backend runs a kernel primitive on given operands, and why.
+    """Returns the backend that would run a kernel primitive on the given operands, and why.
 
     **Arguments:**
 
     - `primitive`: a kernel primitive: `nf4_matmul_p`, `lora_matmul_p`, `block_sparse_matmul_p`, ...
-    - `operands`: its inputs: arrays, or anything with a shape and a dtype.
-    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`; the default device's if None.
-    - `params`: its parameters.
+    - `operands`: the primitive's inputs. Can be arrays, or anything else with a shape and a dtype.
+    - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`. Defaults to the default device's platform.
+    - `params`: the primitive's parameters.
 
-    **Returns:** the [`Choice`][quaxlike.kernels.Choice].
+    **Returns:** the [`Choice`][quaxlike.kernels.Choice] for these operands.
     """
     if not isinstance(primitive, DefinedPrimitive):
         raise TypeError(f"chosen_backend takes a primitive such as nf4_matmul_p; found {primitive!r}.")
@@ -115,18 +116,20 @@ def kernel_primitive(
     local: Callable[..., dict[str, Any]] | None = None,
     **rules: Any,
 ) -> DefinedPrimitive:
-    """Defines a primitive that lets `choose` pick its backend on each platform.
+    """Defines a primitive whose backend is selected by `choose`, separately for each platform.
 
     **Arguments:**
 
-    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`. An operation is
-        `partitioned` if XLA divides its program between devices.
-    - `reference`: computes the operation on any platform. Missing rules are derived from it.
-    - `result`: `result(*leaves, **params)`: the result's shape and dtype. If None, we trace the reference.
-    - `partitioning`: `partitioning(*operands, **params)`: how to split the operation over devices, so that
-        each runs the kernel on its part; None if it cannot be split.
-    - `local`: `local(*operands, **params)`: the parameters for a device's parts of the operands.
-    - `rules`: hand-written rules, for `define_primitive`.
+    - `choose`: `choose(platform, *operands, backend, partitioned, **params) -> Choice`. Here `partitioned`
+        indicates that XLA will partition the program across devices.
+    - `reference`: computes the operation on any platform. Rules that are not given are derived from it.
+    - `result`: `result(*leaves, **params)`, returning the shape and dtype of the output. If `None`, these are
+        obtained by tracing the reference.
+    - `partitioning`: `partitioning(*operands, **params)`, returning how to partition the operation so that
+        every device runs the kernel on its own shard, or `None` if it cannot be partitioned.
+    - `local`: `local(*operands, **params)`, returning the parameters that correspond to a device's shards of
+        the operands.
+    - `rules`: hand-written rules, which are passed on to `define_primitive`.
     """
 
     def impl(*operands: Any, backend: Backend | None, **params: Any) -> jax.Array:
@@ -140,17 +143,18 @@ def kernel_primitive(
         choice = choose(platform, *operands, partitioned=partitioned, **params)
         forced = params.pop("backend")
         asked = _asked(platform, forced)
-        if choice.backend != asked and (platform != "cpu" or forced):  # native products are optional
+        # The native library is optional, so don't warn about its absence unless it was explicitly requested.
+        if choice.backend != asked and (platform != "cpu" or forced):
             _tell_once(name, asked, choice)
         return choice.run(*operands, **params)
 
     def lower(platform: str, context: mlir.LoweringRuleContext, *leaves: Any, **params: Any) -> Any:
         exported = context.module_context.lowering_parameters.for_export
         if exported and platform == "cpu" and params["backend"] is None:
-            params["backend"] = "reference"  # other machines may lack the native library
+            params["backend"] = "reference"  # the native library might not be installed on other machines
         partitioned = is_partitioned(context)
         run = functools.partial(run_on, platform, partitioned)
-        # A reference requested by name stays plain JAX, so it can be exported.
+        # If the reference was explicitly requested then keep it as plain JAX, so that it can be exported.
         divided = partitioned and params["backend"] != "reference" and _has_mesh(context)
         if divided and partitioning is not None:
             run = functools.partial(_split, functools.partial(run_on, platform), partitioning)
@@ -171,11 +175,14 @@ def kernel_primitive(
 
 
 def _register_result(primitive: DefinedPrimitive, result: Callable[..., jax.ShapeDtypeStruct]) -> None:
-    """Makes JAX ask `result` for the result's type, if shapes and dtypes determine it."""
+    """Uses `result` as the abstract evaluation rule if shapes and dtypes are all that it depends on.
+
+    This avoids tracing the reference whenever the primitive is bound.
+    """
     traced: Any = primitive.abstract_eval
 
     def abstract_eval(*avals: Any, **params: Any) -> Any:
-        # Operands that vary over mesh axes, or have sharded types, determine the same for the result.
+        # Varying mesh axes and sharded types also propagate to the output, so fall back to tracing for these.
         if any(aval != jax.core.ShapedArray(aval.shape, aval.dtype, aval.weak_type) for aval in avals):
             return traced(*avals, **params)
         out = result(*avals, **params)
@@ -190,7 +197,7 @@ def _split(
     *leaves: Any,
     **params: Any,
 ) -> jax.Array:
-    """Runs the operation on each device's part, or lets XLA divide it."""
+    """Runs the operation on each device's shard, or leaves it to XLA to partition if that isn't possible."""
     tree = params.get("in_tree")
     operands = leaves if tree is None else jax.tree.unflatten(tree, leaves)
     rule = partitioning(*operands, **params)
@@ -200,7 +207,7 @@ def _split(
 
 
 def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
-    """Returns whether XLA divides the program over a known mesh, and may use all its axes."""
+    """Returns whether XLA partitions the program over a known mesh, with all of its axes available."""
     axes = context.module_context.axis_context
     if not isinstance(axes, mlir.ShardingContext):
         return False
@@ -208,28 +215,28 @@ def _has_mesh(context: mlir.LoweringRuleContext) -> bool:
 
 
 def _ask_for_devices(primitive: DefinedPrimitive) -> None:
-    """Makes JAX choose devices, and a mesh, before it lowers the primitive, for `custom_partitioning`.
+    """Makes JAX resolve the devices (and the mesh) before lowering, because `custom_partitioning` needs them.
 
-    JAX would refuse this when lowering for unavailable devices, so we do not do it then. If such a program
-    was traced before, only XLA divides it.
+    JAX raises an error if we do this whilst lowering for devices that aren't available, so in that case we
+    don't. Note that if such a program has already been traced, then it is left to XLA to partition it.
     """
     elsewhere = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
     compat.lower_with_devices(primitive, not elsewhere and _forced.value != "reference")
 
 
 def is_partitioned(context: mlir.LoweringRuleContext) -> bool:
-    """Returns whether XLA will divide the whole program between devices, i.e. outside any `shard_map`."""
+    """Returns whether XLA will partition the program across devices, i.e. outside of any `shard_map`."""
     axes = context.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
-    if isinstance(axes, mlir.SPMDAxisContext):
+    if isinstance(axes, mlir.SPMDAxisContext):  # inside of `shard_map`, which can leave some axes automatic
         manual = {*axes.manual_axes, *axes.mesh.manual_axes}
         return any(size != 1 for axis, size in axes.mesh.shape.items() if axis not in manual)
     return False
 
 
 def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Array:
-    """Binds a kernel primitive for the requested backend. `explain` shows the choice for this device."""
+    """Binds a kernel primitive with the requested backend, recording the choice for `explain`."""
     params["backend"] = _forced.value
     if recording.active() is not None:
         choice = chosen_backend(primitive, *operands, **params)
@@ -241,12 +248,14 @@ def bind(primitive: DefinedPrimitive, *operands: Any, **params: Any) -> jax.Arra
     if is_spread(leaves) and primitive.slot("partitioning").registered:
         rule = primitive.slot("partitioning")(*operands, **params)
     if rule is None:
-        return primitive(*vary_alike(operands), **params)
+        return primitive(*vary_alike(operands), **params)  # `shard_map` requires operands to vary alike
 
     def part(*leaves: Any) -> list[jax.Array]:
         operands = jax.tree.unflatten(tree, leaves)
         return [primitive(*vary_alike(operands), **primitive.slot("local")(*operands, **params))]
 
+    # The operands' types are explicitly sharded, so bind the primitive once per shard, inside of a
+    # `shard_map`.
     return rule.apply_to_types(part)(*leaves)[0]
 
 
@@ -259,14 +268,15 @@ def first_choice(
     partitioned: bool,
     **params: Any,
 ) -> Choice:
-    """Chooses a kernel for the platform, or else the reference (with the reason).
+    """Selects a kernel for the platform if there is one, or otherwise the reference.
 
     **Arguments:**
 
-    - `kernels`: for each backend, `choose(platform, *operands, partitioned, **params)`. It returns its
-        choice, or the reason why it does not support the operation.
+    - `kernels`: for each backend, a function `choose(platform, *operands, partitioned, **params)`. It should
+        return either its choice, or the reason why it does not support the operation.
     """
     asked = _asked(platform, forced)
+    # Exported programs can have symbolic dimensions, for which we cannot compile kernels.
     shapes = [leaf.shape for leaf in jax.tree.leaves(operands)]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         return Choice("reference", "a kernel is made for shapes that are known; one is left open", reference)
@@ -296,30 +306,32 @@ PARTITIONED = (
 )
 
 
-# For 12.0, Mosaic GPU (in JAX 0.11.2) emits PTX for sm_120a, but assembles it for sm_120, which is an error.
+# For compute capability 12.0, Mosaic GPU (as of JAX 0.11.2) emits PTX for sm_120a but then tries to assemble
+# it for sm_120, which is an error.
 _NEWEST = 10
 
 
 def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = _NEWEST) -> str | None:
-    """Explains why a Mosaic GPU kernel cannot be compiled; None if it can.
+    """Returns why a Mosaic GPU kernel cannot be compiled, or `None` if it can.
 
     **Arguments:**
 
     - `lowest`: the lowest compute capability that the kernel supports.
-    - `newest`: the highest supported major version. Default: the highest for which Mosaic GPU can assemble.
+    - `newest`: the highest major version that the kernel supports. Defaults to the highest one for which
+        Mosaic GPU produces assemblable code.
     """
     if platform != "cuda":
         return f"Mosaic GPU compiles for CUDA, not for platform {platform!r}"
     missing, looks_at_device = _mosaic_gpu()
     if missing is not None:
         return missing
-    # Without a GPU, we lower for another machine, which an abstract device may describe.
+    # Without a GPU we must be lowering for another machine, possibly described by an abstract device.
     device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "9.0")
     major, minor = map(int, capability.split("."))
-    if not looks_at_device:  # LLVM would abort the process
+    if not looks_at_device:  # on anything older than Hopper, LLVM would abort the process
         lowest = max(lowest, (9, 0))
     if (major, minor) < lowest or major > newest:
         return f"the kernel is not for devices of compute capability {capability}"
@@ -328,9 +340,10 @@ def mosaic_gpu_refusal(platform: str, *, lowest: tuple[int, int], newest: int = 
 
 @functools.cache
 def _mosaic_gpu() -> tuple[str | None, bool]:
-    """Returns what is missing in this JAX's Mosaic GPU, if anything, and whether it checks its target device.
+    """Returns what this JAX's Mosaic GPU lacks (if anything), and whether it checks its target device.
 
-    JAX 0.10 does not: in every kernel, it elects a thread by an instruction that only Hopper has.
+    JAX 0.10 does not perform this check, and elects a thread in every kernel using an instruction that only
+    exists on Hopper.
     """
     try:
         import jax.experimental.mosaic.gpu.utils as mosaic_utils
@@ -344,8 +357,7 @@ def _mosaic_gpu() -> tuple[str | None, bool]:
 
 
 def pallas_tpu_refusal(platform: str) -> str | None:
-    """Explains why TPU kernels can neither be compiled for a platform nor interpreted on it; None if they
-    can."""
+    """Returns why TPU kernels can be neither compiled nor interpreted on a platform, if that is the case."""
     if platform not in ("tpu", "cpu"):
         return f"Pallas runs kernels for TPUs on TPUs and CPUs, not on platform {platform!r}"
     if platform == "tpu" and jax.default_backend() != "tpu":

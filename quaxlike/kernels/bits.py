@@ -1,4 +1,4 @@
-"""Codes with 2 to 8 bits as a little-endian stream: code `j` occupies bits `b·j … b·j + b - 1`."""
+"""Codes of 2 to 8 bits, packed as a little-endian stream: code `j` is stored in bits `b·j … b·j + b - 1`."""
 
 import math
 from typing import Any
@@ -8,26 +8,26 @@ import numpy as np
 
 
 def stride_of(bits: int) -> int:
-    """Returns the smallest number of codes that fills whole bytes: 2 for 4 bits, 8 for 3 bits."""
+    """Returns the smallest number of codes to fill a whole number of bytes, e.g. 2 codes of 4 bits."""
     return math.lcm(8, bits) // bits
 
 
 def num_bytes(codes: int, bits: int) -> int:
-    """Returns how many bytes this many codes take."""
+    """Returns the number of bytes occupied by this many codes."""
     return -(-codes * bits // 8)
 
 
 def planes(packed: Any, bits: int) -> list[Any]:
     """Unpacks the last axis into `stride` planes: codes 0, stride, …; codes 1, stride + 1, …
 
-    Planes avoid interleaving the codes, which costs as much as unpacking them.
+    The planes are not interleaved, because that would be as expensive as unpacking the codes.
 
     **Arguments:**
 
-    - `packed`: `(..., bytes)` uint8, a NumPy or JAX array.
-    - `bits`: the number of bits per code, 1 to 8.
+    - `packed`: a NumPy or JAX array of dtype uint8 and shape `(..., bytes)`.
+    - `bits`: the number of bits per code, from 1 to 8.
 
-    **Returns:** each plane's uint8 codes. The last `stride` codes are padded with zeros.
+    **Returns:** the uint8 codes of each plane, padded with zeros to a multiple of `stride` codes overall.
     """
     if bits == 8:
         return [packed]
@@ -36,19 +36,20 @@ def planes(packed: Any, bits: int) -> list[Any]:
     if missing := -packed.shape[-1] % unit:
         xp: Any = np if isinstance(packed, np.ndarray) else jnp
         packed = xp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, missing)])
+    # Byte `i` of every unit contains codes at the same offsets, so whole planes can be shifted at a time.
     parts = [packed[..., i::unit] for i in range(unit)] if unit > 1 else [packed]
     mask, out = np.uint8(2**bits - 1), []
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = parts[i] >> np.uint8(shift) if shift else parts[i]
         if shift + bits > 8:
-            code = code | parts[i + 1] << np.uint8(8 - shift)
+            code = code | parts[i + 1] << np.uint8(8 - shift)  # the code straddles two bytes
         out.append(code & mask)
     return out
 
 
 def unpack(packed: Any, bits: int, count: int) -> Any:
-    """Unpacks the first `count` codes in the last axis as uint8, a NumPy or JAX array like `packed`."""
+    """Unpacks the first `count` uint8 codes in the last axis, for either NumPy or JAX arrays."""
     xp: Any = np if isinstance(packed, np.ndarray) else jnp
     parts = planes(packed, bits)
     width = len(parts) * parts[0].shape[-1]
@@ -57,7 +58,7 @@ def unpack(packed: Any, bits: int, count: int) -> Any:
 
 
 def pack(codes: Any, bits: int) -> Any:
-    """Packs uint8 codes along the last axis into bytes, padding the last byte with zeros."""
+    """Packs uint8 codes along the last axis into bytes, padding the last byte with zero bits."""
     if bits == 8:
         return codes
     xp: Any = np if isinstance(codes, np.ndarray) else jnp
@@ -69,6 +70,7 @@ def pack(codes: Any, bits: int) -> Any:
     for j in range(stride):
         i, shift = divmod(j * bits, 8)
         code = codes[..., j::stride]
+        # This discards bits that don't fit into the byte. They are stored in the next one below.
         low = code << np.uint8(shift)
         out[i] = low if out[i] is None else out[i] | low
         if shift + bits > 8:

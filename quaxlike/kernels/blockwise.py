@@ -1,9 +1,8 @@
-"""Block-wise quantisation to codes and scales, and back: identical to bitsandbytes bit for bit, on any
-backend.
+"""Block-wise quantisation and dequantisation, bit for bit identical to bitsandbytes on every backend.
 
-The tables of values and thresholds are computed once, in NumPy. XLA only sees constants, so no compiler pass
-can reassociate or contract the arithmetic that decides on a code. A single different rounding would give
-other codes than a published checkpoint has.
+The tables of values and thresholds are precomputed once using NumPy. XLA then only ever sees constants, so
+that no compiler pass can reassociate or contract the arithmetic that determines a code. (Rounding differently
+even once would produce codes that differ from those in published checkpoints.)
 """
 
 import functools
@@ -23,7 +22,7 @@ FloatArray = Float32[np.ndarray, "_"]
 
 def _frozen(values: object) -> FloatArray:
     array = np.asarray(values, np.float32)
-    array.flags.writeable = False
+    array.flags.writeable = False  # as these arrays are cached and shared
     return array
 
 
@@ -35,7 +34,7 @@ NF4: FloatArray = _frozen(
         0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-"""The 16 values of 4-bit NormalFloat: normal quantiles, with an exact zero.
+"""The 16 values of 4-bit NormalFloat: quantiles of a normal distribution, including an exact zero.
 
 Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
 """
@@ -43,21 +42,21 @@ Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
 FP4: FloatArray = _frozen(
     np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / 12
 )
-"""The 16 values of 4-bit floats (1 sign, 2 exponent, 1 mantissa bit), scaled to [-1, 1].
+"""The 16 values of a 4-bit float (1 sign bit, 2 exponent bits, 1 mantissa bit), scaled to [-1, 1].
 
 Code 8 is a second zero, as in bitsandbytes.
 """
 
 INT4: FloatArray = _frozen(np.arange(16) - 8)
-"""Code `i` stands for the integer `i - 8`. Quantising only gives -7 to 7."""
+"""The 16 integers from -8 to 7, with code `i` representing `i - 8`. Quantisation never produces -8."""
 
 
 @functools.cache
 def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.ndarray, "_"]]:
-    """Thresholds and codes such that the nearest entry to `v` is `codes[(v > bounds).sum()]`.
+    """Returns `bounds` and `codes`, such that the entry nearest to `v` has code `codes[(v > bounds).sum()]`.
 
-    Ties go to the smaller value. FP4 has two equal entries, its zeros: the first takes values up to and
-    including itself, the second takes larger ones.
+    Ties are broken towards the smaller value. In FP4, whose two zeros are equal entries, the first zero is
+    used for values up to and including zero, and the second zero for values above it.
     """
     values = np.asarray(codebook, np.float32)
     order = np.argsort(values, kind="stable")
@@ -67,11 +66,10 @@ def nearest_bounds(codebook: tuple[float, ...]) -> tuple[FloatArray, UInt8[np.nd
 
 @functools.cache
 def dynamic_map() -> FloatArray:
-    """Returns the 256 values of the signed 8-bit dynamic data type, ascending.
+    """Returns the 256 values of the signed 8-bit dynamic data type, in ascending order.
 
-    There are seven decades, each with twice as many (linear) steps as the previous one.
-    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and
-    <https://arxiv.org/abs/2110.02861>.
+    The values span seven decades, each with twice as many (linearly spaced) steps as the one below it.
+    Source: Dettmers et al., <https://arxiv.org/abs/1511.04561> and <https://arxiv.org/abs/2110.02861>.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -83,9 +81,10 @@ def dynamic_map() -> FloatArray:
 
 
 def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
-    """`torch.linspace` in float32, from which the published table was made.
+    """Replicates `torch.linspace` in float32, with which the published table was generated.
 
-    PyTorch counts each half from its own end, by a fused multiply-add. In float64 the product is exact.
+    PyTorch fills each half starting from its own endpoint, using a fused multiply-add. We obtain the same
+    rounding by computing the product in float64, in which it is exact.
     """
     step = np.float64((stop - start) / np.float32(n - 1))
     i = np.arange(n)
@@ -94,16 +93,17 @@ def _linspace(start: np.float32, stop: np.float32, n: int) -> FloatArray:
 
 @functools.cache
 def dynamic_bounds() -> FloatArray:
-    """Thresholds such that the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
+    """Returns thresholds such that the dynamic code of `v` in [-1, 1] is `(v >= bounds).sum()`.
 
-    bitsandbytes finds the code through a table with 65,536 equal bins. Close to zero, a bin spans several
-    codes, so the result is not always the nearest. The composition bin ∘ table is monotone, so a list of
-    thresholds suffices, without the table or the bin's arithmetic.
+    bitsandbytes obtains the code from a lookup table over 65,536 equally sized bins. Close to zero a bin
+    spans several codes, so the code it finds isn't always the nearest one. As the map from value to bin to
+    code is monotone, we can represent it by a list of thresholds, and need neither the table nor the bin
+    arithmetic.
     """
     bins = 65536
     midpoints = np.float32(0.5) * (dynamic_map()[:-1] + dynamic_map()[1:])
     centres = np.float32(-1) + np.float32(2) * np.arange(bins, dtype=np.float32) / np.float32(bins - 1)
-    # The first bin with a code of at least c, for c = 1 … 255.
+    # For every c = 1 … 255, the first bin whose code is at least c.
     first_bins = np.searchsorted(centres, midpoints, side="right")
 
     def bin_of(v: FloatArray) -> Int[np.ndarray, "_"]:
@@ -114,10 +114,10 @@ def dynamic_bounds() -> FloatArray:
 
 
 def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: int) -> FloatArray:
-    """For each monotone predicate, the smallest float32 in (-1, 1] that satisfies it."""
+    """Returns, for each monotone predicate, the smallest float32 in (-1, 1] that satisfies it."""
 
     def to_float(key: Int[np.ndarray, "_"]) -> FloatArray:
-        # Integers in the same order as the floats: the magnitude's bits, with a sign.
+        # These integers (the magnitude's bits, with the float's sign) are ordered like the floats.
         return np.copysign(np.abs(key).astype(np.int32).view(np.float32), key).astype(np.float32)
 
     one = np.int64(np.float32(1).view(np.int32))
@@ -130,12 +130,12 @@ def _first_float(predicate: Callable[[FloatArray], Bool[np.ndarray, "_"]], n: in
 
 
 NESTED_BLOCK = 256
-"""How many scales share a scale in double quantisation."""
+"""The number of scales that share a second-level scale in double quantisation."""
 
 _SMALLEST, _LARGEST = 32, 4096
 
-# bitsandbytes' floor for an absmax. It is subnormal, so XLA may flush it in arithmetic, but not as an
-# integer: we only handle its bits.
+# The lower bound that bitsandbytes places on an absmax. It is a subnormal number, which XLA is free to flush
+# to zero in floating-point arithmetic. We therefore only ever select it, and never compute with it.
 _TINY = np.float32(1e-38)
 
 
@@ -150,26 +150,26 @@ def check_block_size(block_size: int) -> None:
 
 
 def pad_to_blocks(flat: Shaped[Array, " n"], block_size: int) -> Shaped[Array, "blocks block"]:
-    """Cuts an array into rows of `block_size` elements, padding the last one with zeros."""
+    """Reshapes an array into rows of `block_size` elements, padding the last row with zeros."""
     return jnp.pad(flat, (0, -flat.size % block_size)).reshape(-1, block_size)
 
 
 def quantize_codebook(
     x: Float[ArrayLike, "..."], codebook: FloatArray, block_size: int
 ) -> tuple[UInt8[Array, " bytes"], Float32[Array, " blocks"]]:
-    """Quantises an array to 4-bit codes, scaled by each block's largest magnitude.
+    """Quantises an array to 4-bit codes, scaling each block by its largest magnitude.
 
-    The array is flattened row-major and cut into blocks; the last block may be partial. Two codes share a
-    byte, the first one in the high nibble; an odd count is padded with the code for zero. Subnormal values
-    count as zero, as everywhere in XLA.
+    The array is flattened in row-major order and split into blocks, the last of which can be partial. Each
+    byte packs two codes, the first in the high nibble. If the number of elements is odd, we pad with the code
+    for zero. Subnormal values are treated as zero, as is usual in XLA.
 
     **Arguments:**
 
-    - `x`: the array, any shape, any floating dtype; computed in float32.
+    - `x`: an array of any shape and floating dtype. The computation is performed in float32.
     - `codebook`: 16 float32 values in [-1, 1].
     - `block_size`: a power of two from 32 to 4096.
 
-    **Returns:** the packed codes, `ceil(x.size / 2)` bytes, and one scale per block.
+    **Returns:** the packed codes (`ceil(x.size / 2)` bytes), and one scale per block.
     """
     check_block_size(block_size)
     return _quantize(jnp.asarray(x), tuple(codebook.tolist()), block_size)
@@ -185,7 +185,8 @@ def _quantize(
     absmax = _absmax(blocks)
     normed = (blocks * _reciprocal(absmax)[:, None]).reshape(-1)
     if whole < flat.size:
-        # The partial block is divided by its (floored) scale, instead of multiplied by a reciprocal.
+        # For the partial block, bitsandbytes divides by the (clamped) scale, rather than multiplying by its
+        # reciprocal.
         tail = flat[whole:]
         tail_absmax = _floor(_absmax(tail[None]))
         absmax = jnp.concatenate([absmax, tail_absmax])
@@ -201,12 +202,12 @@ def _quantize(
 def quantize_scales(
     absmax: Float32[ArrayLike, " blocks"],
 ) -> tuple[UInt8[Array, " blocks"], Float32[Array, " nested"], Float32[Array, ""]]:
-    """Quantises block scales ("double quantisation"): 8 bits each instead of 32.
+    """Quantises block scales ("double quantisation"), from 32 bits to 8 bits each.
 
-    We subtract their mean, scale blocks of 256 by their largest magnitude, and store codes of the signed
-    dynamic 8-bit map, found in the same way as in bitsandbytes on a CPU.
+    We subtract the scales' mean, normalise blocks of 256 by their largest magnitude, and encode these using
+    the signed dynamic 8-bit map, following bitsandbytes' CPU implementation.
 
-    **Returns:** the codes, the scales for blocks of scales, and the mean.
+    **Returns:** the codes, the second-level scales, and the mean.
     """
     absmax = jnp.asarray(absmax)
     offset = jnp.mean(absmax)
@@ -227,12 +228,12 @@ def quantize_int(
 
     **Arguments:**
 
-    - `x`: the array, any floating dtype; computed in float32.
-    - `largest`: the integer for a block's largest magnitude: 127 for int8.
-    - `block_size`: how many elements share a scale; a row's last block may be partial. None for one scale per
-        row.
+    - `x`: an array of any floating dtype. The computation is performed in float32.
+    - `largest`: the integer that represents a block's largest magnitude, e.g. 127 for int8.
+    - `block_size`: the number of elements that share a scale; the last block of a row can be partial. If
+        `None`, then there is a single scale per row.
 
-    **Returns:** the integers, and the scales `absmax / largest`: value = integer · scale.
+    **Returns:** the integers, and the scales `absmax / largest`, so that value = integer · scale.
     """
     x = jnp.asarray(x).astype(jnp.float32)
     n = x.shape[-1]
@@ -249,12 +250,12 @@ def quantize_int(
 
 
 def _absmax(blocks: Float32[Array, "... n"]) -> Float32[Array, "..."]:
-    """Returns the largest magnitude; NaN if any element is NaN."""
+    """Returns the largest magnitude in each block, or NaN if any element is NaN."""
     return jnp.max(jnp.abs(blocks), axis=-1, initial=0)
 
 
 def _reciprocal(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """1 / absmax, or 1e38 if absmax is too small to divide by."""
+    """Computes 1 / absmax, using 1e38 if absmax is too small to be divided by."""
     tiny = absmax < np.finfo(np.float32).tiny
     return jnp.where(tiny, np.float32(1e38), 1 / jnp.where(tiny, np.float32(1), absmax))
 
@@ -264,10 +265,10 @@ def _floor(absmax: Float32[Array, "..."]) -> Float32[Array, "..."]:
 
 
 def _nearest(v: Float32[Array, " n"], codebook: tuple[float, ...]) -> UInt8[Array, " n"]:
-    """Returns the codes of the nearest entries. A sum of comparisons, because XLA fuses it into one pass."""
+    """Returns the codes of the nearest entries, summing comparisons because XLA fuses these into one pass."""
     bounds, order = nearest_bounds(codebook)
     codes = jnp.full(v.shape, order[0])
-    for bound, step in zip(bounds, np.diff(order), strict=True):  # uint8: steps wrap around
+    for bound, step in zip(bounds, np.diff(order), strict=True):  # steps are uint8, and can wrap around
         codes += jnp.where(v > bound, step, np.uint8(0))
     return codes
 
@@ -288,7 +289,7 @@ def dequantize_codebook(
     block_size: int,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, " n"]:
-    """Dequantises `n` values from `quantize_codebook`: table value times scale in float32, then cast."""
+    """Dequantises `n` values from `quantize_codebook`, multiplying by the scale in float32 before casting."""
     values = pad_to_blocks(jnp.asarray(codebook)[unpack_codes(packed)][:n], block_size)
     return (values * jnp.asarray(absmax)[:, None]).reshape(-1)[:n].astype(dtype)
 
@@ -301,18 +302,19 @@ def dequantize_scales(
     *,
     quant_map: Float32[ArrayLike, "256"] | None = None,
 ) -> Float32[Array, " blocks"]:
-    """Dequantises block scales from `quantize_scales`: map · scale + offset, rounded twice.
+    """Dequantises block scales from `quantize_scales`: map · scale + offset, with both operations rounded.
 
     **Arguments:**
 
-    - `quant_map`: the 256 values for the codes; the dynamic map if None.
+    - `quant_map`: the 256 values that codes represent. Defaults to the dynamic map.
     """
     codes = jnp.asarray(codes)
     table = jnp.asarray(dynamic_map() if quant_map is None else quant_map)
     blocks = pad_to_blocks(table[codes], NESTED_BLOCK)
     scaled = blocks * jnp.asarray(nested)[:, None]
-    # The clamp changes no finite value. It keeps LLVM from contracting the product and the sum into a fused
-    # multiply-add, which rounds once and so differs from the reference.
+    # The clamp is the identity on all finite values. We need it to prevent LLVM from contracting the
+    # multiplication and the addition into a fused multiply-add, which only rounds once and would not match
+    # the reference.
     largest = np.finfo(np.float32).max
     scaled = lax.clamp(-largest, scaled, largest)
     return scaled.reshape(-1)[: codes.size] + offset
@@ -326,7 +328,7 @@ def dequantize_int(
     block_size: int | None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... n"]:
-    """Dequantises integers from `quantize_int`: integer times scale in float32, then cast."""
+    """Dequantises integers from `quantize_int`, multiplying by the scale in float32 before casting."""
     values, scale = jnp.asarray(integers, jnp.float32), jnp.asarray(scale)
     n = values.shape[-1]
     if scale.shape[-1] > 1:

@@ -1,7 +1,7 @@
-"""Products of codes with codes: rounds activations to 8 bits, and lets XLA multiply the codes directly.
+"""Products of codes with codes: activations are rounded to 8 bits, and XLA then multiplies the codes.
 
-Sums of int8 products are exact in int32 only up to a certain length, which is checked: an overflow would be
-silent.
+Accumulating int8 products in int32 is only exact up to a certain length. We check for this, because overflow
+would be silent.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-#: For each kind of activations: the dtype of codes, the largest code, and the dtype of sums.
+#: For each kind of activations: the dtype of its codes, the largest code, and the accumulator's dtype.
 ACTIVATIONS: dict[str, tuple[Any, float, Any]] = {
     "int8": (jnp.int8, 127.0, jnp.int32),
     "fp8": (jnp.float8_e4m3fn, 448.0, jnp.float32),
@@ -26,7 +26,8 @@ def rounded_rows(
 ) -> tuple[Array, Float32[Array, "*batch 1"]]:
     """Rounds rows to codes, with one scale per row.
 
-    The largest code stands for the row's largest magnitude, or for `limit`; then larger numbers are clipped.
+    The largest code represents the largest magnitude in the row, or `limit` if that is given, in which case
+    larger values are clipped.
     """
     dtype, largest, _ = ACTIVATIONS[activations]
     x = x.astype(jnp.float32)
@@ -34,7 +35,7 @@ def rounded_rows(
         scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) / largest
     else:
         scale = jnp.full((*x.shape[:-1], 1), limit / largest, jnp.float32)
-    codes = x / jnp.where(scale == 0, 1.0, scale)
+    codes = x / jnp.where(scale == 0, 1.0, scale)  # a row of zeros has scale zero
     codes = jnp.round(codes) if jnp.issubdtype(dtype, jnp.integer) else codes
     return jnp.clip(codes, -largest, largest).astype(dtype), scale
 
@@ -49,21 +50,22 @@ def code_matmul(
     limit: float | None = None,
     rounds_gradients: bool = False,
 ) -> Float32[Array, "*batch n"]:
-    """Computes `x @ W.T` for a weight of 8-bit codes, rounding `x` to 8 bits, row by row.
+    """Computes `x @ W.T` for a weight of 8-bit codes, rounding each row of `x` to 8 bits.
 
     **Arguments:**
 
-    - `x`: `(*batch, K)`.
-    - `codes`: `(N, K)`: int8, or the bytes of float8.
-    - `scale`: `(N, groups)`: one per group of a row's codes. All groups have the same length.
-    - `activations`: how to round `x`, and read the codes: a name in `ACTIVATIONS`.
-    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. We use its
-        derivatives, so gradients pass through the rounding (straight-through).
-    - `limit`: the magnitude of `x` for the largest code. Default: each row's largest.
-    - `rounds_gradients`: whether the gradient with respect to `x` is a product of codes, too: this rounds the
-        cotangent of `y` row by row. Reverse mode only.
+    - `x`: has shape `(*batch, K)`.
+    - `codes`: has shape `(N, K)`. Either int8, or the bytes of float8.
+    - `scale`: has shape `(N, groups)`, with one scale for every group of codes in a row. All groups must have
+        the same length.
+    - `activations`: how to round `x`, and how to interpret the codes: a key of `ACTIVATIONS`.
+    - `derivative`: computes the product from `(x, codes, scale)` without rounding `x`. Its derivatives are
+        used for this function, i.e. we use straight-through estimation for the rounding.
+    - `limit`: the magnitude of `x` that the largest code represents. Defaults to each row's largest.
+    - `rounds_gradients`: whether to also compute the gradient with respect to `x` as a product of codes, for
+        which we round each row of the cotangent of `y`. Only supports reverse-mode autodifferentiation.
 
-    **Raises:** `ValueError` if a group has too many integers for a sum in int32.
+    **Raises:** `ValueError` if a group has too many integers to be accumulated in int32.
     """
     dtype, largest, sums = ACTIVATIONS[activations]
     n, k = codes.shape
@@ -95,9 +97,10 @@ def code_matmul(
         x, codes, scale = primals
         known = {
             i: dot for i, dot in enumerate(tangents) if i != 1 and not isinstance(dot, SymbolicZero)
-        }  # most weights' scales are constants
+        }  # typically excludes the scale, which is a constant
 
         def unrounded(*varying: Array) -> Array:
+            # Only differentiate with respect to operands that are actually perturbed.
             own = dict(enumerate(primals)) | dict(zip(known, varying, strict=True))
             return derivative(own[0], codes, own[2]).astype(jnp.float32)
 
@@ -105,6 +108,7 @@ def code_matmul(
         return product(x, codes, scale), dot
 
     def forwards(x: Any, codes: Any, scale: Any) -> tuple[Array, Any]:
+        # The activations are only needed for the cotangent of the scale, so don't save them otherwise.
         kept = x.value if scale.perturbed else None
         y = product(x.value, codes.value, scale.value)
         return y, (kept, codes.value, scale.value)
@@ -119,6 +123,7 @@ def code_matmul(
 
         of_scale = None if x_known is None else jax.vjp(by_scale, scale)[1](cotangent)[0]
         factor = scale.astype(jnp.float32).T.reshape(groups, *[1] * (x.ndim - 1), n)
+        # The scales vary along the contracted axis, and so have to be applied before rounding.
         each, of_row = rounded_rows(cotangent[None] * factor, activations)
         weight = jnp.moveaxis(lax.bitcast_convert_type(codes, dtype).reshape(n, groups, -1), 1, 0)
         dims = (((each.ndim - 1,), (1,)), ((0,), (0,)))
@@ -126,6 +131,7 @@ def code_matmul(
         return jnp.moveaxis(of_x, 0, -2).reshape(x.shape).astype(x.dtype), None, of_scale
 
     if rounds_gradients:
+        # Only use `custom_vjp` if we have to, as it doesn't support forward mode.
         by_codes = jax.custom_vjp(product)
         by_codes.defvjp(forwards, backwards, symbolic_zeros=True)
         return by_codes(x, codes, scale)

@@ -1,7 +1,7 @@
-"""Products of a few rows with dense arrays, for which XLA's CPU compiler emits slow code.
+"""Products of a few rows with dense arrays, for which XLA's CPU compiler generates slow code.
 
-The choice is made when the primitive is lowered, because only then all rows are known, including a batch.
-Results equal XLA's up to rounding.
+We decide how to compute these when lowering the primitive, as it's only then that we know the total number of
+rows (after batching). The results match those of XLA up to rounding.
 """
 
 import functools
@@ -21,35 +21,36 @@ from .backends import is_partitioned, requested
 from .multilinear import is_spread, map_rows, sum_tangents, vary_alike
 from .native.library import Library, library
 
-# Up to this many rows, the native product (on all cores) is faster than XLA's.
+# The number of rows up to which the native product (using all cores) is faster than XLA's.
 _MOST_ROWS = {"float32": 16, "bfloat16": 8}
-# Up to this many rows, XLA's CPU compiler is faster for the transposed product, `w @ x.T`.
+# The number of rows up to which the transposed product `w @ x.T` is faster with XLA's CPU compiler.
 _MOST_TRANSPOSED = 64
 
 
 def dense_matmul(
     x: Float[Array, "... k"], w: Float[Array, "n k"], *, weight_first: bool = False
 ) -> Float[Array, "... n"]:
-    """Computes `x @ w.T`, differentiable in both.
+    """Computes `x @ w.T`, and is differentiable with respect to both.
 
-    On CPUs, native code (if it is compiled) multiplies a few rows; it reads a weight once, at memory
-    bandwidth. Without it, one bfloat16 row is multiplied in float32 while reading the weight, since XLA would
-    convert the whole weight first. This is a primitive, so the product sees all rows when it is lowered,
-    including a batch. Other dtypes and platforms get XLA's product.
+    On CPUs, products of a few rows use the native library (if available), which reads the weight just once
+    and at memory bandwidth. Otherwise, for a single bfloat16 row, we convert to float32 whilst reading the
+    weight, as XLA would convert all of it beforehand. Other dtypes and platforms use `lax.dot_general`. This
+    is a primitive, so that rows from `jax.vmap` are also seen when lowering.
 
     **Arguments:**
 
-    - `weight_first`: whether this was written as `w` times `x`, for interpreters that care about the order of
-        operands.
+    - `weight_first`: whether this was originally `w` times `x`. Only relevant to interpreters that depend on
+        the order of operands.
     """
     usual = x.dtype == w.dtype and x.dtype.name in _MOST_ROWS
+    # Sharded operands, and any precision that the user has requested, are left to XLA.
     if not usual or is_spread((x, w)) or jax.config.jax_default_matmul_precision is not None:
         return _plain(x, w, weight_first=weight_first)
     return dense_matmul_p(*vary_alike((x, w)), weight_first=weight_first)
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, by `dense_matmul` if the larger operand is a matrix with contracted rows."""
+    """As `lax.dot_general`, but uses `dense_matmul` if the larger operand is a matrix of contracted rows."""
     axes, batch = dimension_numbers
     usual = x.dtype == y.dtype and all(value in (None, x.dtype) for value in params.values())
     last = tuple(map(tuple, axes)) == ((x.ndim - 1,), (y.ndim - 1,)) and not any(map(len, batch))
@@ -61,16 +62,15 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def _is_weight(w: Array, x: Array) -> bool:
-    """Returns whether `w` is a matrix at least as large as `x`. (An export may leave the size of `x`
-    open.)"""
+    """Returns whether `w` is a matrix at least as large as `x`, whose size can be symbolic when exporting."""
     return w.ndim == 2 and isinstance(w.size, int) and (not isinstance(x.size, int) or w.size >= x.size)
 
 
 def stacked_matmul(x: Num[Array, "stack m k"], w: Num[Array, "stack k n"]) -> Float[Array, "stack m n"]:
-    """Computes `x @ w` for a stack of matrices, as for queries and each head's keys.
+    """Computes `x @ w` for stacks of matrices, e.g. queries and keys for every head.
 
-    In float32, differentiable in both. On CPUs, native code (if it is compiled) multiplies while reading the
-    rows of the matrix.
+    The result is in float32, and is differentiable with respect to both. On CPUs, the native library (if
+    available) multiplies whilst reading the rows of each matrix.
     """
     return stacked_matmul_p(*vary_alike((x, w)))
 
@@ -85,7 +85,7 @@ def _on_cpu(x: Array, w: Array, *, weight_first: bool = False) -> Array:
     rows = math.prod(x.shape[:-1])
     if not isinstance(rows, int) or not 0 < rows <= _MOST_TRANSPOSED:
         return _plain(x, w)
-    if rows > 1:  # a barrier, or else XLA would rewrite it as `x @ w.T`
+    if rows > 1:  # use a barrier, as XLA would otherwise rewrite this to `x @ w.T`
         y = lax.optimization_barrier(_plain(w, x.reshape(rows, -1))).T
     elif x.dtype == jnp.bfloat16:
         y = jnp.sum(w.astype(jnp.float32) * x.reshape(1, -1).astype(jnp.float32), axis=1).astype(x.dtype)
@@ -106,7 +106,7 @@ def _native(x: Array, w: Array, *, weight_first: bool = False) -> Array:
 def _lower_on_cpu(
     native: Callable[..., Array], otherwise: Callable[..., Array], context: Any, *operands: Any, **params: Any
 ) -> Any:
-    # Another machine may lack the library, and XLA cannot divide a call to it.
+    # The library might not be available where an exported program runs, and XLA can't partition a call to it.
     elsewhere = context.module_context.lowering_parameters.for_export or is_partitioned(context)
     usable = requested() != "reference" and not elsewhere and isinstance(library(), Library)
     rule = mlir.lower_fun(native if usable else otherwise, multiple_results=False)
@@ -124,7 +124,7 @@ def _transpose(ct: Any, x: Any, w: Any, **params: Any) -> Any:
 
 
 def _batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    if dims[1] is not None:  # a batch of weights
+    if dims[1] is not None:  # the weights are batched
         return NotImplemented
     return map_rows(dense_matmul_p, size, operands, dims, params, rows=(0,))
 

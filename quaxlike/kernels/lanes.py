@@ -1,11 +1,11 @@
-"""A GPU program for one thread, written with Python's operators and emitted as MLIR.
+"""A small embedded language for GPU programs at the level of a single thread, which emits MLIR.
 
-If data goes through registers in the layout that one instruction wants, array semantics get in the way.
-Mosaic GPU lets us write such code as MLIR (`inline_mgpu`), and this module makes it readable. Only import it
-where a kernel is traced.
+Array semantics get in the way when data has to be kept in registers, in the layout that a particular
+instruction expects. Mosaic GPU allows for writing such code directly as MLIR (using `inline_mgpu`), and this
+module makes doing so readable. Note that it should only be imported whilst tracing a kernel.
 
-A `Reg` is a number in every thread, so Python control flow runs at trace time. A Python `if` on a `Reg` would
-choose one branch for all threads: use `select` or `when`.
+A `Reg` represents a value in every thread, so all Python control flow happens at trace time. In particular, a
+Python `if` on a `Reg` would select the same branch for all threads; use `select` or `when` instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 def _types() -> dict[str, ir.Type]:
     return {
+        # MLIR integers are signless. We always use unsigned operations on them.
         "u1": ir.IntegerType.get_signless(1),
         "u8": ir.IntegerType.get_signless(8),
         "u16": ir.IntegerType.get_signless(16),
@@ -33,7 +34,7 @@ _BYTES = {"u8": 1, "u16": 2, "u32": 4, "float32": 4, "bfloat16": 2, "float16": 2
 
 
 class Reg:
-    """A number that each thread holds: an unsigned integer or a float."""
+    """A value held in a register by each thread, either an unsigned integer or a float."""
 
     __slots__ = ("value",)
 
@@ -83,7 +84,7 @@ def _like(reg: Reg, other: Reg | int | float) -> Reg:
 
 
 def number(value: int | float, dtype: str) -> Reg:
-    """A constant."""
+    """Returns a constant."""
     return Reg(utils.c(value, _types()[dtype]))
 
 
@@ -96,17 +97,18 @@ def select(condition: Reg, a: Reg, b: Reg | int | float) -> Reg:
 
 
 def fma(a: Reg, b: Reg, c: Reg) -> Reg:
-    """Computes `a * b + c` in floating point, rounded once."""
+    """Computes `a * b + c` in floating point, with a single rounding."""
+    # Explicitly, as whether LLVM contracts `a * b + c` is unspecified.
     return Reg(llvm.intr_fma(a.value, b.value, c.value))
 
 
 def round_to(x: Reg, dtype: str) -> Reg:
-    """Rounds a float32 to the nearest value in a narrower dtype, ties to even."""
+    """Rounds a float32 to a narrower dtype, with ties to even."""
     return x if dtype == "float32" else Reg(arith.truncf(_types()[dtype], x.value))
 
 
 def widen(x: Reg) -> Reg:
-    """Returns the bits of a narrow number as an unsigned 32-bit integer."""
+    """Zero-extends the bits of a narrow value to an unsigned 32-bit integer."""
     if not isinstance(x.value.type, ir.IntegerType):
         width = ir.IntegerType.get_signless(x.value.type.width)
         x = Reg(arith.bitcast(width, x.value))
@@ -114,14 +116,14 @@ def widen(x: Reg) -> Reg:
 
 
 def pack(low: Reg, high: Reg, dtype: str) -> Reg:
-    """Rounds two float32 numbers to a 16-bit dtype, in one register."""
+    """Rounds two float32 values to a 16-bit dtype, and packs them into a single register."""
     short = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    operands = [(high.value, "f"), (low.value, "f")]
+    operands = [(high.value, "f"), (low.value, "f")]  # PTX expects the upper half first
     return inline_ptx(f"cvt.rn.{short}.f32 $0, $1, $2;", [_types()["u32"]], "=r", operands)[0]
 
 
 def as_float32(bits: Reg) -> Reg:
-    """Reinterprets an unsigned 32-bit integer as a float32."""
+    """Bitcasts an unsigned 32-bit integer to float32."""
     return Reg(arith.bitcast(_types()["float32"], bits.value))
 
 
@@ -137,12 +139,12 @@ def to_float32(x: Reg) -> Reg:
 
 
 def thread_index() -> Reg:
-    """This thread's index within its block."""
+    """Returns the index of this thread within its block."""
     return _index(gpu.thread_id(gpu.Dimension.x))
 
 
 def block_index() -> Reg:
-    """This block's index, within a grid with one axis."""
+    """Returns the index of this block within a one-dimensional grid."""
     return _index(gpu.block_id(gpu.Dimension.x))
 
 
@@ -151,23 +153,23 @@ def _index(value: Any) -> Reg:
 
 
 def barrier() -> None:
-    """Waits for all threads in the block, and makes their stores visible to each other."""
+    """Waits for all threads in the block, after which their stores are visible to one another."""
     gpu.barrier()
 
 
 def warp_barrier() -> None:
-    """Like `barrier`, for the threads in a warp."""
+    """As `barrier`, but only for the threads in a warp."""
     _effect("bar.warp.sync 0xffffffff;")
 
 
 class MemoryRegion:
-    """An array in global or shared memory, addressed by bytes."""
+    """An array in global or shared memory, with offsets given in bytes."""
 
     def __init__(self, ref: Any) -> None:
         self.pointer = utils.memref_ptr(ref)
 
     def load(self, offset: Reg, dtype: str, count: int = 1) -> list[Reg]:
-        """Loads `count` consecutive numbers in one access. The offset must be a multiple of its size."""
+        """Loads `count` consecutive values in a single access. The offset must be a multiple of its size."""
         dtype_ = _types()[dtype]
         size = _BYTES[dtype] * count
         if count == 1:
@@ -178,20 +180,22 @@ class MemoryRegion:
     def copy_to(self, offset: Reg, shared: "MemoryRegion", at: Reg, size: int, present: Reg) -> None:
         """Starts an asynchronous copy of 4, 8 or 16 bytes from global to shared memory.
 
-        Copies zeros instead unless `present`. Both offsets must be multiples of the size. `commit_copies` and
-        `wait_for_copies` tell when it is done; then this thread sees the result, and others after a barrier.
+        If not `present`, fills the destination with zeros instead. Both offsets must be multiples of the
+        size. Use `commit_copies` and `wait_for_copies` to wait for completion. After this the copy is visible
+        to this thread, and after a subsequent barrier also to others.
         """
+        # Only 16-byte copies can bypass L1.
         cache = "cg" if size == 16 else "ca"
         read = select(present, number(size, "u32"), 0)
         operands = [(shared.address(at).value, "r"), (self._at(offset), "l"), (read.value, "r")]
         _effect(f"cp.async.{cache}.shared.global [$0], [$1], {size}, $2;", operands)
 
     def address(self, offset: Reg) -> Reg:
-        """Returns the 32-bit shared-memory address of a byte."""
+        """Returns the 32-bit address in shared memory that corresponds to an offset."""
         return Reg(llvm.ptrtoint(_types()["u32"], self._at(offset)))
 
     def store(self, offset: Reg, *numbers: Reg) -> None:
-        """Stores consecutive numbers with one dtype, in one access."""
+        """Stores consecutive values of the same dtype using a single access."""
         first, *others = (n.value for n in numbers)
         if others:
             vector_type = ir.VectorType.get((len(numbers),), first.type)
@@ -203,13 +207,13 @@ class MemoryRegion:
         llvm.store(first, self._at(offset), alignment=bits // 8)
 
     def _at(self, offset: Reg) -> Any:
-        return utils.getelementptr(self.pointer, [offset.value], _types()["u8"])
+        return utils.getelementptr(self.pointer, [offset.value], _types()["u8"])  # i.e. in bytes
 
 
 def inline_ptx(
     ptx: str, results: Sequence[ir.Type], constraint: str, operands: Sequence[tuple[Any, str]]
 ) -> list[Reg]:
-    """One instruction without side effects. Its results are `$0`, …, followed by the operands."""
+    """Emits a PTX instruction without side effects. The results are `$0`, …, followed by the operands."""
     constraints = ",".join([constraint] * len(results) + [c for _, c in operands])
     values = [value for value, _ in operands]
     if len(results) == 1:
@@ -220,26 +224,26 @@ def inline_ptx(
 
 
 def _effect(ptx: str, operands: Sequence[tuple[Any, str]] = ()) -> None:
-    """One instruction without results. Memory accesses are not reordered across it."""
+    """Emits a PTX instruction without results, across which memory accesses are not reordered."""
     constraints = ",".join([*(c for _, c in operands), "~{memory}"])
     values = [value for value, _ in operands]
     llvm.inline_asm(ir.Type.parse("!llvm.void"), values, ptx, constraints, has_side_effects=True)
 
 
 def commit_copies() -> None:
-    """Makes a group of all copies that this thread has started since the last group."""
+    """Groups together all copies that this thread has started since it last committed a group."""
     _effect("cp.async.commit_group;")
 
 
 def wait_for_copies(pending: int) -> None:
-    """Waits until at most `pending` of this thread's groups of copies are in flight."""
+    """Waits until at most `pending` of this thread's groups of copies are still in flight."""
     _effect(f"cp.async.wait_group {pending};")
 
 
 def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> list[Reg]:
-    """A warp computes `acc + a @ b`, for a (16, 16) `a`, a (16, 8) `b` and a (16, 8) float32 `acc`.
+    """Computes `acc + a @ b` collectively across a warp, with shapes (16, 16) and (16, 8), and float32 `acc`.
 
-    With group = lane // 4 and quad = lane % 4, a thread holds these fragments, two elements per register:
+    For group = lane // 4 and quad = lane % 4, a thread holds these fragments, two elements per register:
 
     - of `a`: (group, 2·quad …), (group + 8, 2·quad …), (group, 2·quad + 8 …), (group + 8, …);
     - of `b`: (2·quad …, group), (2·quad + 8 …, group);
@@ -263,6 +267,7 @@ def mma(acc: Sequence[Reg], a: Sequence[Reg], b: Sequence[Reg], dtype: str) -> l
 def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], list[Reg]]) -> list[Reg]:
     """Emits `for step in range(steps): carry = body(step, carry)`."""
     bounds = [i.value if isinstance(i, Reg) else utils.c(i, _types()["u32"]) for i in (0, steps, 1)]
+    # Emitted as a loop, because unrolling would make the size of the program depend on the shapes.
     for_op = scf.ForOp(bounds[0], bounds[1], bounds[2], [r.value for r in carry])
     with ir.InsertionPoint(for_op.body):
         out = body(Reg(for_op.induction_variable), [Reg(v) for v in for_op.inner_iter_args])
@@ -271,7 +276,7 @@ def loop(steps: int | Reg, carry: list[Reg], body: Callable[[Reg, list[Reg]], li
 
 
 def when(condition: Reg, body: Callable[[], None]) -> None:
-    """Runs `body` in threads where the condition holds."""
+    """Emits `body`, to be executed only by threads for which the condition holds."""
     if_op = scf.IfOp(condition.value)
     with ir.InsertionPoint(if_op.then_block):
         body()

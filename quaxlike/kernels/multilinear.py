@@ -1,4 +1,4 @@
-"""Shared code for multilinear operations: accumulators, derivatives, batching, mesh axes."""
+"""Helpers for multilinear operations: accumulator dtypes, derivatives, batching and mesh axes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,57 +17,57 @@ _Tree = TypeVar("_Tree")
 
 
 def accumulator_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype for accumulating products: float64 for float64, else float32."""
+    """Returns the dtype in which to accumulate products: float64 for float64, and otherwise float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def precision_for(dtype: Any) -> lax.Precision | None:
-    """Returns the precision for a product in this dtype.
+    """Returns the precision with which to compute a product in this dtype.
 
-    Unlike the default on GPUs and TPUs, float32 is not rounded to TensorFloat32 or bfloat16, unless
-    `jax.default_matmul_precision` asks for it.
+    By default, GPUs and TPUs round float32 operands to TensorFloat32 or bfloat16. We don't, unless this has
+    been requested by setting `jax.default_matmul_precision`.
     """
     wide = jnp.finfo(dtype).bits >= 32 and jax.config.jax_default_matmul_precision is None
     return lax.Precision.HIGHEST if wide else None
 
 
 def vary_alike(operands: _Tree) -> _Tree:
-    """Makes all arrays vary over the same mesh axes within `shard_map`, so a loop can add them."""
+    """Makes all arrays vary over the same mesh axes inside of `shard_map`, so that a loop can add them up."""
     leaves, tree = jax.tree.flatten(operands)
     return jax.tree.unflatten(tree, compat.vary_alike(leaves))
 
 
 def varying_zeros(shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
-    """Zeros that vary over the same mesh axes as any operand, within `shard_map`.
+    """Returns zeros that vary over the same mesh axes as any of the operands, inside of `shard_map`.
 
-    This is the initial accumulator for a loop over products of the operands.
+    Used to initialise the accumulator of a loop over products of these operands.
     """
     axes = frozenset().union(*map(compat.varying_axes, operands))
     return compat.vary_over(jnp.zeros(tuple(shape), dtype), axes)
 
 
 def is_spread(operands: Iterable[Any]) -> bool:
-    """Returns whether any operand's type is sharded over explicit mesh axes."""
+    """Returns whether the type of any operand is sharded over explicit mesh axes."""
     return any(axes is not None for x in operands for axes in jax.typeof(x).sharding.spec)
 
 
 def spread_like(x: ArrayLike, y: ArrayLike) -> ArrayLike:
-    """Shards `x` over explicit mesh axes like `y`, which has the same shape."""
+    """Reshards `x` to match the explicit mesh axes of `y`, which must have the same shape."""
     return jax.sharding.reshard(x, jax.typeof(y).sharding.spec) if is_spread((x, y)) else x
 
 
 def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
-    """`lax.dot_general`, even if both operands are sharded over the same explicit mesh axes.
+    """As `lax.dot_general`, but allows both operands to be sharded over the same explicit mesh axes.
 
-    Contracted axes are summed over devices. For other axes, `x` keeps its sharding, and `y` is resharded.
+    Contracted axes are reduced across devices. Otherwise `x` keeps its sharding and `y` is resharded.
     """
     if not is_spread((x, y)):
         return lax.dot_general(x, y, dimension_numbers, **params)
     (summed, y_summed), (batch, y_batch) = dimension_numbers
     x_names, y_names = [f"x{i}" for i in range(x.ndim)], [f"y{i}" for i in range(y.ndim)]
     for i, j in zip((*summed, *batch), (*y_summed, *y_batch), strict=True):
-        # A shared name says that both axes are sharded alike. JAX would otherwise ask the user for
-        # `out_sharding`.
+        # Using the same name means that both axes must be sharded identically. JAX would otherwise raise an
+        # error that asks for `out_sharding`.
         y_names[j] = x_names[i]
     sums = tuple(x_names[i] for i in summed)
     kept = [x_names[i] for i in batch]
@@ -81,18 +81,18 @@ def dot_general(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Ar
 
 
 def nonzero(tangent: Any) -> bool:
-    """Returns whether any leaf of an operand has a tangent; `None` stands for zero."""
+    """Returns whether any leaf of an operand has a tangent. (`None` represents a symbolic zero.)"""
     return bool(jax.tree.leaves(tangent))
 
 
 def sum_tangents(
     p: DefinedPrimitive, primals: Sequence[Any], tangents: Sequence[Any], params: Mapping[str, Any]
 ) -> Any:
-    """Computes the tangent of a primitive that is linear in each operand with a tangent."""
+    """Computes the tangent of a primitive that is linear in each of the operands that have a tangent."""
     out = None
     for i, tangent in enumerate(tangents):
         if nonzero(tangent):
-            # The operation is linear in each operand alone, so we must not put in two tangents at once.
+            # It's only linear in each operand separately, so don't substitute several tangents at a time.
             term = p(*primals[:i], tangent, *primals[i + 1 :], **params)
             out = term if out is None else out + term
     return out
@@ -107,17 +107,17 @@ def map_rows(
     *,
     rows: Sequence[int],
 ) -> tuple[Any, int]:
-    """A batching rule for primitives whose operands `rows` may have any leading axes.
+    """A batching rule for primitives whose operands in `rows` can have arbitrary leading axes.
 
-    A batch of rows just means more rows. A batch of weights runs sequentially: a single weight keeps the
-    device busy, and kernels do not have to support batches.
+    Batching only these is the same as adding more rows. Batches of weights are processed sequentially, as a
+    single weight is enough to keep the device busy, and kernels then don't have to support batching.
     """
     is_row = [i in rows for i, x in enumerate(operands) for _ in jax.tree.leaves(x)]
     leaves, tree = jax.tree.flatten(list(operands))
     leaf_dims = jax.tree.leaves(dims, is_leaf=lambda d: d is None)
     mapped = [d is not None for d in leaf_dims]
     leaves = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(leaves, leaf_dims, strict=True)]
-    # Only rows are mapped, so a batch is simply more rows: one call, and the weight is read once.
+    # Only rows are batched, so use a single call with more rows, which then reads the weight just once.
     if all(row or not m for row, m in zip(is_row, mapped, strict=True)):
         leaves = [
             jnp.broadcast_to(x, (size, *x.shape)) if row and not m else x

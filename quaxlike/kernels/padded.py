@@ -1,7 +1,7 @@
-"""Reads and adds at indices that may be padding: out-of-bounds indices count as nothing.
+"""Gathers and scatter-adds for which out-of-bounds indices denote padding, and are ignored.
 
-We clamp them, and replace what is read or added there, instead of using JAX's modes "fill" and "drop":
-`checkify` would report every out-of-bounds index.
+We clamp the indices and mask the values, rather than using JAX's modes "fill" and "drop". Otherwise
+`checkify` would report an error for every out-of-bounds index.
 """
 
 import functools
@@ -16,17 +16,17 @@ from jaxtyping import Array
 
 
 def get_at(y: Array, at: Sequence[Any], fill: Any, num_batch: int = 0) -> Array:
-    """Returns the elements of `y` at these indices, with `fill` for padding. Index axes come first.
+    """Returns the elements of `y` at some indices, or `fill` for padding. The indices' axes come first.
 
     **Arguments:**
 
-    - `at`: an index for each axis behind the batch axes, or `slice(None)`; trailing ones may be omitted.
-    - `num_batch`: how many leading axes of `y` and of all indices stack arrays. Default 0.
+    - `at`: an index for each axis after the batch axes, or `slice(None)`. Trailing axes can be omitted.
+    - `num_batch`: the number of leading batch axes, shared by `y` and all indices. Defaults to 0.
     """
     return _get_at(y, _without_slices(at), fill, num_batch)
 
 
-# Calls outside of a jit compile one program in place of one for each operation; within one, they are inlined.
+# Outside of `jit`, this compiles one program instead of one for each operation. Within `jit`, it's inlined.
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
@@ -34,13 +34,14 @@ def _get_at(y: Array, at: tuple[Any, ...], fill: Any, num_batch: int) -> Array:
         rest = [y.shape[i] for i in range(num_batch, y.ndim) if _is_whole(at, i - num_batch)]
         return jnp.full((*inside.shape, *rest), fill, y.dtype)
     out = y.at[places].get(mode="promise_in_bounds")
-    # We replace the result, and do not multiply it by a mask: what was read for padding may be NaN.
+    # Use a `where`, rather than multiplying by a mask, because the element read for padding might be NaN.
     return jnp.where(_before(inside, out), out, jnp.asarray(fill, out.dtype))
 
 
 def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Array:
-    """Adds `values` (first axes: the indices') to `y`; booleans are or-ed. See `get_at` for `at` and
-    `num_batch`.
+    """Adds `values`, whose leading axes are the indices' axes, to `y`. (Or takes the logical or of booleans.)
+
+    See `get_at` for `at` and `num_batch`.
     """
     return _add_at(y, _without_slices(at), values, num_batch) if y.size else y
 
@@ -48,7 +49,7 @@ def add_at(y: Array, at: Sequence[Any], values: Array, num_batch: int = 0) -> Ar
 @functools.partial(jax.jit, static_argnums=3, inline=True)
 def _add_at(y: Array, at: tuple[Any, ...], values: Array, num_batch: int) -> Array:
     places, inside = _clamped(y, at, num_batch)
-    # Padding is clamped to index 0, where a real element is. Adding zero leaves it as it is.
+    # Padding is clamped to index 0, which is a valid element. Adding zero leaves it unchanged.
     values = jnp.where(_before(inside, values), values, jnp.zeros_like(values))
     into = y.at[places]
     return (into.max if y.dtype == bool else into.add)(values, mode="promise_in_bounds")
@@ -59,7 +60,8 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Clamped indices into all axes of `y`, and which of them were in bounds. `None` takes a whole axis."""
+    """Returns clamped indices into all axes of `y`, and a mask for those that were already in bounds. An index
+    `None` takes a whole axis."""
     shape = np.broadcast_shapes(*(np.shape(index) for index in at if index is not None))
     places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]
     inside = jnp.ones(shape, bool)
@@ -78,5 +80,5 @@ def _is_whole(at: tuple[Any, ...], i: int) -> bool:
 
 
 def _before(inside: Array, x: Array) -> Array:
-    """Expands a mask for the first axes of `x` to all axes."""
+    """Expands a mask over the leading axes of `x`, so that it broadcasts against all axes."""
     return jnp.expand_dims(inside, tuple(range(inside.ndim, x.ndim)))

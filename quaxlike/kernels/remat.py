@@ -1,4 +1,4 @@
-"""`jax.checkpoint` policies that know products by kernels."""
+"""`jax.checkpoint` policies that support the products computed by kernels."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _PRODUCTS = {*PRODUCTS.values(), lora_matmul_p, block_sparse_matmul_p, csr_matmu
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy that also saves products with quantised, adapted and sparse weights.
 
-    JAX's policy with this name only knows `dot_general`, so it would recompute products by kernels.
+    JAX's policy of the same name only saves `dot_general`s, and would recompute products by kernels.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""Products with weights stored as codes, with or without adapters."""
+"""Matrix multiplication by quantised weights, optionally with LoRA adapters."""
 
 import math
 from typing import Any
@@ -25,12 +25,13 @@ def nf4_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "... free"]:
-    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight of 4-bit codes with block scales.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a 4-bit weight with block scales.
 
-    Every backend reads bitsandbytes' codes as they are stored. No dense copy of `W` is made, except for many
-    rows of `x` on a GPU, where up to 128 MiB are decoded at a time. Products are accumulated in float32. This
-    is differentiable in `x`, `absmax` and `codebook`; the gradient of `x` is the transposed contraction on
-    the same bytes.
+    All backends operate on bitsandbytes' codes in their stored layout, without materialising `W`. (The
+    exception is if `x` has many rows on a GPU, in which case we decode at most 128 MiB at a time.) Products
+    are accumulated in float32. The result is differentiable with respect to `x`, `absmax` and `codebook`,
+    where the gradient with respect to `x` is obtained by applying the transposed contraction to the same
+    bytes.
 
     !!! example
 
@@ -49,21 +50,22 @@ def nf4_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `packed`: the codes of `W`, flattened row-major, two per byte, high nibble first: `(N·K + 1) // 2`
-        bytes. If blocks do not cross rows, also `(N, K / 2)`, so devices can share rows or columns.
-    - `absmax`: one float32 scale per block of `block_size` consecutive codes; blocks may cross rows. `(N, K /
-        block_size)` for rows of codes. [`NestedScales`][quaxlike.kernels.NestedScales] if the scales are
-        quantised, too.
-    - `codebook`: the 16 values of the codes.
-    - `shape`: `(N, K)`.
-    - `block_size`: an even number.
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `packed`: the codes of `W`, flattened in row-major order. Each byte packs two codes, the first in the
+        high nibble, for `(N·K + 1) // 2` bytes in total. If blocks do not cross rows, then the shape can also
+        be `(N, K / 2)`, which allows for sharding rows or columns across devices.
+    - `absmax`: one float32 scale for every block of `block_size` consecutive codes, where blocks can cross
+        rows. Has shape `(N, K / block_size)` if `packed` is two-dimensional. Can also be a
+        [`NestedScales`][quaxlike.kernels.NestedScales], for scales that are themselves quantised.
+    - `codebook`: the 16 values that the codes represent.
+    - `shape`: the shape `(N, K)` of `W`.
+    - `block_size`: the number of codes that share a scale. Must be even.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the operands do not fit `shape` and `block_size`.
+    **Raises:** `ValueError` if the operands are inconsistent with `shape` and `block_size`.
     """
     codebook = jnp.asarray(codebook, jnp.float32)
     _check_weight("nf4_matmul", packed, absmax, codebook, shape, block_size)
@@ -86,13 +88,14 @@ def lora_matmul(
     adapter_index: Int[Array, "..."] | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch out"]:
-    """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and adapters `a`, `b`.
+    """Computes `x @ W.T + scaling · (x @ a.T) @ b.T` for a 4-bit weight `W` and LoRA adapters `a`, `b`.
 
-    The low-rank term is added to the product's float32 accumulator: it costs as much as a few more columns of
-    `W`, without another pass over the result. This is differentiable in everything but the codes.
+    The low-rank term is added directly to the float32 accumulator, so that it only costs as much as a few
+    additional columns of `W`, and does not require another pass over the result. This function is
+    differentiable with respect to everything but the codes.
 
-    With several adapters, `adapter_index` selects one for each row of `x`. All rows are computed together,
-    whatever the mixture.
+    If there are several adapters, then `adapter_index` selects one for each row of `x`. All rows are computed
+    together, regardless of which adapters they use.
 
     !!! example
 
@@ -121,17 +124,18 @@ def lora_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., in)`.
-    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight with shape `(out, in)`, as in
+    - `x`: has shape `(..., in)`.
+    - `packed`, `absmax`, `codebook`, `shape`, `block_size`: the weight of shape `(out, in)`, as in
         [`nf4_matmul`][quaxlike.kernels.block_matmul.api.nf4_matmul].
-    - `a`: `(rank, in)`, or `(adapters, rank, in)` with `adapter_index`. Converted to the dtype of `x`,
-        like `b`.
-    - `b`: `(out, rank)`, or `(adapters, out, rank)`.
-    - `scaling`: the factor for the low-rank term.
-    - `adapter_index`: each row's adapter, with the leading shape of `x`; a negative index means none.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `a`: has shape `(rank, in)`, or `(adapters, rank, in)` if `adapter_index` is passed. Cast to the dtype
+        of `x`, as is `b`.
+    - `b`: has shape `(out, rank)`, or `(adapters, out, rank)`.
+    - `scaling`: the factor by which to multiply the low-rank term.
+    - `adapter_index`: the index of the adapter for each row, with the same leading axes as `x`. A negative
+        index means that no adapter is applied.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., out)`.
+    **Returns:** an array of shape `(..., out)`.
 
     **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
@@ -139,10 +143,11 @@ def lora_matmul(
     _check_weight("lora_matmul", packed, absmax, codebook, shape, block_size)
     check_x("lora_matmul", x, shape, transpose=False)
     _check_adapters(x, a, b, shape, adapter_index)
-    # Mixed dtypes would make each backend promote in its own way.
+    # Otherwise each backend would promote mixed dtypes differently.
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     if adapter_index is None:
-        a, b = a[None], b[None]
+        a, b = a[None], b[None]  # kernels expect a stack of adapters, even if it's just one
+    # The first factor is small, so leave it to XLA. Only the second is fused with the product.
     low_rank = to_ranks(x, a, scaling, adapter_index), b
     params: dict[str, Any] = {"block_size": block_size, "low_rank": low_rank, "out_dtype": out_dtype}
     return block_matmul(x, (packed, absmax, codebook), NIBBLES, shape=shape, **params)
@@ -158,10 +163,11 @@ def int8_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight stored as int8 with scales.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight stored as int8 with scales.
 
-    No dense copy of `W` is made, except for parts of it on GPUs if the scales belong to blocks. This is
-    differentiable in `x` and `scale`; the gradient of `x` is the transposed contraction on the same integers.
+    This does not materialise `W`. (The exception is for block-wise scales on a GPU, in which case parts of it
+    are decoded at a time.) The result is differentiable with respect to `x` and `scale`, where the gradient
+    with respect to `x` is obtained by applying the transposed contraction to the same integers.
 
     !!! example
 
@@ -178,18 +184,19 @@ def int8_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `codes`: `(N, K)`.
-    - `scale`: `(N, ceil(K / block_size))`: value = integer · scale.
-    - `block_size`: how many of a row's integers share a scale; None for all.
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `codes`: the integers, of shape `(N, K)`.
+    - `scale`: has shape `(N, ceil(K / block_size))`, such that value = integer · scale.
+    - `block_size`: the number of integers in a row that share a scale. If `None`, there is one scale per row.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     n, k = codes.shape
+    # Not zero for a weight without columns, because we divide by it.
     block_size = max(k, 1) if block_size is None else block_size
     if block_size < 1:
         raise ValueError(f"int8_matmul: block_size must be at least 1, or None; got {block_size!r}")
@@ -205,14 +212,15 @@ def int8_matmul(
 def _check_weight(
     op: str, packed: Any, absmax: Any, codebook: Any, shape: tuple[int, int], block_size: int
 ) -> None:
-    """Raises a `ValueError` unless codes and scales fit a weight with this shape."""
+    """Raises a `ValueError` unless the codes and scales are consistent with a weight of this shape."""
     size = math.prod(shape)
     if block_size <= 0 or block_size % 2:
         raise ValueError(f"{op}: block_size must be a positive even number, got {block_size}")
     blocks = -(-size // block_size)
     expected: dict[str, tuple[Any, tuple[int, ...]]]
     bytes_, scales = ((size + 1) // 2,), (blocks,)
-    # Rows of codes exist only if rows consist of whole blocks. Nested scales always cross rows.
+    # Codes can only be stored as rows if no block crosses a row. Nested scales always treat the weight as
+    # flat.
     if packed.ndim == 2 and shape[1] % block_size == 0 and not isinstance(absmax, NestedScales):
         bytes_, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // block_size)
     expected = {"packed": (packed, bytes_), "codebook": (codebook, (16,))}

@@ -1,7 +1,7 @@
-"""The table of block formats: what codes stand for, and how scales and minima are stored.
+"""The table of block formats: the values of their codes, and the storage of their scales and minima.
 
-A codec only describes data. Its values must match the program that published the format bit for bit,
-including rounding of subnormal scales, or a checkpoint would decode to other weights.
+Codecs are purely descriptive. Their values must match the program that published the format bit for bit,
+including the rounding of subnormal scales. Otherwise we would decode checkpoints to different weights.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-# Powers of two: subtract this number from a byte to get a float32's exponent.
+# Powers of two. Subtract this from the byte to obtain the exponent field of a float32.
 E8M0 = {"e8m0": 0, "e8m0_half": 1}
 _LARGEST_FLOAT8 = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A block format: rows of codes as a little-endian stream, with one scale per block.
+    """A block format, consisting of rows of codes (as a little-endian bit stream) and one scale per block.
 
         value = scale · (code - zero)      zeros = "points"
         value = scale · code ± zero        zeros = "plus", "minus"
@@ -36,23 +36,24 @@ class Codec:
 
     **Attributes:**
 
-    - `bits`: bits per code, 2 to 8.
-    - `codes`: `"integer"`, unsigned, minus `bias`; `"signed"`, int8 without -128; `"e4m3"`, `"e5m2"`; or
-        `"table"`.
-    - `bias`: the number to subtract from integer codes.
-    - `table`: the value for each code.
-    - `block`: how many codes usually share a scale; None for a whole row.
-    - `scales`: `"float"` in any dtype; `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half of this), as bytes;
-        `"integer"`, multiples of an outer scale; or `"nibbles"`: the scale in a byte's low half, the minimum
-        in its high half.
-    - `group`: how many blocks share an outer scale, 0 for a whole row; None for one level of scales.
-    - `over`: whether to divide the inner scale by the outer one.
-    - `zeros`: None, `"points"` (zero points), or minima: `"plus"` or `"minus"`.
-    - `dtype`: the dtype that `quantize` gives floating scales.
-    - `limits`: for integer scales, the smallest and the largest.
-    - `high_first`: whether the first of two 4-bit codes is in the byte's high half.
-    - `flat`: whether products take rows of codes without gaps, so blocks may cross matrix rows.
-    - `all_values`: the values for codes 0, 1, …
+    - `bits`: the number of bits per code, from 2 to 8.
+    - `codes`: one of `"integer"` (unsigned, minus `bias`), `"signed"` (int8 without -128), `"e4m3"`, `"e5m2"`
+        or `"table"`.
+    - `bias`: the offset that is subtracted from integer codes.
+    - `table`: the values of the codes, for `codes="table"`.
+    - `block`: the default number of codes that share a scale, or `None` for a whole row.
+    - `scales`: one of `"float"` (any floating dtype); `"e4m3"`, `"e8m0"` or `"e8m0_half"` (half the value of
+        `"e8m0"`), stored as bytes; `"integer"` (multiples of an outer scale); or `"nibbles"`, for bytes that
+        hold the scale in the low nibble and the minimum in the high nibble.
+    - `group`: the number of blocks that share an outer scale, with 0 for a whole row. `None` if there is only
+        one level of scales.
+    - `over`: whether to divide the inner scale by the outer scale, rather than multiply them.
+    - `zeros`: one of `None`, `"points"` (zero points), or for minima either `"plus"` or `"minus"`.
+    - `dtype`: the dtype of floating-point scales produced by `quantize`.
+    - `limits`: the smallest and largest integer scale.
+    - `high_first`: whether the first of the two 4-bit codes in a byte is in its high nibble.
+    - `flat`: whether products expect rows of codes without gaps, so that blocks can cross matrix rows.
+    - `all_values`: the values of codes 0, 1, …
     """
 
     bits: int
@@ -78,15 +79,16 @@ class Codec:
             values = np.asarray(self.table, np.float32)
         else:
             values = codes.view(np.int8 if self.codes == "signed" else _FLOAT8[self.codes]).astype(np.float32)
+        # Precomputed, because it's used whenever a product is traced. (The dataclass is frozen.)
         object.__setattr__(self, "all_values", values)
 
     @property
     def name(self) -> str:
-        """The name in `CODECS`, or else how many bits it has."""
+        """The codec's key in `CODECS`, or its number of bits if it isn't registered there."""
         return next((name for name, codec in CODECS.items() if codec == self), f"{self.bits}-bit")
 
     def values(self, codes: Array) -> Float32[Array, "..."]:
-        """Looks up the values of 8-bit codes."""
+        """Returns the values of codes that have been unpacked to 8 bits."""
         if self.codes == "signed":
             return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
         if self.codes == "integer":
@@ -97,7 +99,7 @@ class Codec:
         return lax.bitcast_convert_type(codes, _FLOAT8[self.codes]).astype(jnp.float32)
 
     def range(self) -> tuple[float | int, float | int]:
-        """Returns the smallest and the largest value."""
+        """Returns the smallest and largest representable value."""
         if self.codes == "signed":
             return -127, 127
         if self.codes == "integer":
@@ -106,7 +108,7 @@ class Codec:
         return (min(self.table) if self.table is not None else -largest), largest
 
     def nearest(self, values: Float32[Array, "..."]) -> Array:
-        """Rounds to the nearest values' uint8 codes. Ties go to the even integer or the lower value."""
+        """Returns the uint8 codes of the nearest values. Ties go to the even integer or the lower value."""
         low, high = self.range()
         if self.codes == "integer":
             return (jnp.clip(jnp.round(values), low, high) + self.bias).astype(jnp.uint8)
@@ -116,20 +118,21 @@ class Codec:
         if self.table is None:
             narrow = jnp.clip(values, low, high).astype(_FLOAT8[self.codes])
             return lax.bitcast_convert_type(narrow, jnp.uint8)
+        # Tables need not be sorted, e.g. `E2M1` has its negative values last.
         order = np.argsort(self.table, kind="stable")
         ordered = np.asarray(self.table, np.float32)[order]
         places = jnp.searchsorted((ordered[:-1] + ordered[1:]) / 2, values)
         return jnp.asarray(order.astype(np.uint8))[places]
 
     def at_random(self, values: Float32[Array, "..."], random: Float32[Array, "..."]) -> Array:
-        """Rounds stochastically to one of the two adjacent values, so the mean is exact.
+        """Stochastically rounds to one of the two adjacent values, such that the result is unbiased.
 
-        `random` is uniform between 0 and 1. Returns uint8 codes.
+        `random` should be uniformly distributed on [0, 1]. Returns uint8 codes.
         """
         low, high = self.range()
         if self.codes in ("integer", "signed"):
             return self.nearest(jnp.floor(jnp.clip(values, low, high) + random))
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # float8 has NaNs, which compare as out of range
             inside = (self.all_values >= low) & (self.all_values <= high)
         ordered = np.unique(self.all_values[inside])
         below = jnp.clip(jnp.searchsorted(ordered, values, side="right") - 1, 0, len(ordered) - 2)
@@ -137,32 +140,32 @@ class Codec:
         return self.nearest(jnp.where(random * (second - first) < values - first, second, first))
 
     def sizes(self, count: int, block: int) -> tuple[int, int, int, int, int]:
-        """Returns how many bytes, scales, outer scales, zeros and outer zeros a row has."""
+        """Returns the number of bytes, scales, outer scales, zeros and outer zeros in a row."""
         blocks = -(-count // max(block, 1))
         groups = -(-blocks // self.group) if self.group else min(blocks, 1)
         return bitstream.num_bytes(count, self.bits), blocks, groups, blocks, groups
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019 (there are few codecs)
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 (instances stay alive, but there are only a few)
     def cuts(self, count: int, block: int) -> bool:
-        """Returns whether rows of codes may be cut into (or joined from) parts with this many codes."""
+        """Returns whether rows can be split into (or concatenated from) parts with this number of codes."""
         whole = count % max(block, 1) == 0 and count * self.bits % 8 == 0
         if self.group is None or not whole:
             return whole
         return self.group > 0 and count // max(block, 1) % self.group == 0
 
     def pack(self, codes: Any) -> Any:
-        """Packs rows of codes, given one per byte."""
+        """Packs rows of codes, given as one code per byte."""
         packed = self._turned(bitstream.pack(codes, self.bits))
         return packed.view(np.int8) if self.codes == "signed" else packed
 
     def _turned(self, packed: Any) -> Any:
-        """Swaps the halves of bytes if needed, between storage and stream order."""
+        """Swaps the nibbles of each byte if the stored order differs from that of the bit stream."""
         return packed >> np.uint8(4) | packed << np.uint8(4) if self.high_first else packed
 
     def scales_and_zeros(
         self, scale: Array, outer: Array | None, zero: Array | None, outer_zero: Array | None
     ) -> tuple[Float32[Array, "*lead blocks"], Float32[Array, "*lead blocks"] | None]:
-        """Each block's float32 scale, and its zero point or minimum."""
+        """Returns the float32 scale of each block, and its zero point or minimum (if any)."""
         if self.scales == "nibbles":
             scale, zero = scale & np.uint8(15), scale >> np.uint8(4)
         blocks = scale.shape[-1]
@@ -170,7 +173,8 @@ class Codec:
         if outer is not None:
             outer = self._spread(outer, blocks)
 
-            # XLA would replace division by a single outer scale by multiplication with its reciprocal.
+            # A barrier, as XLA would otherwise replace division by a scalar with multiplication by its
+            # reciprocal, which rounds differently.
             def each(outer: Any) -> Any:
                 return lax.optimization_barrier(jnp.broadcast_to(outer, inner.shape))
 
@@ -181,16 +185,17 @@ class Codec:
         return inner, zero if outer_zero is None else self._spread(outer_zero, blocks) * zero
 
     def stride(self, count: int, block: int) -> int:
-        """Returns the number of planes: 1 if blocks do not contain equally many codes of each plane."""
+        """Returns the number of planes. This is 1 unless blocks have equally many codes in each plane."""
         stride = bitstream.stride_of(self.bits)
         return stride if block % stride == 0 or -(-count // max(block, 1)) == 1 else 1
 
     def planes(self, count: int, block: int, parts: Sequence[Any]) -> list[Float32[Array, "*lead width"]]:
-        """Decodes rows of `count` codes into planes (see `bits.planes`).
+        """Decodes rows of `count` codes to planes (see `bits.planes`).
 
         **Arguments:**
 
-        - `parts`: codes, `(*lead, bytes)`; scale, outer scale, zero, outer zero, as in `BlockScales`.
+        - `parts`: the codes, of shape `(*lead, bytes)`, then scale, outer scale, zero and outer zero, as in
+            `BlockScales`.
         """
         packed, *scales = parts
         scale, zero = self.scales_and_zeros(*scales)
@@ -211,13 +216,13 @@ class Codec:
         return out
 
     def at(self, index: Int[Array, "*shape"], block: int, parts: Sequence[Any]) -> Float32[Array, "*shape"]:
-        """Decodes the codes at these indices in one row. See `planes` for `parts`."""
+        """Decodes the codes at the given indices into a single row. See `planes` for `parts`."""
         packed, *scales = parts
         packed = self._turned(packed)
         stride = bitstream.stride_of(self.bits)
         first, shift = index // stride * (stride * self.bits // 8), index % stride * self.bits
         code = packed[first + shift // 8] >> (shift % 8).astype(packed.dtype)
-        if 8 % self.bits:  # a code may continue in the next byte
+        if 8 % self.bits:  # then codes can straddle two bytes
             rest = packed[jnp.minimum(first + shift // 8 + 1, packed.shape[-1] - 1)]
             left = 8 - shift % 8
             code |= jnp.where(left < self.bits, rest << left.astype(packed.dtype), 0).astype(packed.dtype)
@@ -240,7 +245,7 @@ class Codec:
         return values * scale + zero if self.zeros == "plus" else values * scale - zero
 
     def _inner(self, scale: Array) -> Array:
-        if self.scales in E8M0:  # by bits: exponentiation is not exact on every device
+        if self.scales in E8M0:  # construct the bits, as not all devices exponentiate exactly
             wide = jnp.maximum(scale.astype(jnp.uint32), np.uint32(1 + E8M0[self.scales]))
             raw = (wide - np.uint32(E8M0[self.scales])) << np.uint32(23)
             if self.scales == "e8m0":
@@ -251,10 +256,10 @@ class Codec:
         return scale.astype(jnp.float32)
 
     def _shrunk(self, scale: Array) -> Array | None:
-        """Returns the remaining factor for scales below 2**-126, the least normal number, which replaces
-        them.
+        """Returns the factor that compensates for clamping scales to 2**-126, the smallest normal number.
 
-        Devices flush such scales to zero, even if their products with codes are normal.
+        We apply this factor to the codes' values instead. Subnormal scales would be flushed to zero on some
+        devices, even if their products with the codes are normal.
         """
         if self.scales not in E8M0:
             return None
@@ -278,7 +283,7 @@ def _nibbles(values: Any) -> Any:
     return Codec(4, "table", table=tuple(values.tolist()), block=64, high_first=True, flat=True)
 
 
-#: Formats that `BlockArray.quantize` and `quaxlike.quantize` know by name.
+#: The named formats for `BlockArray.quantize` and `quaxlike.quantize`.
 CODECS: dict[str, Codec] = {
     **{f"int{n}_block": _integer(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
     **{f"uint{n}_block": _unsigned(n, block=128 if n < 8 else None) for n in (2, 3, 4, 5, 6, 8)},
@@ -301,7 +306,7 @@ CODECS: dict[str, Codec] = {
     "mxfp4_gguf": Codec(4, "table", table=tuple(2 * x for x in E2M1), block=32, scales="e8m0_half"),
     "iq4_nl": _gguf(4, "table", table=IQ4_NL, block=32),
     "iq4_xs": _gguf(4, "table", table=IQ4_NL, block=32, scales="integer", group=8, limits=(-32, 31)),
-    # For NF4Array, FP4Array, Int4Array and Int8Array.
+    # Used by NF4Array, FP4Array, Int4Array and Int8Array.
     "nf4": _nibbles(blockwise.NF4),
     "fp4": _nibbles(blockwise.FP4),
     "int4": _nibbles(blockwise.INT4),

@@ -1,7 +1,7 @@
-"""The product on CPUs by the native library: which products it supports, and how to call it.
+"""Native implementations of the product on CPUs: which products are supported, and how to call the library.
 
-The library reads raw bytes, so whatever it assumes about shapes and dtypes is checked here (`_why_not`). A
-missing check would read out of bounds.
+The library operates on raw bytes, so that everything it assumes about shapes and dtypes has to be checked
+here (in `_why_not`). A missing check would result in out-of-bounds reads.
 """
 
 import math
@@ -18,12 +18,13 @@ from .nested_scales import NestedScales
 from .product import Decode, Leaves, Nibbles, Product
 from .reference import contract_columns, contract_rows, with_low_rank
 
-# Up to this many rows of `x`, we multiply codes as they are unpacked. More rows justify a dense tile.
+# With at most this many rows of `x`, we multiply codes as we unpack them. Beyond that it pays to decode a
+# dense tile first.
 _MOST_ROWS = 16
-# Bytes of a weight to decode at once. Larger weights are split into tiles, in a compiled loop.
+# The size in bytes up to which a weight is decoded in one go. Larger ones are tiled, using a compiled loop.
 _AT_ONCE = 2**22
 _DTYPES = ("float32", "bfloat16")
-# The dtypes that the library can read, and its numbers for how scales and zero points are stored.
+# The dtypes supported by the library, and its enumerations for the storage of scales and zero points.
 _NUMBERS = ("float32", "bfloat16", "float16", "uint8", "int8")
 _SCALES = {"float": 0, "integer": 0, "e4m3": 1, "e8m0": 2, "e8m0_half": 3, "nibbles": 4, "nested": 5}
 _ZEROS = {None: 0, "points": 1, "plus": 2, "minus": 3}
@@ -31,7 +32,7 @@ _LANES = 16
 
 
 def choose(library: Library, x: Any, *, decode: Decode, product: Product, partitioned: bool) -> Choice | str:
-    """Returns the native product, or the reason why it does not support an operation."""
+    """Returns the native implementation of a product, or the reason why it is not supported."""
     if partitioned:
         return PARTITIONED
     for what, dtype in (("x", x.dtype), ("the result", product.out_dtype)):
@@ -46,7 +47,7 @@ def choose(library: Library, x: Any, *, decode: Decode, product: Product, partit
 
 
 def _why_not(decode: Decode, product: Product) -> str | None:
-    """Explains why the library cannot read a format; None if it can."""
+    """Returns the reason why the library cannot decode a format, or `None` if it can."""
     (n, k), block = product.shape, product.block_size
     if not n * k:
         return "the weight has no elements"
@@ -58,6 +59,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
             return f"native products do not read the scales or the table of {codec.name}"
     elif k % 2:
         return f"rows of {k} codes of 4 bits begin within bytes"
+    # If blocks can cross rows, then this is the longest run of codes in a row that always share a scale.
     run = math.gcd(k, block) if isinstance(decode, Nibbles) else block
     if run < k and run % _LANES:
         return f"native products take blocks of multiples of {_LANES} codes within rows, not of {run}"
@@ -65,7 +67,7 @@ def _why_not(decode: Decode, product: Product) -> str | None:
 
 
 def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, product: Product) -> Array:
-    """Calls a function in the library with a weight's leaves and their description."""
+    """Calls a function from the library with a weight's leaves, and a description of their format."""
     empty = jnp.zeros(0, jnp.float32)
     form: dict[str, Any] = {"rows": product.shape[0], "block": product.block_size}
     flags = dict.fromkeys(("is_signed", "lookup", "over"), False)
@@ -88,6 +90,7 @@ def _call(name: str, out: Any, *first: Any, leaves: Leaves, decode: Decode, prod
         form |= {"group": -1 if codec.group is None else codec.group, "zeros": _ZEROS[codec.zeros]}
         flags |= {"is_signed": codec.codes == "signed", "lookup": lookup and codec.bits == 8}
         flags |= {"over": codec.over, "high_first": codec.high_first, "flat": False}
+    # Cast all other dtypes, rather than support them in the library.
     parts = [part if str(part.dtype) in _NUMBERS else part.astype(jnp.float32) for part in parts]
     form = {key: np.int64(value) for key, value in form.items()}
     return jax.ffi.ffi_call(f"quaxlike_{name}", out)(*first, *parts, **form, **flags)
@@ -111,7 +114,7 @@ def _decode_and_multiply(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
     def tile(start: Array | int, count: int) -> list[Array]:
-        # `rows` is an operand, so no weight is decoded long before it is needed.
+        # Passing `rows` makes decoding depend on `x`, so that XLA cannot decode weights long in advance.
         out = jax.ShapeDtypeStruct((count, k), x.dtype)
         first = rows, jnp.asarray(start, jnp.int32)
         return [_call("decode", out, *first, leaves=leaves, decode=decode, product=product)]

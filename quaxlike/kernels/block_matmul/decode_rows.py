@@ -1,8 +1,8 @@
-"""Decodes rows of a stored weight to bfloat16 or float16, for the library's product, thread by thread.
+"""A per-thread program that decodes rows of a stored weight to 16 bits, to be used in a dense matmul.
 
-XLA's own code for this takes twice as long as reading the bytes: it looks up each value separately, and
-computes the positions of its code and its scale. Here a thread decodes eight adjacent codes at a time, by the
-table in `lookup`, and stores them together.
+The code that XLA generates for this takes twice as long as just reading the bytes, because it looks up every
+value separately, and computes the indices of its code and scale each time. Here, a thread instead decodes
+eight adjacent codes at a time using the table from `lookup`, and writes them with a single store.
 """
 
 import functools
@@ -15,9 +15,9 @@ from .lookup import STREAMS, TABLE_BYTES, Numbers, Table, numbers_of, shift_of
 from .tilings import Problem
 
 THREADS = 512
-BLOCKS = 2 * 132  # two blocks per multiprocessor (132 on an H100); together they share all rows
+BLOCKS = 2 * 132  # two per multiprocessor (of which an H100 has 132), between which all rows are divided
 _CODES = 8  # per thread and step
-_AHEAD = 4  # how many loads a thread has in flight before it decodes the first
+_AHEAD = 4  # loads that a thread issues before decoding the first of them, so as to hide latency
 
 
 def shared_words(p: Problem) -> int:
@@ -25,12 +25,12 @@ def shared_words(p: Problem) -> int:
 
 
 def emit(refs: Sequence[Any], p: Problem, first: int, rows: int) -> None:
-    """Emits the program that decodes `rows` rows of `W`, starting at row `first`.
+    """Emits a program that decodes `rows` rows of `W`, starting from row `first`.
 
     **Arguments:**
 
-    - `refs`: the codes, scales, zero points (if any) and code values, as for `mosaic.emit`; the result;
-        `shared_words` words of shared memory.
+    - `refs`: the codes, scales, zero points (if any) and values of the codes, as in `mosaic.emit`; then the
+        result; then shared memory of `shared_words` words.
     """
     codes, *operands, out, shared = map(MemoryRegion, refs)
     scales, zeros, (values,) = numbers_of(p, operands, shared)

@@ -1,7 +1,7 @@
-"""The product with a stored weight on GPUs: fused for few rows of activations, in chunks for many.
+"""The product with a stored weight on GPUs, fused for few rows of activations and chunked for many.
 
-At no time does a dense copy of a large weight exist: chunks are at most 128 MiB, and barriers keep XLA from
-decoding them all in advance.
+We never materialise all of a large weight. Chunks are limited to 128 MiB, and optimisation barriers prevent
+XLA from decoding all of them in advance.
 """
 
 import dataclasses
@@ -27,19 +27,20 @@ from .tilings import Problem, blocks, tiling_for
 
 _Weight = TypeVar("_Weight")
 
-# Up to this many rows of activations, reading the codes again for every 64 rows is cheaper than decoding the
-# weight for the library's product. For `x @ W`, they are read again for every 32 rows.
+# The number of rows of activations up to which we use the fused kernel, for `x @ W.T` and `x @ W`
+# respectively. It reads all codes again for every 64 (respectively 32) rows, so beyond this it's cheaper to
+# decode the weight once and then call cuBLAS.
 FUSED_ROWS = {False: 128, True: 64}
-# Up to this many rows of activations, `x @ W` is a reduction, which decodes the weight again for each row.
+# Up to this many rows of activations, we compute `x @ W` as a reduction, decoding the weight once per row.
 REDUCED_ROWS = 2
-# The most bytes to decode at a time. Products took longer with fewer (measured on an H200).
+# The maximum number of bytes to decode at a time. Smaller chunks were measured to be slower (on an H200).
 _MOST = 1 << 27
-# The least activations to scale at a time: fewer do not keep a GPU busy.
+# The minimum number of activations to scale at a time, so as to keep the GPU busy.
 _LEAST = 1 << 22
 
 
 def choose(platform: str, x: Any, *, product: Product, low_rank: Any = None, **params: Any) -> Choice | str:
-    """A fused kernel, or why there is none. `low_rank` is `b` for all adapters."""
+    """Returns a fused kernel, or the reason why there is none. `low_rank` is `b` for all adapters."""
     rows, most = math.prod(x.shape[:-1]), FUSED_ROWS[product.transpose]
     if not 0 < rows <= most:
         return f"the fused kernel takes 1 to {most} rows of x, not {rows}"
@@ -55,10 +56,13 @@ def fused_refusal(
     partitioned: bool,
     low_rank: Any = None,
 ) -> str | None:
-    """Explains why a fused kernel does not support an operation, however many rows `x` has; None if it
-    does."""
+    """Returns why the fused kernel does not support an operation, or `None` if it does.
+
+    This does not take the number of rows of `x` into account.
+    """
     (n, k), block = product.shape, product.block_size
-    # Codes that a thread decodes together share a scale: 64, 16, or 8 in a contracted row.
+    # The codes that a thread decodes together must share a scale. For `x @ W.T` these are 16 codes (or 64 if
+    # we scale the accumulator), and for `x @ W` they are 8 codes.
     unit = 8 if product.transpose else 16
     if partitioned:
         return PARTITIONED
@@ -86,13 +90,13 @@ def fused(
     product: Product,
     zeros: Array | None = None,
 ) -> Array:
-    """Runs a single kernel.
+    """Computes the product using a single kernel.
 
     **Arguments:**
 
-    - `packed`, `scales`, `zeros`: stored as `product` says, in any shape.
+    - `packed`, `scales`, `zeros`: stored as described by `product`, with any shape.
     - `table`: the values of the codes.
-    - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
+    - `low_rank`: either empty, or `t` and `b` as in `times_adapters`.
     """
     lead, x = x.shape[:-1], x.reshape(-1, product.contracted)
     adapters = rank = 0
@@ -113,7 +117,7 @@ def fused(
     )
     tiling = tiling_for(problem)
     if tiling.splits > 1:
-        # Partial sums are added afterwards. In 16 bits, each of them would be rounded.
+        # The partial sums of all splits are added up below, so don't round them to 16 bits yet.
         problem = problem._replace(out_dtype="float32")
     if low_rank:
         low_rank = *low_rank, *adapters_in_use(low_rank[0], problem.groups, 8 * problem.token_tiles)
@@ -123,14 +127,14 @@ def fused(
 
 
 def _kinds(product: Product, scales: Any, zeros: Array | None) -> tuple[str, str]:
-    """Returns how scales and zero points are stored, for `Problem`."""
+    """Returns how the scales and zero points are stored, in the terms used by `Problem`."""
     of_scales = "nested" if isinstance(scales, NestedScales) else str(scales.dtype)
     of_scales = of_scales if product.scales == "float" else product.scales
     return of_scales, "float32" if zeros is None else str(zeros.dtype)
 
 
 def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
-    """Returns the arrays of scales and zero points, as kernels read them."""
+    """Returns the arrays for scales and zero points, in the order in which kernels expect them."""
     arrays = [
         *(scales.operands() if isinstance(scales, NestedScales) else (scales,)),
         *(() if zeros is None else (zeros,)),
@@ -139,12 +143,12 @@ def _numbers(scales: Any, zeros: Array | None) -> list[Array]:
 
 
 def _in_words(numbers: Array) -> Array:
-    """Pads to whole 32-bit words, because the kernel reads words."""
+    """Pads an array to a whole number of 32-bit words, which are what the kernel loads."""
     return jnp.pad(numbers, (0, -numbers.size % (4 // min(numbers.dtype.itemsize, 4))))
 
 
 def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
-    """For each group of rows, the adapters in use, (groups, adapters), and how many, (groups,)."""
+    """Returns the adapters that each group of rows uses, (groups, adapters), and their number, (groups,)."""
     adapters = t.shape[1]
     number = jnp.arange(adapters, dtype=np.uint32)
     if adapters == 1:
@@ -154,13 +158,14 @@ def adapters_in_use(t: Array, groups: int, size: int) -> tuple[Array, Array]:
         jnp.pad(taken, ((0, groups * size - len(taken)), (0, 0))).reshape(groups, size, adapters).any(axis=1)
     )
     place = jnp.cumsum(taken, axis=1, dtype=np.uint32) - np.uint32(1)
+    # Moves the numbers of used adapters to the front, by summing one-hot encodings of their new positions.
     found = taken[:, :, None] & (place[:, :, None] == number[None, None])
     order = jnp.sum(jnp.where(found, number[None, :, None], np.uint32(0)), axis=1, dtype=np.uint32)
     return order, jnp.sum(taken, axis=1, dtype=np.uint32)
 
 
 def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
-    """Returns the fused kernel: from arrays in `mosaic.emit`'s order to (splits, m, features) terms."""
+    """Returns the fused kernel, which maps `mosaic.emit`'s operands to terms (splits, m, features)."""
     from . import mosaic
 
     return _kernel_of(
@@ -174,7 +179,7 @@ def pallas_kernel(problem: Any, tiling: Any) -> Callable[..., Array]:
 
 
 def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., Array]:
-    """Returns the kernel that decodes rows. It takes arrays in `decode_rows.emit`'s order."""
+    """Returns the kernel that decodes rows, as a function of the operands of `decode_rows.emit`."""
     from . import decode_rows
 
     return _kernel_of(
@@ -190,7 +195,7 @@ def _decoding_kernel(problem: Problem, start: int, stop: int) -> Callable[..., A
 def _kernel_of(
     emit: Callable[[Any], None], *, name: str, out: Any, shared_words: int, blocks: int, threads: int
 ) -> Callable[..., Array]:
-    """Turns a `lanes` program into a function on arrays."""
+    """Wraps a `lanes` program as a function of arrays."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     def kernel(*refs: Any) -> None:
@@ -205,16 +210,16 @@ def _kernel_of(
         kernel,
         out_type=out,
         scratch_types=[plgpu.SMEM((shared_words,), jnp.uint32)],
-        grid=(blocks,),
+        grid=(blocks,),  # one-dimensional: programs derive their tiles from the index
         grid_names=("block",),
-        num_threads=threads // 128,
+        num_threads=threads // 128,  # in warpgroups
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
 
 
 def decodes(platform: str, x: Any, product: Product, *, partitioned: bool) -> bool:
-    """Returns whether a kernel can decode rows of this weight."""
+    """Returns whether there is a kernel to decode rows of this weight."""
     return (
         fused_refusal(platform, x, dataclasses.replace(product, transpose=False), partitioned=partitioned)
         is None
@@ -234,7 +239,7 @@ def reduced(
     *,
     product: Product,
 ) -> Array:
-    """Computes `x @ W` for a row or two, as sums over rows of `W`: XLA fuses the decoding into them."""
+    """Computes `x @ W` for one or two rows, as a sum over rows of `W`, into which XLA can fuse decoding."""
     n, k = product.shape
     lead = x.shape[:-1]
     dtype = accumulator_dtype(x.dtype)
@@ -242,7 +247,8 @@ def reduced(
     scales = jnp.repeat(
         dense_scales(absmax).reshape(n, product.row_blocks), product.block_size // 2, axis=1
     ).astype(dtype)
-    # Even and odd columns.
+    # The first code in each byte belongs to an even column and the second to an odd column. These are
+    # interleaved at the end.
     halves = [codebook[codes].astype(dtype) * scales for codes in (packed >> 4, packed & 15)]
     rows = x.reshape(math.prod(lead), n).astype(dtype)
     sums = [[jnp.sum(row[:, None] * half, axis=0) for half in halves] for row in rows]
@@ -258,15 +264,16 @@ def chunked(
     product: Product,
     kernel: bool = False,
 ) -> Array:
-    """Decodes `W` to the dtype of `x`, some rows at a time if it is large, and multiplies by the library.
+    """Decodes `W` to the dtype of `x`, in chunks of rows if it is large, and uses a dense matmul for each.
 
-    Each weight is rounded once, from its exact float32 value. If scales stay outside the product, we scale
-    `x` in parts whenever a copy of it would be large.
+    Every weight is only rounded once, from its exact float32 value. If the scales can be applied outside of
+    the product, then we scale `x` in chunks if copying it would be expensive.
 
     **Arguments:**
 
-    - `low_rank`: nothing, or `t` and `b` as in `times_adapters`: more columns for `x` and `W`.
-    - `kernel`: whether to use the kernel in `decode_rows`.
+    - `low_rank`: either empty, or `t` and `b` as in `times_adapters`, which are appended to the columns of
+        `x` and `W` respectively.
+    - `kernel`: whether to decode using the kernel in `decode_rows`.
     """
     (n, k), m, transpose = product.shape, math.prod(x.shape[:-1]), product.transpose
     if (parts := scaled_outside(x, leaves, decode, product)) is not None:
@@ -282,14 +289,15 @@ def chunked(
     b = None
     if low_rank:
         t, b = map(_padded, low_rank)
+        # Appending `t` and `b` makes the low-rank term a part of the same contraction.
         x = jnp.concatenate([x, lax.collapse(t, x.ndim - 1)], axis=-1)
         b = lax.collapse(jnp.moveaxis(b, 0, 1), 1)
-    # A barrier, or else XLA would keep the decoded weight for another product in the backward pass.
+    # Without a barrier, XLA would keep the decoded weight alive for the other product in the backward pass.
     weight, x = lax.optimization_barrier((list(leaves), x))
     if not kernel:
         weight = [dense_scales(leaf) if isinstance(leaf, NestedScales) else leaf for leaf in weight]
     step = chunk_size(n, k * x.dtype.itemsize, aligned=decode.aligned(product)[0])
-    # Terms of several chunks are added up, so they must not be rounded before.
+    # If the result is a sum over several chunks, then it must only be rounded afterwards.
     of_terms = product.out_dtype if step >= n else accumulator_dtype(x.dtype)
 
     def decoded(weight: list[Any], start: int, stop: int) -> Array:
@@ -313,25 +321,25 @@ def chunked(
 def decoded_rows(
     leaves: Sequence[Any], start: int, stop: int, *, decode: Decode, product: Product, dtype: str
 ) -> Array:
-    """Decodes rows of `W` to a 16-bit dtype, by one kernel."""
+    """Decodes rows of `W` to a 16-bit dtype using a single kernel."""
     packed, scales, table, zeros = decode.operands(leaves, decoded=False)
     stored = decode.stored(product, decoded=False)
-    assert stored is not None  # as `choose` found
+    assert stored is not None  # already checked by `choose`
     of_scales, of_zeros = _kinds(stored, scales, zeros)
     problem = Problem(stored, m=0, dtype=dtype, scales=of_scales, zeros=of_zeros)
     return _decoding_kernel(problem, start, stop)(packed.reshape(-1), *_numbers(scales, zeros), table)
 
 
 def _padded(z: Array) -> Array:
-    """Pads columns with zeros: our kernel takes 16 at a time, and the library prefers this, too."""
+    """Pads columns with zeros to a multiple of 16, which our kernel requires, and which cuBLAS prefers."""
     return jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, -z.shape[-1] % 16)])
 
 
 def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
-    """Returns how many rows of a weight to decode at a time.
+    """Returns the number of rows of a weight to decode at a time.
 
-    Large weights are split, so no dense copy exists. All chunks have the same nonzero length, a multiple
-    of `aligned`.
+    Large weights are split into chunks, so that we never hold a dense copy. All chunks have the same
+    (nonzero) length, which is a multiple of `aligned`.
     """
     most = max(1, _MOST // max(row_bytes, 1) // aligned) * aligned
     chunks = max(1, -(-rows // most))
@@ -339,10 +347,10 @@ def chunk_size(rows: int, row_bytes: int, *, aligned: int = 1) -> int:
 
 
 def scaled_at_once(m: int, n: int, k: int) -> int:
-    """Returns how many of `m` rows of activations to scale at a time.
+    """Returns how many out of `m` rows of activations to scale at a time.
 
-    A copy then takes at most a quarter of the size of an (n, k) weight, unless that is small. All chunks have
-    the same length.
+    This limits the scaled copy to a quarter of the size of an (n, k) weight, unless that is small. All chunks
+    have the same length.
     """
     rows = max(k // 4, _LEAST // max(n, 1), 1)
     return -(-m // max(1, -(-m // rows)))
@@ -351,14 +359,14 @@ def scaled_at_once(m: int, n: int, k: int) -> int:
 def join_chunks(
     part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int, *, axis: int = -1
 ) -> Array:
-    """Computes a product with `size` columns, `step` columns at a time.
+    """Computes a product that has `size` columns, `step` columns at a time.
 
     **Arguments:**
 
-    - `part`: `part(weight, start, stop)` computes columns.
-    - `weight`: arrays that `part` decodes. They pass from chunk to chunk, so chunks are decoded one
-        after the other, in the same memory.
-    - `axis`: the result's axis for columns, or for rows to compute instead.
+    - `part`: `part(weight, start, stop)` computes a range of columns.
+    - `weight`: the arrays that `part` decodes. These are threaded through the chunks, which forces the chunks
+        to be decoded sequentially, reusing the same memory.
+    - `axis`: the axis of the result to chunk over, which can also be rows rather than columns.
     """
     columns = part(weight, 0, min(step, size))
     if step >= size:
@@ -366,7 +374,7 @@ def join_chunks(
     aval = jax.typeof(columns)
     axis %= columns.ndim
     shape = (*aval.shape[:axis], size, *aval.shape[axis + 1 :])
-    # Every element is written below, and zeros would cost another pass.
+    # Every element is overwritten below, so don't spend another pass on initialising them to zero.
     y = lax.empty(shape, aval.dtype, out_sharding=aval.sharding)
     y = compat.vary_over(y, compat.varying_axes(columns))
 
@@ -381,9 +389,9 @@ def join_chunks(
 
 
 def add_chunks(part: Callable[[_Weight, int, int], Array], weight: _Weight, size: int, step: int) -> Array:
-    """Sums over `size` rows of a weight, `step` rows at a time.
+    """Sums products over `size` rows of a weight, `step` rows at a time.
 
-    `part` computes terms. See `join_chunks` for `weight`.
+    `part` computes the term for a range of rows. See `join_chunks` for `weight`.
     """
     y = part(weight, 0, min(step, size))
     for start in range(step, size, step):

@@ -1,7 +1,7 @@
-"""How GPU threads turn bytes of a weight into values: the part of the kernel that knows formats.
+"""Decodes a weight's bytes to values on GPU threads. (The only part of the kernels to depend on formats.)
 
-A table in shared memory has the value(s) of each of the 256 bytes, once for each of the 32 banks. So threads
-never wait for each other.
+We keep a table of the value(s) for each of the 256 bytes in shared memory. The table is replicated across all
+32 banks, so that lookups by different threads never conflict.
 """
 
 import functools
@@ -14,21 +14,21 @@ from .tilings import Problem
 
 TABLE_BYTES = 256 * 32 * 4
 
-#: Bytes of a scale or zero point, by how it is stored.
+#: The size in bytes of a scale or zero point, for each way of storing them.
 SIZES = {
     **{"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1},
     **{"e4m3": 1, "e8m0": 1, "e8m0_half": 1, "nested": 1},
 }
 
-#: For each array of scales or zero points: how many numbers share an element, and an element's bytes.
+#: For each array of scales or zero points: how many of them share an element, and its size in bytes.
 STREAMS = {kind: [(1, size)] for kind, size in SIZES.items()} | {"nested": [(1, 1), (256, 4)]}
 
 
 class Table:
-    """The values of codes.
+    """A lookup table for the values of codes.
 
-    If `exact`, these are float32, to be scaled one by one (`scaled`). Otherwise they are rounded to the dtype
-    of the activations, two per register (`pairs`).
+    If `exact`, its entries are float32, to be scaled individually (using `scaled`). Otherwise its entries are
+    rounded to the dtype of the activations, and returned two per register (using `pairs`).
     """
 
     def __init__(self, memory: MemoryRegion, lane: Reg, product: Product, dtype: str, *, exact: bool) -> None:
@@ -36,7 +36,7 @@ class Table:
         self.bits, self.low_first = product.bits, product.low_first
 
     def fill(self, values: MemoryRegion, thread: Reg, threads: int) -> None:
-        """Writes the entries for all bytes, four words at once."""
+        """Writes the table to shared memory, with each thread storing four words at a time."""
         for i in range(0, 256 * 8, threads):
             at = thread + i
             self.memory.store(at * 16, *self._entry(values, at // 8))
@@ -50,14 +50,14 @@ class Table:
         return [halves[0] if self.bits == 8 else halves[0] | halves[1] << 16] * 4
 
     def pairs(self, words: list[Reg]) -> list[Reg]:
-        """Adjacent values, rounded, two per register."""
+        """Returns the values of adjacent codes, rounded to 16 bits and packed two per register."""
         entries = self._entries(words)
         if self.bits == 4:
             return entries
         return [low | high << 16 for low, high in zip(entries[::2], entries[1::2], strict=True)]
 
     def scaled(self, words: list[Reg], scale: Reg, shift: Reg | None) -> list[Reg]:
-        """All values times `scale` plus `shift`, in float32."""
+        """Returns the float32 values of all codes, multiplied by `scale` and with `shift` added."""
         return [v * scale if shift is None else lanes.fma(v, scale, shift) for v in self._values(words)]
 
     def _entries(self, words: list[Reg]) -> list[Reg]:
@@ -67,6 +67,7 @@ class Table:
         if self.bits == 8:
             at = [byte * 128 + self.lane * 4 for byte in _bytes(words)]
             return [self.memory.load(a, "float32")[0] for a in at]
+        # Both values of a byte are loaded together, and so 16 replicas suffice to fill all 32 banks.
         at = [byte * 128 + self.lane % 16 * 8 for byte in _bytes(words)]
         return [value for a in at for value in self.memory.load(a, "float32", 2)]
 
@@ -76,7 +77,7 @@ def _bytes(words: list[Reg]) -> list[Reg]:
 
 
 class Numbers:
-    """Scales or zero points in global memory. A thread copies the words that contain its own."""
+    """Scales or zero points in global memory. Each thread copies just the words containing those it needs."""
 
     def __init__(self, kind: str, refs: list[MemoryRegion], shared: MemoryRegion) -> None:
         self.kind, self.size = kind, SIZES[kind]
@@ -89,21 +90,22 @@ class Numbers:
 
     @property
     def arrays(self) -> list[MemoryRegion]:
-        """The arrays to copy, in the order of `STREAMS`."""
+        """The arrays to be copied, in the same order as `STREAMS`."""
         return [self.memory] if self.kind != "nested" else [self.memory, self.absmax]
 
     def fill(self, thread: Reg, threads: int) -> None:
-        """Writes the 256 values for the codes of nested scales."""
+        """Writes the 256-entry map for nested scales (if any) to shared memory."""
         for i in range(0, 256 if self.kind == "nested" else 0, threads):
             at = lanes.minimum(thread + i, 255) * 4
             (value,) = self.map.load(at, "float32")
             lanes.when(thread + i < 256, functools.partial(self.shared.store, at + TABLE_BYTES, value))
 
     def read(self, words: list[Reg], index: Reg) -> Reg:
-        """Returns the number at this index, from the copied words."""
+        """Extracts the scale or zero point with this index from the copied words."""
         word = words[0]
         if self.kind == "float32":
             return lanes.as_float32(word)
+        # Copies are in units of words, so shift down whichever element of the word we need.
         word = word >> index % (4 // self.size) * (8 * self.size)
         if self.kind == "bfloat16":
             return lanes.as_float32(word << 16)
@@ -123,7 +125,7 @@ class Numbers:
 def numbers_of(
     p: Problem, operands: list[MemoryRegion], shared: MemoryRegion
 ) -> tuple[Numbers, Numbers | None, list[MemoryRegion]]:
-    """Returns the scales, the zero points (if any), and the arrays after them."""
+    """Returns the scales, the zero points (if any), and the remaining operands."""
     count = 4 if p.scales == "nested" else 1
     scales, rest = Numbers(p.scales, operands[:count], shared), operands[count:]
     if p.product.zeros is None:
@@ -132,20 +134,20 @@ def numbers_of(
 
 
 def shift_of(product: Product, scale: Reg, zero: Reg) -> Reg:
-    """Returns the shift to add to scaled values, from a zero point or minimum."""
+    """Returns the term to add to scaled values, in order to apply a zero point or minimum."""
     factor = {"points": lambda: scale * -1.0, "minus": lambda: -1.0, "plus": lambda: 1.0}
     return zero * factor[product.zeros or ""]()
 
 
 def _from_e4m3(byte: Reg) -> Reg:
-    # As a float16, its exponent is too small by 8.
+    # Reinterpreting the shifted bits as a float16 makes the exponent too small by 8, i.e. a factor of 256.
     magnitude = byte & 127
     value = lanes.from_float16((byte >> 7 << 15) | magnitude << 7) * 256.0
-    return lanes.select(magnitude < 127, value, float("nan"))
+    return lanes.select(magnitude < 127, value, float("nan"))  # e4m3fn has no infinities, and just one NaN
 
 
 def _power_of_two(byte: Reg, halved: int) -> Reg:
-    # A value below the least normal number has no exponent, but a single bit.
+    # Results below the smallest normal number are subnormal, so set a mantissa bit rather than the exponent.
     below = lanes.number(0x400000, "u32") >> (lanes.minimum(byte, halved) ^ halved)
     bits = lanes.select(byte < 1 + halved, below, (byte - halved) << 23)
     return lanes.as_float32(bits if halved else lanes.select(byte < 255, bits, 0x7FC00000))

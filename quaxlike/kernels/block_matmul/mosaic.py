@@ -1,24 +1,25 @@
-"""The fused matmul with stored weights for few rows of activations, thread by thread.
+"""The fused matmul with stored weights, for few rows of activations, written as a per-thread program.
 
-A warp multiplies some tiles with 16 features of the result by up to 64 rows of `x` (tokens), over a part of
-the contraction; `mma.sync` contracts 16 numbers at a time.
+Each warp multiplies several tiles, of 16 features of the result, by up to 64 rows of `x` (tokens), over its
+share of the contraction. A single `mma.sync` instruction contracts 16 elements.
 
-- *Codes are read as they are stored.* Terms may be summed in any order. So for `x @ W.T`,
-    within a block of 64 columns, thread `quad` in a group of four takes columns 16·quad … 16·quad + 15 of
-    both `W` and `x`, wherever the instruction expects them. For `x @ W` it takes four adjacent rows of `W`,
-    with eight adjacent columns as features. Both operands must be permuted alike; a fragment of only one
-    would multiply the wrong numbers.
-- *A byte is decoded by one lookup*, in a table with 256 entries (`lookup`).
-- *Scales are applied to the accumulator* if 64 columns share one and there are no zero points. The product
-    with these codes is summed separately, and scaled when it is added: one multiplication for 64 weights,
-    with exact float32 scales. Only the codebook is rounded, which is more accurate than rounding every
-    weight. Otherwise values are scaled in float32, and rounded once.
-- *Loads overlap with multiplication.* A warp copies the tiles for its next steps to a ring in shared memory
-    (`staging`), and waits for no other warp.
+- *Codes are read in their stored order.* The terms of a contraction can be summed in any order. Within a
+    block of 64 columns, for `x @ W.T`, we therefore let thread `quad` of each group of four read columns
+    16·quad … 16·quad + 15 of both `W` and `x`, regardless of the columns that the instruction assigns to it.
+    For `x @ W`, the thread instead reads four adjacent rows of `W`, with eight adjacent columns as features.
+    Note that both operands must be permuted identically, as we would otherwise multiply mismatched elements.
+- *Each byte is decoded with a single lookup*, in a table with 256 entries (see `lookup`).
+- *Scales are applied to the accumulator*, provided that all 64 columns of a block share a scale, and that
+    there are no zero points. We sum the products with a block's codes separately, and then multiply by the
+    scale when adding to the accumulator. This requires just one multiplication for every 64 weights, and uses
+    exact float32 scales, so that only the codebook is rounded. (Which is more accurate than rounding every
+    weight.) Otherwise values are scaled in float32 and then rounded once.
+- *Loads overlap with multiplications.* Each warp copies the tiles for its upcoming steps into a ring buffer
+    in shared memory (see `staging`), without synchronising with other warps.
 
-Warps that share features add their sums through shared memory. If there are too few features to keep a GPU
-busy, thread blocks split the contraction, too. Each writes its float32 sum, and these are added
-afterwards, always in the same order.
+Warps with the same features add up their sums via shared memory. If there are too few features to occupy the
+GPU, then the contraction is also split between thread blocks. Each writes its own float32 sum, and these are
+afterwards added in a fixed order, so that results are deterministic.
 """
 
 import functools
@@ -31,25 +32,25 @@ from .lookup import SIZES, TABLE_BYTES, Table, numbers_of, shift_of
 from .staging import StagedTiles, TileLayout
 from .tilings import BLOCK, Problem, Tiling
 
-_SHARED = 96 * 1024  # bytes of shared memory on every GPU since compute capability 8.0
-_STAGES = 4
+_SHARED = 96 * 1024  # bytes of shared memory, available on all GPUs since compute capability 8.0
+_STAGES = 4  # the depth of the ring buffer, if it fits
 
 
 def shared_words(p: Problem, tiling: Tiling) -> int:
-    """Words in shared memory: for tables and the ring, and afterwards for partial sums.
+    """Returns how many words of shared memory to use, for tables and the ring buffer, and later for sums.
 
-    Sums are ordered by warp, token and feature, padded so that threads store to different banks.
+    The sums are indexed by warp, token and feature, with padding so that stores avoid bank conflicts.
     """
     return max(ring_end(p, tiling) // 4, tiling.k_warps * 8 * p.token_tiles * stride(tiling))
 
 
 def stages(p: Problem, tiling: Tiling) -> int:
-    """Returns how many steps' bytes a warp has in shared memory at a time."""
+    """Returns the number of stages in the ring buffer, i.e. for how many steps a warp can hold the data."""
     return max(2, min(_STAGES, (_SHARED - _tables(p)) // _stage_bytes(p, tiling)))
 
 
 def ring_end(p: Problem, tiling: Tiling) -> int:
-    """Returns where tables and ring end in shared memory."""
+    """Returns the offset at which the tables and the ring buffer end in shared memory."""
     return _tables(p) + stages(p, tiling) * _stage_bytes(p, tiling)
 
 
@@ -62,24 +63,25 @@ def _stage_bytes(p: Problem, tiling: Tiling) -> int:
 
 
 def stride(tiling: Tiling) -> int:
-    """Returns the stride between two tokens' sums, in words."""
+    """Returns the stride between the sums of consecutive tokens, in words."""
     return tiling.rows + 4
 
 
 def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
-    """Emits the program: the product plus each adapter's `t @ b.T`, in `tiling.splits` terms.
+    """Emits the program, which computes the product plus each adapter's `t @ b.T`, as `tiling.splits` terms.
 
     **Arguments:**
 
     - `refs`: in global memory: `x`; the codes; the scales (if nested: codes, absmax, offset and map); the
-        zero points (if any); the code values; with adapters `t`, `b`, and for each group of tokens the
-        adapters in use and how many; and `out`. In shared memory: `shared_words` words.
+        zero points (if any); the values of the codes; for adapters `t` and `b`, and for each group of tokens
+        the adapters that it uses and their number; and `out`. Then `shared_words` words of shared memory.
     """
     *operands, out, shared = map(MemoryRegion, refs)
     warp = (_Transposed if p.product.transpose else Warp)(operands, shared, p, tiling)
     acc = [lanes.number(0.0, "float32")] * (tiling.row_tiles * p.token_tiles * 4)
     ahead = stages(p, tiling) - 1
 
+    # Issue the first copies before filling the tables, so that they overlap.
     for i in range(ahead):
         warp.fetch(lanes.number(i, "u32"))
     warp.scales.fill(warp.thread, tiling.threads)
@@ -88,7 +90,8 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
     def step(i: Reg, acc: list[Reg]) -> list[Reg]:
         lanes.wait_for_copies(ahead - 1)
-        lanes.warp_barrier()  # other threads' copies have arrived, and their reads are done
+        # All threads' copies have now arrived, and no thread is still reading from the stage that we reuse.
+        lanes.warp_barrier()
         warp.fetch(i + ahead)
         return warp.multiply(i, acc)
 
@@ -102,7 +105,7 @@ def emit(refs: Sequence[Any], p: Problem, tiling: Tiling) -> None:
 
 
 class Warp:
-    """One thread's position, and its warp's work for `x @ W.T`."""
+    """A single thread's position, and its part in the work of its warp, for `x @ W.T`."""
 
     def __init__(
         self, operands: list[MemoryRegion], shared: MemoryRegion, p: Problem, tiling: Tiling
@@ -117,7 +120,7 @@ class Warp:
         self.k_warp = warp // tiling.row_warps
         self.first_share = lanes.block_index() % tiling.splits * tiling.k_warps + self.k_warp
         self.row_in_block = warp % tiling.row_warps * (16 * tiling.row_tiles)
-        # Groups of tokens with the same rows of `W` are adjacent, so L2 serves all but one.
+        # Groups of tokens that use the same rows of `W` are adjacent, so that all but one of them hit L2.
         place = lanes.block_index() // tiling.splits
         self.first_row = place // p.groups * tiling.rows
         self.token_group = place % p.groups
@@ -128,48 +131,49 @@ class Warp:
         self.tiles = StagedTiles(self.layout, self.codes, numbers, shared, self.lane)
         self.tokens = [self.first_token + self.group + 8 * i for i in range(p.token_tiles)]
         if p.m % (8 * p.token_tiles):
-            # Past the end, we read the last row again, and do not store the result.
+            # Past the last row of `x` we simply read it again, and never store the result.
             self.tokens = [lanes.minimum(token, p.m - 1) for token in self.tokens]
 
     @property
     def rows(self) -> list[Reg]:
         """The rows of `W` that this thread decodes."""
+        # As with tokens, clamp to the last row. Features past the end are not stored.
         first, last = self.first_row + self.row_in_block + self.group, self.p.product.shape[0] - 1
         return [lanes.minimum(first + 8 * i, last) for i in range(2 * self.tiling.row_tiles)]
 
     def feature(self, tile: int, e: int) -> Reg:
-        """Returns the feature (within the block) of number `e` in a tile's accumulator."""
+        """Returns the feature (relative to the thread block) of element `e` in the accumulator of a tile."""
         return self.row_in_block + self.group + (16 * tile + 8 * (e // 2))
 
     def _share(self, step: Reg) -> Reg:
-        """This step's index, counting the steps of all warps with the same features."""
+        """Returns the index of this step among the steps of all warps that have the same features."""
         return step * (self.tiling.splits * self.tiling.k_warps) + self.first_share
 
     def _part(self, step: Reg, i: int) -> tuple[Reg, Reg]:
-        """Part `i` of a step's contraction, and whether it exists. If not, the last part."""
+        """Returns the (clamped) index of part `i` in a step's contraction, and whether that part exists."""
         part = self._share(step) * self.tiling.unroll + i
         parts = self.p.product.contracted // self.p.depth
         return lanes.minimum(part, parts - 1), part < parts
 
     def tile(self, step: Reg) -> tuple[Reg, Reg]:
-        """Returns the first row and column of `W` in the warp's tile for a step."""
+        """Returns the first row and the first column of `W` in a warp's tile for this step."""
         return self.first_row + self.row_in_block, self._share(step) * self.layout.columns
 
     def base(self, step: Reg) -> Reg:
-        """Returns where the tile for a step begins in shared memory."""
+        """Returns the offset in shared memory of a warp's tile for this step."""
         stage = step % stages(self.p, self.tiling) * _stage_bytes(self.p, self.tiling)
         return stage + self.warp * self.layout.bytes + _tables(self.p)
 
     def fetch(self, step: Reg) -> None:
-        """Starts copying the tile for a step."""
+        """Starts asynchronous copies of the tile for a step."""
         self.tiles.fetch(self.base(step), *self.tile(step))
 
     def lines(self, i: int) -> list[tuple[Reg, Reg]]:
-        """Returns the rows of a tile that this thread decodes in part `i`: places and row numbers."""
+        """Returns the rows of a tile that this thread decodes for part `i`, as (position, row) pairs."""
         return [(self.group + 8 * j, self.group + 8 * j) for j in range(2 * self.tiling.row_tiles)]
 
     def codes_of(self, base: Reg, place: Reg, i: int) -> list[Reg]:
-        """Returns the words with this thread's codes, in part `i` of a tile's row."""
+        """Returns the words that contain this thread's codes, in part `i` of a row of the tile."""
         bytes_ = 2 * self.p.product.bits  # for 16 columns
         chunk = self.quad * bytes_ // 16 ^ self.layout.swizzle(self.group) ^ self.layout.span * i
         return self.tiles.words(base, place, chunk, self.quad * bytes_ % 16, bytes_ // 4)
@@ -178,8 +182,9 @@ class Warp:
         return self.quad * 16 + BLOCK * i
 
     def _decoded(self, step: Reg, i: int) -> list[tuple[list[Reg], Reg, Any]]:
-        """For each line of a part: code words, scale and shift."""
+        """Returns the words of codes, the scale and the shift for each line in a part."""
         _, present = self._part(step, i)
+        # A scale and shift of zero mean that parts past the end of the contraction contribute nothing.
         base, (row, column) = self.base(step), self.tile(step)
         out = []
         for place, own in self.lines(i):
@@ -195,7 +200,7 @@ class Warp:
         return out
 
     def multiply(self, step: Reg, acc: list[Reg]) -> list[Reg]:
-        """Adds the products for a step."""
+        """Multiplies the tile for a step, and adds the products to the accumulator."""
         acc, tiles = list(acc), self.tiling.row_tiles
         for i in range(self.tiling.unroll):
             part, _ = self._part(step, i)
@@ -224,12 +229,12 @@ class Warp:
         return [lanes.pack(a, b, self.p.dtype) for a, b in zip(low, high, strict=True)]
 
     def _activations(self, token: Reg, part: Reg) -> list[Reg]:
-        """This thread's 16 columns of a block, two per register."""
+        """Returns this thread's 16 columns of a block of activations, packed two per register."""
         at = (token * self.p.product.contracted + part * BLOCK + self.quad * 16) * 2
         if self.p.token_tiles == 1:
             return [r for half in (0, 16) for r in self.x.load(at + half, "u32", 4)]
-        # Eight threads are served at a time. Every second token's threads take the halves in the other order,
-        # so that together they hit every L1 bank once.
+        # Memory is accessed by eight threads at a time. We swap the order in which threads read their two
+        # halves for every other token, so that those eight threads access all banks of L1 exactly once.
         even, at = self.group % 2 < 1, at + self.group % 2 * 16
         a, b = (self.x.load(place, "u32", 4) for place in (at, at ^ 16))
         return [
@@ -237,9 +242,9 @@ class Warp:
         ]
 
     def add_low_rank(self, acc: list[Reg]) -> list[Reg]:
-        """Adds `t @ b.T` for all adapters that this group of tokens uses.
+        """Adds `t @ b.T` for every adapter used by this group of tokens.
 
-        Thread `quad` takes columns 4·quad … 4·quad + 3 (of 16) of both.
+        Thread `quad` reads columns 4·quad … 4·quad + 3 (out of 16) of both operands.
         """
         p, of_adapter = self.p, self.p.rank // 16
         t, b, used, counts = self.low_rank
@@ -248,6 +253,7 @@ class Warp:
         warps = self.tiling.k_warps * self.tiling.splits
 
         def step(i: Reg, acc: list[Reg]) -> list[Reg]:
+            # Split between warps in the same way as the contraction, as their sums are added up anyway.
             place = self._share(i)
             present = place < tiles
             place = lanes.select(present, place, 0)
@@ -274,10 +280,10 @@ class Warp:
 
 
 class _Transposed(Warp):
-    """The work for `x @ W`: 64 columns of `W` are a warp's features, and 16 rows are contracted at a time.
+    """The work for `x @ W`, where a warp has 64 columns of `W` as features, and contracts 16 rows at a time.
 
-    A line is eight columns of a row. Rows have different scales, so values are scaled one by one. The two
-    rows that share a register are combined when they are rounded.
+    Each line consists of eight columns of a row. As rows have different scales, all values are scaled
+    individually, and are combined with those of the row with which they share a register when rounding.
     """
 
     def feature(self, tile: int, e: int) -> Reg:
@@ -315,7 +321,7 @@ class _Transposed(Warp):
 
 
 def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -> None:
-    """Adds up all warps' sums for the same features, and stores them."""
+    """Adds up the sums of all warps that have the same features, and stores the result."""
     p, tiling = warp.p, warp.tiling
     tokens, width, features = 8 * p.token_tiles, stride(tiling), p.product.free
     for j in range(p.token_tiles):
@@ -325,9 +331,10 @@ def _reduce(acc: list[Reg], warp: Warp, sums: MemoryRegion, out: MemoryRegion) -
                 value = acc[4 * (j * tiling.row_tiles + tile) + e]
                 sums.store((token * width + warp.feature(tile, e)) * 4, value)
     lanes.barrier()
+    # Consecutive threads now take consecutive features, so that stores to global memory are coalesced.
     for i in range(0, tiling.rows * tokens, tiling.threads):
         token, row = (warp.thread + i) // tiling.rows, (warp.thread + i) % tiling.rows
-        held = lanes.minimum(token, tokens - 1)
+        held = lanes.minimum(token, tokens - 1)  # surplus threads read valid memory, but don't store
         total = lanes.number(0.0, "float32")
         for k_warp in range(tiling.k_warps):
             at = ((held + k_warp * tokens) * width + row) * 4

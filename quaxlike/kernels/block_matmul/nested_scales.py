@@ -1,4 +1,4 @@
-"""`NestedScales`: block scales that are quantised themselves."""
+"""Block scales that are themselves quantised."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,22 +16,22 @@ from .. import blockwise
 @jtu.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class NestedScales:
-    """Block scales in 8 bits each ("double quantisation"): `map[codes] * absmax + offset`.
+    """Block scales quantised to 8 bits each ("double quantisation"), given by `map[codes] * absmax + offset`.
 
-    Each `absmax` is shared by 256 blocks. With blocks of 64, a weight takes 4.13 bits, compared with 4.5 for
-    float32 scales. Kernels decode scales where they use them. The three arrays may have leading axes, for
-    stacked weights.
+    Every `absmax` is shared by 256 blocks. For 4-bit codes with blocks of 64, this amounts to 4.13 bits per
+    weight, compared to 4.5 for float32 scales. Kernels decode the scales on the fly. All three arrays can
+    have leading axes, for stacked weights.
 
     **Arguments:**
 
-    - `codes`: `(*lead, blocks)`, indices into the map: one byte per block of weights.
-    - `absmax`: `(*lead, ceil(blocks / 256))`, float32.
-    - `offset`: `(*lead,)`, float32.
-    - `quant_map`: the map's 256 values, as a tuple or as a float32 array without leading axes; None for the
-        signed dynamic map.
+    - `codes`: indices into the map (one byte per block), of shape `(*lead, blocks)`.
+    - `absmax`: a float32 array of shape `(*lead, ceil(blocks / 256))`.
+    - `offset`: a float32 array of shape `(*lead,)`.
+    - `quant_map`: the 256 values of the map, either as a tuple or as a float32 array without leading axes.
+        Defaults to the signed dynamic map.
     """
 
-    # Arrays, or stand-ins such as `jax.ShapeDtypeStruct` or a kernel's references.
+    # Not necessarily arrays: can also be e.g. `jax.ShapeDtypeStruct`s, or a kernel's references.
     codes: Any
     absmax: Any
     offset: Any
@@ -51,8 +51,8 @@ class NestedScales:
                 f"NestedScales takes codes of uint8, and absmax and offset that are floats; found {dtypes}."
             )
 
-    # Values keep the map as a tuple, which is static: as a leaf, it would lack the other leaves' leading
-    # axes. Kernels take it as an operand.
+    # A map given as a tuple is treated as static, because as a leaf it would lack the leading axes that all
+    # other leaves have. Kernels receive it as an operand.
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[float, ...] | None]:
         static = self.quant_map if isinstance(self.quant_map, tuple) else None
@@ -62,6 +62,7 @@ class NestedScales:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[float, ...] | None, parts: Sequence[Any]) -> "NestedScales":
+        # Skip validation, as JAX also unflattens with placeholders that don't have a shape.
         new = object.__new__(cls)
         for f, part in zip(dataclasses.fields(cls), parts, strict=True):
             object.__setattr__(new, f.name, part)
@@ -74,31 +75,31 @@ class NestedScales:
         return cls(*blockwise.quantize_scales(scale))
 
     def times(self, factor: Array) -> "NestedScales":
-        """Multiplies these scales by a scalar."""
+        """Multiplies all scales by a scalar."""
         return dataclasses.replace(self, absmax=self.absmax * factor, offset=self.offset * factor)
 
     @property
     def table(self) -> Any:
-        """The map's float32 values."""
+        """The map's 256 values in float32."""
         if self.quant_map is None:
             return blockwise.dynamic_map()
         return np.asarray(self.quant_map, np.float32) if isinstance(self.quant_map, tuple) else self.quant_map
 
     def with_map(self) -> "NestedScales":
-        """Converts the map to an array."""
+        """Returns a copy for which the map is an array."""
         return dataclasses.replace(self, quant_map=jnp.asarray(self.table))
 
     def operands(self) -> tuple[Array, Array, Array, Array]:
-        """Codes, absmax, offset and map, as kernels take them."""
+        """Returns codes, absmax, offset and map, in the form that kernels expect."""
         return self.codes, self.absmax, self.offset, jnp.asarray(self.table)
 
     def __getitem__(self, i: Any) -> Any:
-        """Gets one or several parts. (In version 0.1, kernels took a named tuple.)"""
+        """Returns one or several of the operands. (In version 0.1, kernels accepted a named tuple.)"""
         return self.operands()[i]
 
 
 def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
-    """Returns the float32 scales, however they are stored."""
+    """Returns the scales in float32, dequantising them if necessary."""
     if not isinstance(scale, NestedScales):
         return jnp.asarray(scale)
     table = scale.table
@@ -106,6 +107,7 @@ def dense_scales(scale: Any) -> Float32[Array, "*lead blocks"]:
     def dense(codes: Array, absmax: Array, offset: Array) -> Array:
         return blockwise.dequantize_scales(codes, absmax, offset, quant_map=table)
 
+    # Leading axes stack several weights, each with its own blocks.
     for _ in range(scale.offset.ndim):
         dense = jax.vmap(dense)
     return dense(scale.codes, scale.absmax, scale.offset)

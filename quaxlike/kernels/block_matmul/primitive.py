@@ -1,7 +1,7 @@
-"""Products with a stored weight, as primitives that know their derivatives and pick their backend.
+"""Primitives for multiplying by a stored weight, with derivatives and a choice of backends.
 
-Derivatives are products with the same bytes (`Product.transposed`), so the backward pass never stores a dense
-weight.
+Their derivatives are themselves products with the same bytes (see `Product.transposed`), so that the backward
+pass does not need to store a dense weight.
 """
 
 import functools
@@ -26,17 +26,17 @@ from .nested_scales import NestedScales
 from .product import Decode, Nibbles, Product
 from .reference import tiled, times_adapters, whole
 
-# Up to this many rows of activations, XLA may fuse decoding into the product.
+# With at most this many rows of activations, XLA might fuse decoding into the matrix multiplication.
 _ROWS_FOR_XLA = 64
 
 
 def _parted(operands: Sequence[Any], adapters: bool) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Splits operands into the weight's leaves, and the adapters' `t` and `b`."""
+    """Splits a primitive's operands into the weight's leaves, and `t` and `b` for the adapters (if any)."""
     return (operands[:-2], operands[-2:]) if adapters else (operands, ())
 
 
 def _on_operands(product_of: Callable[..., Array], adapters: bool) -> Callable[..., Array]:
-    """Turns a product of `x`, leaves, `t` and `b` into a function on the primitive's operands."""
+    """Converts a function of `x`, leaves, `t` and `b` to one that accepts the primitive's operands."""
 
     def run(x: Array, *operands: Any, **params: Any) -> Array:
         leaves, low_rank = _parted(operands, adapters)
@@ -99,7 +99,7 @@ def _choose(
 def _kernel(
     run: Any, decoded: bool, x: Array, leaves: Any, *low_rank: Array, decode: Decode, product: Product
 ) -> Array:
-    """Runs a kernel on codes and scales in the form it takes."""
+    """Converts codes and scales to the form that a kernel supports, and then runs it."""
     *operands, zeros = decode.operands(leaves, decoded=decoded)
     zero_points = {} if zeros is None else {"zeros": zeros}
     stored = decode.stored(product, decoded=decoded)
@@ -114,7 +114,8 @@ def _jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...], *, decode: Decode,
 
 
 def _transpose(ct: Any, x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> Any:
-    # Cotangents for scales are left to the reference, which decodes them.
+    # Only the product with `x` is transposed here. Cotangents for scales are obtained from the reference, as
+    # these need to be decoded.
     if not ad.is_undefined_primal(x):
         return NotImplemented
     product = product.transposed(np.dtype(x.aval.dtype))
@@ -134,7 +135,7 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
     if nonzero(leaves_dot):
         return NotImplemented
     out_dtype, terms = params["product"].out_dtype, []
-    # One fused product for both tangents reads the weight once.
+    # If both `x` and `t` are perturbed, then a single fused product suffices, and reads the weight only once.
     if x_dot is not None and t_dot is not None:
         terms.append(lora_matmul_p(x_dot, *leaves, t_dot, b, **params))
     elif x_dot is not None:
@@ -147,7 +148,8 @@ def _jvp_with_adapters(primals: tuple[Any, ...], tangents: tuple[Any, ...], **pa
 
 
 def _transpose_with_adapters(ct: Any, x: Any, *operands: Any, **params: Any) -> Any:
-    # This is linear in x and t together. For products with a tangent of b, we use the library.
+    # Jointly linear in `x` and `t`. Terms for a perturbed `b` don't involve the weight, and use XLA's
+    # `dot_general`.
     leaves, (t, b) = _parted(operands, True)
     if any(map(ad.is_undefined_primal, (*leaves, b))) or not ad.is_undefined_primal(x):
         return NotImplemented
@@ -166,7 +168,7 @@ def _batching_with_adapters(
     x_dim, *leaf_dims, t_dim, b_dim = dims
     if b_dim is None or jax.tree.leaves(leaf_dims):
         return map_rows(lora_matmul_p, size, operands, dims, params, rows=(0, len(operands) - 2))
-    # A batch of adapters on one weight: we still read it only once, for all rows together.
+    # For a batch of adapters on a single weight, still read that weight only once for all rows.
     product, dtype = params.pop("product"), accumulator_dtype(x.dtype)
     product_of = functools.partial(PRODUCTS[params["decode"].name], product=product.of_dtype(dtype), **params)
     x = x[None] if x_dim is None else jnp.moveaxis(x, x_dim, 0)
@@ -187,13 +189,14 @@ def _partitioning(
     if low_rank:
         names += f", {' '.join(rows)} adapters rank, adapters n rank"
         shared = (1 + len(jax.tree.leaves(leaves)),)
-    # The rows of `x` come first. If the weight is spread over the same devices, it is gathered, as codes.
+    # The rows of `x` take precedence. A weight that is sharded across the same devices is gathered, still as
+    # codes.
     rule = f"{names} -> {' '.join([*rows, free])}"
     return Partitioning(rule, sums, first=(*rows, "n", "k"), shared=shared)
 
 
 def _local(x: Any, *leaves: Any, decode: Decode, product: Product, **params: Any) -> dict[str, Any]:
-    """Returns the parameters for a device's part of the weight."""
+    """Returns the parameters that correspond to a device's shard of the weight."""
     return {"decode": decode, "product": decode.local(leaves, product), **params}
 
 
@@ -235,24 +238,25 @@ def block_matmul(
 ) -> Float[Array, "*batch free"]:
     """Computes `x @ W.T`, or `x @ W` if `transpose`, for a weight in any format.
 
-    This never makes a dense copy of `W` on a CPU, nor of more than 128 MiB at a time on a GPU. It is
-    differentiable in `x`, in `low_rank`, and wherever `decode` is.
+    On a CPU this never materialises `W`, whilst on a GPU it materialises at most 128 MiB of it at a time. The
+    result is differentiable with respect to `x` and `low_rank`, and with respect to all leaves in which
+    `decode` is differentiable.
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `leaves`: the arrays that `decode` reads: codes, scales, minima.
-    - `decode`: decodes them to `W`, and describes the storage of codes to kernels.
-    - `shape`: `(N, K)`.
-    - `block_size`: how many codes share a scale.
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `leaves`: the arrays from which `decode` obtains `W`: codes, scales, minima.
+    - `decode`: decodes the leaves to `W`, and describes their layout to the kernels.
+    - `shape`: the shape `(N, K)` of `W`.
+    - `block_size`: the number of codes that share a scale.
     - `transpose`: whether to contract over `N` instead of `K`.
-    - `low_rank`: nothing; or (unless `transpose`) `t` from `to_ranks` and `b`, `(adapters, N, rank)`. Their
-        product `t @ b.T` is added before the result is rounded.
+    - `low_rank`: either empty, or (unless `transpose`) `t` from `to_ranks` together with `b`, which has shape
+        `(adapters, N, rank)`. Their product `t @ b.T` is added before rounding the result.
     - `out_dtype`: the result's dtype; `x.dtype` if None.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` unless the last axis of `x` is the contracted one.
+    **Raises:** `ValueError` if the last axis of `x` does not match the contracted axis of `W`.
     """
     primitive = lora_matmul_p if low_rank else PRODUCTS[decode.name]
     check_x(primitive.name, x, shape, transpose)
@@ -263,7 +267,7 @@ def block_matmul(
 
 
 def check_x(op: str, x: Any, shape: tuple[int, int], transpose: bool) -> None:
-    """Raises a `ValueError` unless the last axis of `x` is the contracted one."""
+    """Raises a `ValueError` if the last axis of `x` does not match the contracted axis of `W`."""
     contracted = shape[0] if transpose else shape[1]
     if x.ndim == 0 or x.shape[-1] != contracted:
         raise ValueError(
@@ -278,7 +282,7 @@ def to_ranks(
     scaling: Any,
     index: Int[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch adapters rank"]:
-    """Computes `scaling · x @ a.T` for each adapter; zero for adapters that a row does not use."""
+    """Computes `scaling · x @ a.T` for each adapter, or zeros for adapters that a row does not use."""
     params = {"precision": precision_for(x.dtype), "preferred_element_type": x.dtype}
     t = dot_general(x, a, (((x.ndim - 1,), (2,)), ((), ())), **params)
     if index is not None:

@@ -1,20 +1,24 @@
-"""A product with a stored weight: its description, and the decoders for the weight.
+"""The description of a product with a stored weight, and the decoders for that weight.
 
-One decoder is for 4-bit codes with blocks that may cross rows, another for rows of codes in any codec. A
-decoder is a static parameter of the product. It decodes the arrays of a weight `W`, its leaves, to float32:
+There are two decoders: `Nibbles` for 4-bit codes whose blocks can cross rows, and `Rows` for rows of codes in
+any codec. A decoder is a static parameter of the primitive, and decodes the leaves of a weight `W` to
+float32. It has the following methods and attributes:
 
-- `tiles(start, rows)` decodes `rows` rows from the even row `start`, as `stride` interleaved planes: columns
-    0, stride, …; columns 1, stride + 1, …; and so on. Interleaving them would cost as much as decoding.
-- `matrix`: `W`, or some rows or columns. If it is called in parts, these are multiples of `aligned`.
-- `scaled_rows`: `W` as values that are exact in any floating dtype, and one scale per row; None if it is not.
-- `stored`: the product with the details that kernels need, None if no kernel supports them; and `operands`:
-    codes, scales, value table and zero points as it describes them. `decoded`: whether to make scales and
-    zero points float32, for kernels that take nothing else.
-- `dimensions`: for `Partitioning`, names for the leaves' dimensions (n and k for `W`), and the names that
-    can be summed over parts; None if XLA divides the product. `local`: the product for a part.
-
-`name` is the primitive for its products. `linear` says whether `W` is linear in each floating leaf, `fuses`
-whether compilers for GPUs and TPUs fuse decoding into a product of few rows.
+- `tiles(start, rows)` decodes `rows` rows, starting at row `start` (which must be even), as `stride`
+    interleaved planes: columns 0, stride, …; columns 1, stride + 1, …; and so on. The planes are left as they
+    are, because interleaving them would be as expensive as decoding.
+- `matrix` decodes `W`, or a slice of its rows or columns, whose bounds must be multiples of `aligned`.
+- `scaled_rows` returns `W` as values that are exactly representable in any floating dtype, together with one
+    scale per row; `None` if there is no such representation.
+- `stored` returns the product along with the details of the layout that kernels need, or `None` if no kernel
+    supports it. `operands` returns the corresponding codes, scales, value table and zero points. Passing
+    `decoded` converts scales and zero points to float32, for those kernels that do not support anything else.
+- `dimensions` is used for `Partitioning`. It returns a name for each dimension of the leaves (n and k for
+    those of `W`), and the names over which shards can be summed. `None` leaves partitioning to XLA. `local`
+    returns the product for a single shard.
+- `name` is the name of the primitive. `linear` is whether `W` is a linear function of each of its
+    floating-point leaves. `fuses` is whether the compilers for GPUs and TPUs fuse decoding into a product
+    with few rows.
 """
 
 import dataclasses
@@ -37,7 +41,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`x @ W.T` or `x @ W`, and how codes and scales encode `W`:
+    """Either `x @ W.T` or `x @ W`, along with the encoding of `W` in terms of codes and scales:
 
         value = scale · table[code]
         value = scale · (table[code] - zero)     zeros = "points"
@@ -45,15 +49,16 @@ class Product:
 
     **Attributes:**
 
-    - `shape`: `(N, K)`, for `W`.
-    - `block_size`: how many codes share a scale.
-    - `transpose`: whether `N` is contracted, as in `x @ W`.
-    - `out_dtype`: the result's dtype.
-    - `bits`: bits per code, 4 or 8.
-    - `bias`: such that `code = table[code] + bias`; None if values must be looked up.
-    - `low_first`: whether the first of two codes in a byte is in the low half.
-    - `scales`: `"float"` in any floating dtype; as bytes `"e4m3"`, or powers of two `"e8m0"` and
-        `"e8m0_half"` (half of this).
+    - `shape`: the shape `(N, K)` of `W`.
+    - `block_size`: the number of codes that share a scale.
+    - `transpose`: whether to contract over `N`, as in `x @ W`.
+    - `out_dtype`: the dtype of the result.
+    - `bits`: the number of bits per code, either 4 or 8.
+    - `bias`: the offset for which `code = table[code] + bias`, or `None` if values must be looked up in the
+        table.
+    - `low_first`: whether the first of the two codes in a byte is in its low nibble.
+    - `scales`: `"float"` for scales of any floating dtype. Scales can also be bytes, in which case this is
+        `"e4m3"`, or for powers of two `"e8m0"` or `"e8m0_half"` (half the value of `"e8m0"`).
     - `zeros`: None, `"points"`, `"plus"` or `"minus"`.
     """
 
@@ -69,7 +74,7 @@ class Product:
 
     @property
     def contracted(self) -> int:
-        """The contracted axis's size."""
+        """The size of the contracted axis."""
         return self.shape[not self.transpose]
 
     @property
@@ -79,17 +84,17 @@ class Product:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes of codes a row has, if rows start at bytes."""
+        """The number of bytes per row of codes, provided that each row starts on a byte boundary."""
         return self.shape[1] * self.bits // 8
 
     @property
     def planes(self) -> int:
-        """Codes per byte."""
+        """The number of codes per byte."""
         return 8 // self.bits
 
     @property
     def row_blocks(self) -> int:
-        """How many scales a row has, if rows start at blocks."""
+        """The number of scales per row, provided that each row starts on a block boundary."""
         return self.shape[1] // self.block_size
 
     def transposed(self, out_dtype: np.dtype) -> "Product":
@@ -106,18 +111,18 @@ ALL = slice(None)
 
 
 def join(planes: list[Array], count: int) -> Array:
-    """Interleaves planes to a matrix with `count` columns."""
+    """Interleaves planes into a matrix with `count` columns."""
     if len(planes) == 1:
         return planes[0]
     width = planes[0].shape[-1]
-    # If the number of columns is not a multiple of the number of planes, the last planes are shorter.
+    # The last planes are shorter if the number of columns isn't a multiple of the number of planes.
     full = [jnp.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, width - p.shape[-1])]) for p in planes]
     return lax.collapse(jnp.stack(full, axis=-1), planes[0].ndim - 1)[..., :count]
 
 
 @dataclasses.dataclass(frozen=True)
 class Nibbles:
-    """4-bit codes, `(packed, absmax, codebook)` as for `nf4_matmul`. Blocks may cross rows."""
+    """The decoder for 4-bit codes `(packed, absmax, codebook)`, as in `nf4_matmul`. Blocks can cross rows."""
 
     name: ClassVar[str] = "nf4_matmul"
     linear: ClassVar[bool] = True
@@ -127,18 +132,18 @@ class Nibbles:
         return 2
 
     def tiles(self, leaves: Leaves, product: Product) -> Tiles:
-        """Looks each byte up in two tables with 256 entries: its two codes are adjacent in a row."""
+        """Looks up each byte in two tables of 256 entries, one for each of its (adjacent) codes."""
         (n, k), block = product.shape, product.block_size
         packed, absmax = leaves[0].reshape(-1), dense_scales(leaves[1]).reshape(-1)
         code = jnp.arange(256)
-        # The first code of a byte is in the high nibble, as in bitsandbytes.
+        # bitsandbytes stores the first code of a byte in its high nibble.
         tables = [leaves[2][c] for c in (code >> 4, code & 15)]
 
         def look_up(pairs: Any, scale: Any) -> Any:
             return [table[pairs] * scale for table in tables]
 
         def paired(start: Array | int, rows: int) -> list[Array]:
-            """Rows of `W` as even and odd columns, each (rows, K / 2)."""
+            """Returns rows of `W` as their even and odd columns, each of shape (rows, K / 2)."""
             pairs = lax.dynamic_slice_in_dim(packed.reshape(n, k // 2), start, rows)
             span = math.gcd(k, block)  # the longest run that divides both rows and blocks
             runs = start * (k // span) + jnp.arange(rows * (k // span))
@@ -146,8 +151,8 @@ class Nibbles:
             return look_up(pairs, jnp.repeat(scale, span // 2, axis=1))
 
         def unaligned(start: Array | int, rows: int) -> list[Array]:
-            """Rows of `W` if rows begin in the middle of bytes; `start` is even."""
-            # An even row begins at a whole byte even if `k` is odd. Therefore tiles start at even rows.
+            """Returns rows of `W` when these can begin halfway through a byte. `start` must be even."""
+            # If `k` is odd then only even rows begin on a byte boundary, which is why tiles start at them.
             first, count = start * k // 2, (rows * k + 1) // 2
             pairs = lax.dynamic_slice_in_dim(packed, first, count)
             scale = absmax[(first + jnp.arange(count)) // (block // 2)]
@@ -168,7 +173,7 @@ class Nibbles:
             packed, absmax, k = part(packed, 2), part(absmax, block), stop - start
         else:
             start, stop, _ = rows.indices(n)
-            # Callers start at multiples of `aligned`, so no byte and no block is cut in the middle.
+            # Callers use multiples of `aligned`, so we never slice through a byte or a block.
             packed = packed[start * k // 2 : (stop * k + 1) // 2]
             absmax, n = absmax[start * k // block : -(-stop * k // block)], stop - start
         dense = dequantize_codebook(
@@ -199,13 +204,13 @@ class Nibbles:
     def local(self, leaves: Leaves, product: Product) -> Product:
         if leaves[0].ndim != 2:
             return product
-        n, row_bytes = leaves[0].shape  # rows of codes give the shape of this part
+        n, row_bytes = leaves[0].shape  # with rows of codes, we can infer this shard's shape
         return dataclasses.replace(product, shape=(n, 2 * row_bytes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of codes, scales and zeros, as a codec reads them: the parts that are `present`."""
+    """The decoder for rows of codes, scales and zeros in a codec, if `present`."""
 
     codec: Codec
     present: tuple[bool, ...]
@@ -233,7 +238,7 @@ class Rows:
 
     def matrix(self, leaves: Leaves, product: Product, rows: slice = ALL, columns: slice = ALL) -> Array:
         planes = self.planes([leaf[rows] for leaf in leaves], product)
-        return join(planes, product.shape[1])[:, columns]  # the compiler decodes only these columns
+        return join(planes, product.shape[1])[:, columns]  # XLA then decodes only these columns
 
     def aligned(self, product: Product) -> tuple[int, int]:
         return 1, 1
@@ -265,7 +270,8 @@ class Rows:
     def dimensions(self, leaves: Leaves, product: Product) -> tuple[str, tuple[str, ...]] | None:
         if not self.linear:
             return None
-        # A partial block at the end of rows keeps columns together; a single scale per row belongs to all.
+        # If rows end in a partial block, then columns can't be sharded. A single scale per row is replicated
+        # across all shards of the columns.
         whole = product.shape[1] % product.block_size == 0
         k, blocks = ("k" if whole else "kept"), ("k" if whole and leaves[1].shape[1] != 1 else "blocks")
         return f"n {k}, n {blocks}", ("n",) if product.transpose else ("k",) if whole else ()
@@ -276,12 +282,12 @@ class Rows:
         return dataclasses.replace(product, shape=(n, part))
 
     def parts(self, leaves: Leaves) -> list[Any]:
-        """Codes, scale, outer scale, zero and outer zero; None for missing ones."""
+        """Returns the codes, scale, outer scale, zero and outer zero, each of which is `None` if absent."""
         rest = iter(leaves)
         return [next(rest) if p else None for p in self.present]
 
     def _reads_scales(self, decoded: bool) -> bool:
-        """Returns whether kernels read stored scales directly."""
+        """Returns whether kernels read the scales directly in their stored form."""
         _, _, outer, _, outer_zero = self.present
         return not (decoded or outer or outer_zero) and self.codec.scales in ("float", "e4m3", *E8M0)
 

@@ -1,7 +1,7 @@
-"""The product with a stored weight in plain JAX: runs everywhere, and defines what kernels must compute.
+"""The reference implementation of the product with a stored weight, in plain JAX, which kernels must match.
 
-We decode a few rows at a time. Such a tile stays in the cache, and no dense copy of the weight ever exists:
-on a CPU, XLA does not fuse decoding into a dot.
+XLA does not fuse decoding into a dot on CPUs. We therefore decode just a few rows at a time, as a tile that
+stays in cache, so that a dense copy of the weight is never materialised.
 """
 
 import functools
@@ -19,22 +19,23 @@ from jaxtyping import Array, Float, Num
 from ..multilinear import accumulator_dtype, is_spread, precision_for
 from .product import Decode, Product, Tiles
 
-# Weights to decode at a time. Few: 1 MiB of float32, which fits in a core's L2. Many: enough work per step
-# for all cores, and fewer passes over activations and accumulator.
+# How many weights to decode at a time. With few rows of `x` this is 1 MiB of float32, to fit into a core's L2
+# cache. With many rows we use larger tiles, which provide every step with enough work for all cores, and
+# require fewer passes over the activations and the accumulator.
 _TILE_FEW, _TILE_MANY = 2**18, 2**20
 _FEW_ROWS_OF_X, _MANY_ROWS_OF_X = 4, 64
 
 
 def _multiplies_in(dtype: Any, rows: Any) -> bool:
-    """Returns whether to multiply this many rows in this dtype.
+    """Returns whether to multiply this many rows in `dtype`, as opposed to float32.
 
-    Processors with bfloat16 instructions are faster than in float32, and others about as fast.
+    On processors with bfloat16 instructions this is faster, and on others the speed is about the same.
     """
     return dtype == jnp.bfloat16 and isinstance(rows, int) and rows >= _MANY_ROWS_OF_X
 
 
 def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
-    """Adds the adapters' `t @ b.T` (if any) to a product before it is rounded."""
+    """Wraps a product so as to also add the adapters' `t @ b.T` (if any), before the result is rounded."""
 
     @functools.wraps(product_of)
     def both(x: Array, leaves: Sequence[Any], *low_rank: Array, decode: Decode, product: Product) -> Array:
@@ -52,7 +53,7 @@ def with_low_rank(product_of: Callable[..., Array]) -> Callable[..., Array]:
 def tiled(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes some rows of `W` at a time, at the precision of `x`. Accumulates in float32 or wider."""
+    """Decodes `W` a few rows at a time, to the precision of `x`, and accumulates in at least float32."""
     n, k = product.shape
     batch, dtype = x.shape[:-1], x.dtype
     x = x.reshape(math.prod(batch), x.shape[-1])
@@ -72,7 +73,7 @@ def tiled(
 def whole(
     x: Float[Array, "*batch contracted"], leaves: Sequence[Any], *, decode: Decode, product: Product
 ) -> Float[Array, "*batch free"]:
-    """Decodes `W` to the dtype of `x` in one expression, which some compilers fuse into the dot."""
+    """Decodes `W` to the dtype of `x` in a single expression, which some compilers will fuse into the dot."""
     if (parts := scaled_outside(x, leaves, decode, product)) is None:
         return times(x, decode.matrix(leaves, product), product)
     return times_scaled(x, *parts, product)
@@ -81,11 +82,11 @@ def whole(
 def scaled_outside(
     x: Array, leaves: Sequence[Any], decode: Decode, product: Product
 ) -> tuple[Array, Array] | None:
-    """Values and row scales, if scales can be applied to `x` or the result instead of the weight.
+    """Returns values and row scales, if it is possible to scale `x` or the result instead of the weight.
 
-    XLA only fuses a cast of the values into the dot; multiplied by scales, they would be written to memory as
-    a dense weight. Not for float16 contracted over rows: products of small cotangents and scales would
-    underflow.
+    XLA is able to fuse a cast into the dot, but not a multiplication by scales, for which it would write out
+    the dense weight. We don't do this for float16 when contracting over rows, because there the product of a
+    small cotangent and a scale can underflow.
     """
     return None if product.transpose and x.dtype == np.float16 else decode.scaled_rows(leaves)
 
@@ -93,7 +94,7 @@ def scaled_outside(
 def times_scaled(
     x: Float[Array, "*batch contracted"], values: Array, scale: Float[Array, "n 1"], product: Product
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by values with row scales, which stay outside the dot."""
+    """Multiplies `x` by a weight of values and row scales, applying the scales outside of the dot."""
     dtype = accumulator_dtype(x.dtype)
     scale = scale.reshape(*[1] * (x.ndim - 1), values.shape[0]).astype(dtype)
     if product.transpose:
@@ -104,9 +105,9 @@ def times_scaled(
 def times(
     x: Float[Array, "*batch contracted"], w: Num[Array, "n k"], product: Product, dtype: Any = None
 ) -> Float[Array, "*batch free"]:
-    """Multiplies `x` by `W`, or by some rows or columns, with a result in this dtype.
+    """Multiplies `x` by `W` (or by some of its rows or columns), with the result in `dtype`.
 
-    If None, accumulates in float32 or wider, and rounds to the product's dtype.
+    If `dtype` is `None`, accumulates in at least float32 and then rounds to the product's dtype.
     """
     contract = ((x.ndim - 1,), (0 if product.transpose else 1,))
     params = {"precision": precision_for(x.dtype), "preferred_element_type": dtype}
@@ -118,7 +119,7 @@ def times(
 def times_adapters(
     t: Float[Array, "*batch adapters rank"], b: Float[Array, "adapters free rank"], dtype: np.dtype
 ) -> Float[Array, "*batch free"]:
-    """Computes `t @ b.T`, summed over adapters, accumulated in `dtype`."""
+    """Computes `t @ b.T`, contracting over both adapters and ranks, and accumulating in `dtype`."""
     contract = ((t.ndim - 2, t.ndim - 1), (0, 2))
     params = {"precision": precision_for(t.dtype), "preferred_element_type": dtype}
     return lax.dot_general(t, b, (contract, ((), ())), **params)
@@ -127,7 +128,7 @@ def times_adapters(
 def contract_columns(
     x: Float[Array, "m k"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
 ) -> Float[Array, "m n"]:
-    """Computes `x @ W.T` for an (n, k) weight, decoded at once if it has at most `at_once` numbers."""
+    """Computes `x @ W.T` for an (n, k) weight, using a single tile if it has at most `at_once` elements."""
     columns = [x[:, i::stride] for i in range(stride)]
 
     def rows_of_y(start: Array | int, rows: int) -> Array:
@@ -147,7 +148,7 @@ def contract_columns(
 def contract_rows(
     x: Float[Array, "m n"], tile: Tiles, n: int, k: int, stride: int, at_once: int = 0
 ) -> Float[Array, "m k"]:
-    """Computes `x @ W` for an (n, k) weight, decoded at once if it has at most `at_once` numbers."""
+    """Computes `x @ W` for an (n, k) weight, using a single tile if it has at most `at_once` elements."""
     tiles, rows = _tiling(x.shape[0], n, k, at_once)
     if tiles < 2 and stride == 1:
         (w,) = tile(0, n)
@@ -159,8 +160,9 @@ def contract_rows(
 
     widths = [len(range(i, k, stride)) for i in range(stride)]
     dtype = accumulator_dtype(x.dtype)
+    # Accumulate each plane separately, so that they are interleaved just once at the end.
     acc = [jnp.zeros_like(x, dtype, shape=(x.shape[0], width)) for width in widths]
-    if is_spread((x,)):  # sharded over explicit mesh axes: rows keep their sharding
+    if is_spread((x,)):  # with explicit mesh axes, the rows of the result inherit the sharding of x's rows
         acc = [jax.sharding.reshard(a, jax.P(jax.typeof(x).sharding.spec[0], None)) for a in acc]
     acc, _ = lax.scan(lambda a, i: (add(a, i * rows, rows), None), acc, jnp.arange(tiles))
     if tiles * rows < n:
@@ -170,9 +172,9 @@ def contract_rows(
 
 
 def as_weights(values: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
-    """Rounds `values` to the precision of a floating `dtype`, as a cast would."""
+    """Rounds `values` to the precision of a floating `dtype`, without changing their dtype."""
     info = jnp.finfo(dtype)
-    # XLA would elide a pair of casts.
+    # Not `values.astype(dtype).astype(values.dtype)`, as XLA would elide the pair of casts.
     return values if info.bits >= 32 else lax.reduce_precision(values, info.nexp, info.nmant)
 
 
@@ -182,10 +184,10 @@ def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
 
 
 def _tiling(m: Any, n: int, k: int, at_once: int) -> tuple[int, int]:
-    """Returns the number of tiles, and the (even) number of rows per tile. The rest is less than a tile."""
+    """Returns the number of tiles and the (even) number of rows per tile. Any rest is less than a tile."""
     if n * k <= at_once:
         return 1, n
-    # Never decode a large weight at once: XLA would keep it from the forward to the backward pass.
+    # Never decode a large weight in one go, as XLA would then keep it alive until the backward pass.
     many = min(_TILE_MANY, max(_TILE_FEW, n * k // 4))
     few = isinstance(m, int) and m <= _FEW_ROWS_OF_X  # a symbolic dimension is not an int
     weights = _TILE_FEW if few else many

@@ -1,10 +1,11 @@
-"""How a warp brings codes, scales and zero points to shared memory, before it needs them.
+"""Stages codes, scales and zero points in shared memory, using asynchronous copies ahead of their use.
 
-A 4-byte copy takes a multiprocessor nearly as long as a 16-byte copy (measured on an H200). So with few
-tokens, a product is limited by the number of copies. A warp therefore copies its tile of a weight together,
-each thread as much at once as instructions allow, and then each thread reads what it decodes.
+For a multiprocessor, copying 4 bytes takes nearly as long as copying 16 (measured on an H200), so with few
+tokens a product is limited by the number of copies. All threads of a warp therefore copy its tile of the
+weight together, each using the widest possible instruction, and then each thread reads what it decodes.
 
-The layout is swizzled. Reads must use the same swizzle as copies, or a thread decodes another row's codes.
+The layout is swizzled to avoid bank conflicts. Copies and reads must use the same swizzle, or else a thread
+will decode the codes of a different row.
 """
 
 import math
@@ -20,15 +21,15 @@ _CHUNK = 16  # bytes of codes per copy
 
 
 class Field(NamedTuple):
-    """The words of one array of scales or zero points in a tile, row by row.
+    """The part of a tile that holds one array of scales or zero points, as words in row-major order.
 
     **Attributes:**
 
-    - `divisor`: how many numbers share an element of the array.
-    - `size`: bytes per element.
-    - `words`: words per row.
-    - `at_once`: how many words a thread copies at a time.
-    - `regular`: whether a row's first word begins with the tile's first number.
+    - `divisor`: how many scales or zero points share an element of the array.
+    - `size`: the size of an element in bytes.
+    - `words`: the number of words per row.
+    - `at_once`: the number of words that a thread copies with one instruction.
+    - `regular`: whether the first word of every row starts with the tile's first element.
     """
 
     divisor: int
@@ -41,12 +42,14 @@ class Field(NamedTuple):
     def of(cls, p: Problem, rows: int, columns: int, divisor: int, size: int) -> "Field":
         block, row_blocks = p.product.block_size, p.product.row_blocks
         whole = columns % block == 0 or block % columns == 0
+        # Without alignment, a tile can also overlap with another block at either end.
         count = max(columns // block, 1) if whole else (columns - 1) // block + 2
         if divisor > 1:
             regular = count == 1 or (whole and row_blocks % count == 0 == divisor % count)
             return cls(divisor, size, 1 if regular else 2, 1, regular)
         row_bytes, span = row_blocks * size, count * size
         regular = count == 1 or (whole and row_bytes % 4 == 0 == span % 4)
+        # An unaligned span can start up to three bytes into its first word.
         words = -(-span // 4) if regular else (span + 6) // 4
 
         def fits(v: Any) -> Any:
@@ -61,12 +64,12 @@ class Field(NamedTuple):
         return cls(divisor, size, words, next((v for v in (4, 2) if fits(v)), 1), regular)
 
     def bytes(self, rows: int) -> int:
-        """Returns the bytes per tile, with a place to copy to for each thread in the warp."""
+        """Returns the bytes per tile, rounded up so that every thread in the warp has a slot to copy to."""
         return 4 * 32 * -(-rows * self.words // 32)
 
 
 class TileLayout:
-    """The layout of a warp's tile of codes and numbers in shared memory."""
+    """The layout in shared memory of a warp's tile, consisting of codes, scales and zero points."""
 
     def __init__(self, p: Problem, tiling: Tiling) -> None:
         self.p, bits = p, p.product.bits
@@ -74,7 +77,7 @@ class TileLayout:
         self.columns = BLOCK * (1 if p.product.transpose else tiling.unroll)
         self.row_bytes = self.columns * bits // 8
         self.chunks = self.row_bytes // _CHUNK
-        # Chunks in a row that a group of threads reads together.
+        # The number of chunks in a row that are read together by a group of threads.
         self.span = 2 if p.product.transpose else bits // 2
         kinds = [p.scales, *([] if p.product.zeros is None else [p.zeros])]
         self.fields = [[Field.of(p, self.rows, self.columns, *s) for s in STREAMS[kind]] for kind in kinds]
@@ -84,7 +87,7 @@ class TileLayout:
         return self.rows * self.row_bytes + sum(f.bytes(self.rows) for fields in self.fields for f in fields)
 
     def starts(self, base: Reg) -> list[list[Reg]]:
-        """Returns the offsets of a tile's fields."""
+        """Returns the offset of each field in a tile."""
         at, out = self.rows * self.row_bytes, []
         for fields in self.fields:
             out.append([])
@@ -94,17 +97,17 @@ class TileLayout:
         return out
 
     def swizzle(self, place: Reg) -> Reg:
-        """XOR mask for the chunk index in this row; avoids bank conflicts between rows."""
+        """Returns what to XOR a row's chunk indices with, in order to avoid bank conflicts between rows."""
         line = place * self.row_bytes // 128 if self.row_bytes < 128 else place
         return line * self.span % self.chunks
 
     def row(self, place: Reg) -> Reg:
-        """Returns the tile's row at a place. Rows that threads read together are adjacent."""
+        """Returns the row that is stored at a position. Rows that are read together are made adjacent."""
         return place // 16 * 16 + place % 4 * 4 + place // 4 % 4 if self.p.product.transpose else place
 
 
 class StagedTiles:
-    """A warp's tiles: copies them to shared memory, and reads a thread's share."""
+    """Copies a warp's tiles to shared memory, and reads back the parts needed by each thread."""
 
     def __init__(
         self,
@@ -117,14 +120,14 @@ class StagedTiles:
         self.layout, self.codes, self.numbers, self.shared, self.lane = layout, codes, numbers, shared, lane
 
     def fetch(self, base: Reg, row: Reg, column: Reg) -> None:
-        """Starts copying the tile at a row and column of the weight; zeros past its end."""
+        """Starts copying the tile at this row and column of the weight. Pads with zeros past the end."""
         layout, product = self.layout, self.layout.p.product
         n, k = product.shape
         per_chunk = _CHUNK * 8 // product.bits
         for i in range(0, layout.rows * layout.chunks, 32):
             at = self.lane + i
             place, chunk = at // layout.chunks, at % layout.chunks
-            # For the swizzle, every pass has the same arrangement of rows.
+            # The rows have the same arrangement in every iteration, up to an offset that is known statically.
             swizzle = layout.swizzle(self.lane // layout.chunks % 8 + i // layout.chunks % 8)
             of_row, of_chunk = row + layout.row(place), column + chunk * per_chunk
             here = (of_row < n) & (of_chunk < k)
@@ -147,9 +150,10 @@ class StagedTiles:
             place = at // across
             of_row = row + layout.row(place)
             here = (of_row < n) & (column < k)
-            if layout.rows * across % 32:
+            if layout.rows * across % 32:  # then the last iteration has more threads than words
                 here = here & (place < layout.rows)
             word = self._word(of_row, column, field) + at % across * field.at_once
+            # Clamped, so that wide copies never read beyond the end of the array.
             source = lanes.minimum(word, last) * 4
             memory.copy_to(source, self.shared, start + at * (4 * field.at_once), 4 * field.at_once, here)
 
@@ -158,17 +162,17 @@ class StagedTiles:
         return row * product.row_blocks + column // product.block_size
 
     def _word(self, row: Reg, column: Reg, field: Field) -> Reg:
-        """Returns the word in which a place's number begins."""
+        """Returns the word that contains the first byte of a row and column's scale or zero point."""
         index = self._index(row, column)
         return index // field.divisor * field.size // 4
 
     def words(self, base: Reg, place: Reg, chunk: Reg, inner: Reg, count: int) -> list[Reg]:
-        """Reads `count` words of codes, starting at byte `inner` of a (swizzled) chunk."""
+        """Reads `count` words of codes, starting from byte `inner` of a (swizzled) chunk."""
         at = base + place * self.layout.row_bytes + chunk * _CHUNK + inner
         return self.shared.load(at, "u32", count)
 
     def number(self, which: int, base: Reg, place: Reg, row: Reg, tile_column: Reg, offset: Reg) -> Reg:
-        """A row's scale (`which` is 0) or zero point (1), `offset` columns into the tile."""
+        """Returns a row's scale (if `which` is 0) or zero point (if 1), `offset` columns into the tile."""
         layout, numbers = self.layout, self.numbers[which]
         block = layout.p.product.block_size
         words = []

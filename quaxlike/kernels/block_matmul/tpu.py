@@ -1,12 +1,14 @@
 """The matmul with stored weights on TPUs.
 
-Codes are read as they are stored. A byte with two codes holds two adjacent columns of a row of `W`. Bytes lie
-along lanes, so one half of every byte belongs to an even column, and the other half to an odd column. We
-multiply the two planes separately, by the even and the odd columns of `x`: nothing is interleaved.
+Codes are used in their stored layout. A byte that packs two codes represents two adjacent columns of a row of
+`W`. Bytes are laid out along lanes, so that one nibble of every byte belongs to an even column and the other
+to an odd column. We multiply these two planes separately, by the even and odd columns of `x` respectively,
+which avoids having to interleave them.
 
-4-bit codes are looked up along the 8 sublanes of two registers. Scales are looked up along the 128 lanes of
-one register, and so are 8-bit codes, and all codes before TPU v5. This takes several times as long if each
-row of a register looks up other lanes. Integer codes need no table.
+Values of 4-bit codes are looked up along the 8 sublanes of two registers. Scales are instead looked up along
+the 128 lanes of a register, as are values of 8-bit codes, and those of all codes prior to TPU v5. Lookups
+along lanes are several times as expensive if the indices differ between the rows of a register. Integer codes
+don't require a table.
 """
 
 import functools
@@ -25,11 +27,11 @@ from .nested_scales import NestedScales, dense_scales
 from .product import Product
 
 _LANES, _SUBLANES = 128, 8
-_ROWS_OF_X = 256  # per tile
+_ROWS_OF_X = 256  # in a tile
 
 
 def choose(platform: str, x: Any, *, product: Product, partitioned: bool, **params: Any) -> Choice | str:
-    """Returns how the operation runs on a TPU, or why it cannot."""
+    """Returns how to run the operation on a TPU, or the reason why this is not supported."""
     refusal = PARTITIONED if partitioned else pallas_tpu_refusal(platform)
     if refusal is not None:
         return refusal
@@ -60,16 +62,16 @@ def matmul(
     zeros: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Runs the Pallas kernel.
+    """Computes the product using the Pallas kernel.
 
     **Arguments:**
 
-    - `packed`, `absmax`, `zeros`: codes, and scales and zero points in floating dtypes, with any shape.
-    - `low_rank`: nothing, or `t` and `b` as in `times_adapters`.
+    - `packed`, `absmax`, `zeros`: the codes, and floating-point scales and zero points, with any shape.
+    - `low_rank`: either empty, or `t` and `b` as in `times_adapters`.
     """
     (n, k), out_dtype, planes = product.shape, product.out_dtype, product.planes
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
-    rows = min(_ROWS_OF_X, -(-m // 16) * 16)
+    rows = min(_ROWS_OF_X, -(-m // 16) * 16)  # bfloat16 registers have 16 sublanes
 
     def as_rows(z: Any) -> Any:
         return jnp.pad(z.reshape(m, z.shape[-1]), ((0, -m % rows), (0, 0)))
@@ -78,6 +80,7 @@ def matmul(
     packed = packed.reshape(n, product.row_bytes)
 
     def by_blocks(z: Any) -> Any:
+        # Padded, because lookups along lanes require whole registers.
         z = z.reshape(n, product.row_blocks).astype(jnp.float32)
         return jnp.pad(z, ((0, 0), (0, -z.shape[1] % _LANES)))
 
@@ -93,16 +96,16 @@ def matmul(
     else:
         if low_rank:
             t, b = low_rank
-            # All adapters next to each other, like one adapter with the summed rank.
+            # Concatenate all adapters into a single one, whose rank is the sum of theirs.
             low_rank = as_rows(t.reshape(m, -1)), jnp.moveaxis(b, 0, 1).reshape(n, -1)
         y = _forward([x[:, i::planes] for i in range(planes)], low_rank, weight, rows, out_dtype, interpret)
     return y[:m].reshape(*lead, y.shape[1])
 
 
 class _Weight(NamedTuple):
-    packed: Array  # (n, bytes of a row)
+    packed: Array  # (n, bytes per row)
     of_blocks: list[Array]  # scales and zero points, (n, k / block_size), padded to whole registers
-    table: Array  # (16, 128), one number per row; (1, 128) or (1, 256) along lanes
+    table: Array  # (16, 128), with one value per row; or (1, 128) or (1, 256), with values along lanes
     product: Product
     tile_n: int
     tile_bytes: int
@@ -116,7 +119,7 @@ class _Weight(NamedTuple):
         return self.product.block_size * self.product.bits // 8
 
     def specs(self, place: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """Returns the block specs for the operands. `place` gives a tile's row and column in the grid."""
+        """Returns the operands' block specs. `place` maps a grid index to the row and column of a tile."""
         import jax.experimental.pallas as pl
 
         scales_in_tile = self.tile_bytes // self.block_bytes
@@ -132,7 +135,7 @@ class _Weight(NamedTuple):
         ]
 
     def decode(self, refs: Sequence[Any], k: Any, dtype: Any) -> Iterator[tuple[Any, list[Array]]]:
-        """For each 128 bytes of a tile's rows: their position, and their columns in planes."""
+        """Yields slices of 128 bytes of a tile's rows, along with their decoded columns in each plane."""
         packed, table, *of_blocks = refs
         lane = lax.broadcasted_iota(jnp.int32, (self.tile_n, _LANES), 1)
         for start in range(0, self.tile_bytes, _LANES):
@@ -149,7 +152,7 @@ class _Weight(NamedTuple):
             yield at, [v.astype(dtype) for v in values]
 
     def _values(self, table: Any, codes: Array) -> Array:
-        """Looks up values for codes, in float32."""
+        """Looks up the float32 values of codes."""
         if self.product.bias is not None:
             return (codes - self.product.bias).astype(jnp.float32)
         if table.shape[0] > 1:
@@ -197,6 +200,7 @@ def _forward(
         @pl.when(k == 0)
         def _() -> None:
             if low_rank_refs:
+                # Initialise the accumulator with the low-rank term, so that it's only computed once per tile.
                 t, b = low_rank_refs
                 acc[...] = _dot(t[...], b[...], 1)
             else:
@@ -234,7 +238,7 @@ def _forward(
 def _transposed(
     x: Array, weight: _Weight, rows: int, out_dtype: np.dtype, interpret: bool
 ) -> Sequence[Array]:
-    """Computes the columns of `x @ W`, in planes."""
+    """Computes the planes of columns of `x @ W`, without interleaving them."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -275,25 +279,27 @@ def _transposed(
 
 
 def _looks_up_along_sublanes(interpret: bool) -> bool:
-    """Returns whether the target TPU supports this (v5 and later do)."""
+    """Returns whether the target TPU supports lookups along sublanes, which is the case from v5 onwards."""
     import jax.experimental.pallas.tpu as pltpu
 
     return interpret or pltpu.get_tpu_info().generation >= 5
 
 
 def _lookup(table: Array, index: Array, axis: int = 1) -> Array:
-    """Gathers from the table along an axis. `index` has the same shape."""
+    """Gathers from a table along an axis, using indices of the same shape."""
     return jnp.take_along_axis(table, index, axis=axis, mode="promise_in_bounds")
 
 
 def _compiler_params() -> Any:
     import jax.experimental.pallas.tpu as pltpu
 
+    # The last axis of the grid is the contraction, which is accumulated sequentially.
     return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 
 
 def _dot(x: Array, w: Array, axis: int) -> Array:
-    """Contracts the last axis of `x` with this axis of `w`."""
+    """Contracts the last axis of `x` with the given axis of `w`."""
+    # By default, TPUs would round float32 operands to bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x,
@@ -305,5 +311,5 @@ def _dot(x: Array, w: Array, axis: int) -> Array:
 
 
 def _tile(size: int, largest: int) -> int:
-    """Returns the largest power of two up to `largest` that divides a size."""
+    """Returns the largest power of two (at most `largest`, itself a power of two) that divides `size`."""
     return math.gcd(size, largest)

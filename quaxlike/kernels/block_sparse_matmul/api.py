@@ -1,4 +1,4 @@
-"""The block-sparse matmul, as a primitive that knows its derivatives and picks its backend."""
+"""The block-sparse matmul, as a primitive with derivatives and a choice of backends."""
 
 import functools
 from collections.abc import Callable
@@ -30,11 +30,12 @@ def block_sparse_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight with some square blocks stored.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight with only some square blocks stored.
 
-    `W` has shape `(N, K)` and is zero outside its blocks, which are stored by block rows (block-ELL): each
-    block row has as many slots as the fullest row has blocks. Products are accumulated in float32, in time
-    proportional to the number of slots. This is differentiable in `x` and in the stored blocks.
+    `W` has shape `(N, K)` and is zero outside of its blocks. These are stored as block-ELL, in which every
+    block row has the same number of slots, i.e. as many as the fullest row needs. Products are accumulated in
+    float32, and take time proportional to the number of slots. The result is differentiable with respect to
+    `x` and the stored blocks.
 
     !!! example
 
@@ -52,18 +53,18 @@ def block_sparse_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `blocks`: `(N / b, slots, b, b)`; `blocks[n, j]` has rows `n·b …` and columns `col_idx[n, j]·b …` of
-        `W`.
-    - `col_idx`: each block's column, in `[0, K / b)`; `K / b` for a slot without a block.
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `blocks`: has shape `(N / b, slots, b, b)`. `blocks[n, j]` starts at row `n·b` and column
+        `col_idx[n, j]·b` of `W`.
+    - `col_idx`: the block column of every block, in `[0, K / b)`, or `K / b` for a slot without a block.
     - `transposed_idx`: the numbers of the blocks in each block column, from
         [`transposed_index`][quaxlike.kernels.transposed_index].
-    - `transpose`: contracts over `N` instead of `K`.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `transpose`: whether to contract over `N` instead of `K`.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
-    **Raises:** `ValueError` if the operands do not fit each other.
+    **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
     col_idx, transposed_idx = jnp.asarray(col_idx), jnp.asarray(transposed_idx)
     _check(x, blocks, col_idx, transposed_idx, transpose)
@@ -102,7 +103,7 @@ def _check(x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, transpose: bo
 def _either(
     first: Callable[..., Choice | str], second: Callable[..., Choice | str]
 ) -> Callable[..., Choice | str]:
-    """Returns the first kernel if it applies, else the second, which may support what the first does not."""
+    """Returns a choice that uses the second kernel if the first one does not support an operation."""
 
     def choose(*operands: Any, **params: Any) -> Choice | str:
         choice = first(*operands, **params)
@@ -114,6 +115,7 @@ def _either(
 def _choose(
     platform: str, *operands: Any, backend: Backend | None = None, partitioned: bool = False, **params: Any
 ) -> Choice:
+    # `mma` also supports devices, block sizes and numbers of rows that `hopper` doesn't.
     kernels = {"gpu": _either(hopper.choose, mma.choose), "tpu": tpu.choose}
     reference = matmul_sliced if platform in _GPUS else matmul_reference
     return first_choice(platform, backend, reference, kernels, *operands, partitioned=partitioned, **params)
@@ -130,10 +132,11 @@ def _transpose(
     **params: Any,
 ) -> Any:
     if ad.is_undefined_primal(x):
-        params["out_dtype"] = np.dtype(x.aval.dtype)
+        params["out_dtype"] = np.dtype(x.aval.dtype)  # as for all cotangents, regardless of the result
         ct_x = block_sparse_matmul_p(ct, blocks, col_idx, transposed_idx, transpose=not transpose, **params)
         return ct_x, None, None, None
-    # Only stored blocks get a cotangent: the pattern is fixed, and a dense one would defeat the purpose.
+    # Only the stored blocks have cotangents. The sparsity pattern is fixed, and a dense cotangent would
+    # defeat the purpose of a sparse weight.
     by_rows, by_columns = (x, ct) if transpose else (ct, x)
     ct_blocks = sampled_matmul_p(
         by_rows,
@@ -148,7 +151,7 @@ def _transpose(
 
 
 def _sampled(y: Array, x: Array, col_idx: Array, transposed_idx: Array, **params: Any) -> Array:
-    del transposed_idx  # only derivatives need this
+    del transposed_idx  # only used by the derivatives
     return sampled_reference(y, x, col_idx, **params)
 
 
@@ -168,6 +171,7 @@ def _choose_sampled(
 def _sampled_transpose(
     ct: Any, y: Any, x: Any, col_idx: Any, transposed_idx: Any, *, backend: Any, **params: Any
 ) -> Any:
+    # The cotangent consists of blocks, so transposing with respect to either operand is a product with these.
     to_x = ad.is_undefined_primal(x)
     known, wanted = (y, x) if to_x else (x, y)
     out = block_sparse_matmul_p(
@@ -183,7 +187,7 @@ def _sampled_transpose(
 
 
 def _sampled_batching(size: int, operands: tuple[Any, ...], dims: tuple[Any, ...], **params: Any) -> Any:
-    # In plain JAX, a batch of products is a product of larger arrays.
+    # For the reference, a batch of products is just a product of larger arrays.
     del params["backend"]
     return jax.vmap(functools.partial(_sampled, **params), dims)(*operands), 0
 
@@ -192,7 +196,7 @@ block_sparse_matmul_p = kernel_primitive(
     "block_sparse_matmul",
     _choose,
     matmul_reference,
-    # Bilinear in x and blocks; the indices are integers.
+    # Bilinear in x and blocks. (The indices are integer-valued, and so have no tangents.)
     jvp=lambda primals, tangents, **params: sum_tangents(block_sparse_matmul_p, primals, tangents, params),
     transpose=_transpose,
     batching=lambda size, operands, dims, **params: map_rows(

@@ -1,10 +1,10 @@
 """The block-sparse matmul on Hopper GPUs.
 
-A thread block computes one column of tiles of the result's feature blocks: for each stored block, it
-multiplies a tile of tokens by this block on the tensor cores. One warpgroup only prefetches the tiles that
-the others will need, at the places given by the index.
+Each thread block computes a tile of tokens for one feature block of the result, by multiplying tiles of the
+activations with stored blocks on the tensor cores. One of its warpgroups is only responsible for prefetching
+the tiles needed by the others, whose positions are given by the index.
 
-A slot without a block has an index past the end, where loads return zero. So padding needs no branch.
+Slots without a block have an out-of-bounds index, for which loads return zeros. Padding needs no branches.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jaxtyping import Array
 
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 
-_DEPTH = 64  # features contracted at a time: 128 bytes, the widest swizzle
-_ROWS = 8  # rows per tile of the shared-memory layout
+_DEPTH = 64  # features contracted at a time, which is 128 bytes, i.e. the widest available swizzle
+_ROWS = 8  # the rows per tile in the layout of shared memory
 _COMPUTE_WARPGROUPS = 2
 _STAGES = 3
 
@@ -29,7 +29,7 @@ _STAGES = 3
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """Returns how the product runs on a Hopper GPU, or why it cannot."""
+    """Returns how to run the product on a Hopper GPU, or the reason why this is not supported."""
     slots = (transposed_idx if transpose else col_idx).size
     refusal = _refusal(platform, x, blocks, blocks.shape[-1], slots, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", matmul) if refusal is None else refusal
@@ -38,7 +38,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how the sampled product runs on a Hopper GPU, or why it cannot."""
+    """Returns how to run the sampled product on a Hopper GPU, or the reason why this is not supported."""
     refusal = _refusal(platform, x, y, block_size, col_idx.size, **params)
     return Choice("gpu", "a Mosaic GPU kernel, by wgmma", sampled) if refusal is None else refusal
 
@@ -71,19 +71,19 @@ def matmul(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """Runs the kernel. Both contractions tile and number their operands alike."""
+    """Computes the product using the kernel. Both contractions use the same tiles and numbering."""
     rows, slots, b, _ = blocks.shape
     index, columns = transposed_idx if transpose else col_idx, transposed_idx.shape[0]
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
-    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # tokens per warpgroup
+    own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # the number of tokens per warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    x = x.reshape(m, x.shape[-1])  # past its last row, loads return zeros, and nothing is stored
+    x = x.reshape(m, x.shape[-1])  # no padding, as out-of-bounds loads return zeros, and stores are dropped
     parts = b // _DEPTH
 
     def place(index: Any) -> _Place:
         token_tile, feature_block = lax.axis_index("tokens"), lax.axis_index("features")
 
-        # A slot without a block has an index past the end: loads from outside an array return zero.
+        # Slots without a block have an out-of-bounds index, for which loads return zeros.
         def x_at(step: Any) -> tuple[Any, Any]:
             number = index[feature_block, step // parts]
             column = number // slots if transpose else number
@@ -125,7 +125,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: Any = None,
 ) -> Array:
-    """Returns the blocks of `y.T @ x` at `col_idx`, with one thread block each, over all tokens."""
+    """Computes the blocks of `y.T @ x` at `col_idx`, using one thread block for each, over all tokens."""
     del transposed_idx
     (rows, slots), b = col_idx.shape, block_size
     m = math.prod(x.shape[:-1])
@@ -133,7 +133,7 @@ def sampled(
 
     def place(index: Any) -> _Place:
         number = lax.axis_index("blocks")
-        # A slot without a block names a column past the end, where loads return zero.
+        # Slots without a block have an out-of-bounds column, for which loads return zeros.
         column = index[number // slots, number % slots]
         return _Place(lambda step: (step, number // slots), lambda step: (step, column), number * b, 0)
 
@@ -143,7 +143,7 @@ def sampled(
         tiles=((_DEPTH, b), (_DEPTH, b)),
         place=place,
         matrices=lambda y, x, own: (y.at[:, own].transpose((1, 0)), x),
-        own_rows=64,
+        own_rows=64,  # of a `wgmma` instruction
         width=b,
         warpgroups=b // 64,
         steps=-(-m // _DEPTH),
@@ -155,7 +155,7 @@ def sampled(
 
 
 class _Place(NamedTuple):
-    """The work for a thread block: both operands' tiles per step, and where the result goes."""
+    """The work of a thread block: the tiles of both operands in each step, and the position of the result."""
 
     left_at: Callable[[Any], tuple[Any, Any]]
     right_at: Callable[[Any], tuple[Any, Any]]
@@ -178,16 +178,17 @@ def _product(
     out: jax.ShapeDtypeStruct,
     interpret: Any,
 ) -> Array:
-    """Sums of products of tiles: one warpgroup loads them, the others multiply.
+    """Computes sums of products of tiles, with one warpgroup that loads tiles and others that multiply them.
 
     **Arguments:**
 
-    - `tiles`: the shapes of both operands' tiles.
-    - `place`: what a thread block computes, given the index in global memory.
-    - `matrices`: the matrices that a warpgroup multiplies, given two tiles in shared memory and its own rows.
-    - `own_rows`, `width`: the part of the result for each of the `warpgroups` that multiply.
-    - `steps`: how many pairs of tiles to sum.
-    - `grid`: the sizes of the named axes that `place` uses.
+    - `tiles`: the shapes of each operand's tiles.
+    - `place`: returns the work of a thread block, given the index in global memory.
+    - `matrices`: returns the matrices to be multiplied by a warpgroup, given two tiles in shared memory and
+        the rows that this warpgroup is responsible for.
+    - `own_rows`, `width`: the shape of the result computed by each of the `warpgroups` that multiply.
+    - `steps`: the number of pairs of tiles to sum over.
+    - `grid`: the sizes of the named axes used by `place`.
     """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -208,7 +209,7 @@ def _product(
                 grid=(steps,),
                 in_specs=[smem(tiles[0], at.left_at), smem(tiles[1], at.right_at)],
                 max_concurrent_steps=min(_STAGES, steps),
-                memory_registers=40,
+                memory_registers=40,  # loads need few, which leaves more for the warpgroups that multiply
                 wg_axis="warpgroup",
                 num_compute_wgs=warpgroups,
                 compute_context=compute_context,

@@ -1,4 +1,4 @@
-"""The block-sparse matmul on GPUs since compute capability 8.0."""
+"""The block-sparse matmul on GPUs of compute capability 8.0 and later."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +12,14 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, mosaic_gpu_refusal
 from .mma_tiling import THREADS, SparseProblem, tiling_for
 
+# The program computes offsets in 32 bits.
 _ADDRESSED = 2**31  # bytes
 
 
 def choose(
     platform: str, x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool, **params: Any
 ) -> Choice | str:
-    """Returns how the product runs on such a GPU, or why it cannot."""
+    """Returns how to run the product on these GPUs, or the reason why this is not supported."""
     b, index = blocks.shape[-1], transposed_idx if transpose else col_idx
     sizes = x.size, blocks.size, index.size, math.prod(x.shape[:-1]) * index.shape[0] * b
     refusal = _refusal(platform, x, blocks, b, sizes, **params)
@@ -28,7 +29,7 @@ def choose(
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how the sampled product runs on such a GPU, or why it cannot."""
+    """Returns how to run the sampled product on these GPUs, or the reason why this is not supported."""
     sizes = x.size, y.size, col_idx.size * block_size**2
     refusal = _refusal(platform, x, y, block_size, sizes, **params)
     return Choice("gpu", _HOW, sampled) if refusal is None else refusal
@@ -72,7 +73,7 @@ def matmul(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Array:
-    """Runs the kernel. The two contractions read different indices, and tiles as stored or transposed."""
+    """Computes the product using the kernel. The transposed contraction uses a different index and tiles."""
     del out_dtype  # always the dtype of `x`
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     p = matmul_problem(x, blocks, col_idx, transposed_idx, transpose=transpose)
@@ -83,7 +84,7 @@ def matmul(
 def matmul_problem(
     x: Any, blocks: Any, col_idx: Any, transposed_idx: Any, *, transpose: bool
 ) -> SparseProblem:
-    """Returns the problem for `matmul`, with a two-dimensional `x`."""
+    """Returns the problem for `matmul`, given a two-dimensional `x`."""
     rows, slots, b, _ = blocks.shape
     index = transposed_idx if transpose else col_idx
     return SparseProblem(
@@ -102,7 +103,7 @@ def matmul_problem(
 def sampled(
     y: Array, x: Array, col_idx: Array, transposed_idx: Array, *, block_size: int, out_dtype: np.dtype
 ) -> Array:
-    """Returns the blocks of `y.T @ x` at `col_idx`, each summed over all tokens."""
+    """Computes the blocks of `y.T @ x` at `col_idx`, reducing over all tokens."""
     del out_dtype  # always the dtype of `x`
     y, x = (z.reshape(-1, z.shape[-1]) for z in (y, x))
     p = sampled_problem(y, x, col_idx, transposed_idx, block_size)
@@ -110,7 +111,7 @@ def sampled(
 
 
 def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_size: int) -> SparseProblem:
-    """Returns the problem for `sampled`, with two-dimensional `y` and `x`."""
+    """Returns the problem for `sampled`, given two-dimensional `y` and `x`."""
     return SparseProblem(
         "sampled",
         left=y.shape,
@@ -125,7 +126,7 @@ def sampled_problem(y: Any, x: Any, col_idx: Any, transposed_idx: Any, block_siz
 
 
 def _kernel(p: SparseProblem) -> Callable[..., Array]:
-    """Returns the kernel for a problem: a function from both operands and the index to the result."""
+    """Returns the kernel for a problem, as a function of both operands and the index."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     from . import mma_program

@@ -1,17 +1,17 @@
-"""The block-sparse products on any GPU since compute capability 8.0, thread by thread.
+"""The block-sparse products on GPUs of compute capability 8.0 and later, written as a per-thread program.
 
-A thread block computes a tile of the result: in each step it multiplies a tile of either operand on the
-tensor cores (`mma.sync`).
+Each thread block computes a tile of the result. In every step it multiplies one tile of each operand on the
+tensor cores (using `mma.sync`).
 
-- *Tiles are copied as they are stored* (`cp.async`), from the places in the index to a ring of stages in
-    shared memory. The index is read one step before its copies start. A block or row that does not exist is
-    not read: zeros are written instead.
-- *`ldmatrix` loads the fragments*, transposed if the contracted axis runs along the rows. Pieces of 16 bytes
-    are permuted within lines of 128, so neither copies nor `ldmatrix` have bank conflicts. Copy and load
-    must use the same permutation (`_permuted`).
-- *The result passes through shared memory*, so adjacent threads write adjacent pieces.
+- *Tiles are copied in their stored layout* (using `cp.async`), from the positions given by the index into a
+    ring buffer in shared memory. The index is read one step ahead of starting the copies. Blocks and rows
+    that don't exist are never read, and are instead filled with zeros.
+- *Fragments are loaded using `ldmatrix`*, which transposes them if rows are contracted. Pieces of 16 bytes
+    are permuted within lines of 128 bytes, which avoids bank conflicts for both the copies and `ldmatrix`.
+    Both must use the same permutation (`_permuted`).
+- *The result is written via shared memory*, so that stores by adjacent threads are coalesced.
 
-Import this module only where a kernel is traced.
+This module should only be imported whilst tracing a kernel.
 """
 
 import functools
@@ -26,8 +26,8 @@ from .. import lanes
 from ..lanes import MemoryRegion, Reg
 from .mma_tiling import DEPTH, THREADS, SparseProblem, SparseTiling
 
-_PIECE = 16  # bytes per copy, and per row of the matrices for `ldmatrix`
-_NUMBERS = 8  # per piece
+_PIECE = 16  # the bytes per copy, and per row of the matrices that `ldmatrix` loads
+_NUMBERS = 8  # the elements per piece
 
 
 def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
@@ -35,8 +35,8 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
     **Arguments:**
 
-    - `refs`: in global memory both operands, the index and the result, each in two dimensions; in shared
-        memory `tiling.shared_words` words.
+    - `refs`: in global memory both operands, the index and the result, all of which are two-dimensional; then
+        `tiling.shared_words` words of shared memory.
     """
     left, right, index, out = map(MemoryRegion, refs[:-1])
     shared = _Shared(refs[-1])
@@ -48,6 +48,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
 
     def number(step: Reg) -> Reg:
+        # Clamped, as we read the index for steps past the end, whose copies are then skipped.
         return work.number(lanes.minimum(step, steps - 1))
 
     def stage(step: Reg) -> Reg:
@@ -72,7 +73,7 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     def step(i: Reg, carry: list[Reg]) -> list[Reg]:
         next_number, *acc = carry
         lanes.wait_for_copies(ahead - 1)
-        # After this, all threads are done with the previous step, so its stage can be filled again.
+        # All threads have now finished the previous step, so that its stage can be overwritten.
         lanes.barrier()
         fetch(i + ahead, next_number)
         return [number(i + tiling.stages), *multiply(stage(i), acc)]
@@ -88,12 +89,12 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
 
 
 class _Work(NamedTuple):
-    """The work for a thread block.
+    """The work of a thread block.
 
     **Attributes:**
 
-    - `number`: from a step to its index entry, which says where the tiles are.
-    - `left_at`, `right_at`: from a step and its entry to the first row and column of each operand's tile.
+    - `number`: maps a step to its entry in the index, which determines the positions of the tiles.
+    - `left_at`, `right_at`: maps a step and its index entry to the first row and column of a tile.
     - `row`, `column`: the first row and column of the result's tile.
     """
 
@@ -106,7 +107,7 @@ class _Work(NamedTuple):
 
 def _matmul(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Work:
     b, slots = p.block_size, p.slots
-    # Thread blocks with the same tokens are adjacent, so the L2 cache serves all but one.
+    # Thread blocks with the same tokens are adjacent, so that all but one of them hit L2.
     feature_tiles, parts = p.indexed[0] * b // tiling.width, b // tiling.width
     feature_tile = lanes.block_index() % feature_tiles
     token = lanes.block_index() // feature_tiles * tiling.height
@@ -157,20 +158,21 @@ def _sampled(p: SparseProblem, tiling: SparseTiling, index: MemoryRegion) -> _Wo
 
 class _Shared(MemoryRegion):
     def load_matrices(self, offset: Reg, *, transposed: bool) -> list[Reg]:
-        """Loads four 8 by 8 matrices of 16-bit numbers; each lane gives the address of one row.
+        """Loads four 8 by 8 matrices of 16-bit elements. Each lane provides the address of a row.
 
-        A lane gets elements (group, 2·quad) and (group, 2·quad + 1) of each matrix, or of its transpose.
+        Each lane obtains elements (group, 2·quad) and (group, 2·quad + 1) of every (transposed) matrix.
         """
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
         struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
-        # With side effects, or the compiler might move it across a barrier: it does not know that this reads.
+        # Marked as having side effects. Otherwise the compiler might move it across a barrier, since it does
+        # not know that this reads from memory.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
 
 
 class _Operand:
-    """An operand in global memory, and its tile per stage in shared memory, for one thread."""
+    """One operand for a single thread: its array in global memory, and its tiles in shared memory."""
 
     def __init__(
         self,
@@ -185,39 +187,38 @@ class _Operand:
         self.memory, self.shared, self.shape, self.start = memory, shared, shape, start
         self.rows, columns, self.transposed = tile
         self.pieces = columns // _NUMBERS  # per row
-        # Each group of eight lanes gives the rows of one of the four matrices for `ldmatrix`.
+        # `ldmatrix` obtains the rows of its four matrices from the four groups of eight lanes.
         lane = lanes.thread_index() % 32
         low, high = lane // 8 % 2 * 8, lane // 16 * 8
         self.free, self.contracted = (low, high) if is_left else (high, low)
         self.line = lane % 8
 
     def _permuted(self, piece: Reg, row: Reg) -> Reg:
-        """Returns the position of a piece in its row. Eight rows have the same piece in eight different
-        banks."""
+        """Returns the position of a piece in its row, such that eight adjacent rows use different banks."""
         width = min(8, self.pieces)
         return piece ^ row // (8 // width) % width
 
     def fetch(self, place: tuple[Reg, Reg], present: Reg, stage: Reg) -> None:
-        """Starts copying the tile with this first row and column; zeros unless `present`."""
+        """Starts copying the tile at this row and column. Fills it with zeros instead if not `present`."""
         row, column = place
         for i in range(-(-self.rows * self.pieces // THREADS)):
             at = lanes.thread_index() + i * THREADS
             own, piece = at // self.pieces, at % self.pieces
             inside = present & (row + own < self.shape[0])
-            if self.rows * self.pieces % THREADS:
+            if self.rows * self.pieces % THREADS:  # then the last iteration has more threads than pieces
                 inside = inside & (own < self.rows)
             offset = ((row + own) * self.shape[1] + column + piece * _NUMBERS) * 2
             to = (own * self.pieces + self._permuted(piece, own)) * _PIECE + stage + self.start
             self.memory.copy_to(lanes.select(inside, offset, 0), self.shared, to, _PIECE, inside)
 
     def fragment(self, stage: Reg, first: Reg, k: int) -> list[Reg]:
-        """Returns the fragment for contraction step `k` and 16 free indices from `first`, for `lanes.mma`.
+        """Returns the fragment for `lanes.mma` at contraction step `k`, with 16 free indices from `first`.
 
-        This is a (16, 16) left operand, or two (16, 8) right operands.
+        This is either a single (16, 16) left operand, or two (16, 8) right operands.
         """
         free, contracted = first + self.free, self.contracted + 16 * k
         row, column = (contracted, free) if self.transposed else (free, contracted)
-        # Without `line`, rows are multiples of 8, which permute alike.
+        # Excluding `line`, all rows are multiples of 8, for which the permutation is the same.
         piece = self._permuted(column // _NUMBERS, self.line)
         at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
         return self.shared.load_matrices(at, transposed=self.transposed)
@@ -232,7 +233,7 @@ def _store(
     p: SparseProblem,
     tiling: SparseTiling,
 ) -> None:
-    """Rounds a warp's sums, and writes those inside the result. `place` is the warp's tile in the block's."""
+    """Rounds a warp's sums, and stores those that are in bounds. `place` is relative to the block's tile."""
     thread, across = lanes.thread_index(), tiling.warp_tile[1] // 8
     row, column = place[0] + thread % 32 // 4, place[1] + thread % 4 * 2
     for i in range(len(acc) // 2):

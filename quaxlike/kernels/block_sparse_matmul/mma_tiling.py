@@ -1,29 +1,30 @@
-"""The sizes and tilings of block-sparse products with `mma.sync`."""
+"""The sizes and the tilings of block-sparse products that use `mma.sync`."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-THREADS = 128  # per block
+THREADS = 128  # in a thread block
 _LARGEST_TILE = 128
 DEPTH = 32  # features or tokens contracted per step
-# Every GPU has room for two such rings on each multiprocessor.
+# All GPUs have enough shared memory for two ring buffers of this size per multiprocessor.
 _RING, _MOST_STAGES = 48 * 1024, 8
 _MULTIPROCESSORS = 108  # on an A100
-_LEAST = 4 * 16 * 16  # numbers per tile: each warp has at least 16 by 16
+_LEAST = 4 * 16 * 16  # the minimum elements per tile, such that each of four warps has at least 16 by 16
 
 
 class SparseProblem(NamedTuple):
-    """A product, and its operands' two-dimensional shapes.
+    """The kind of a product, and the shapes of its operands when flattened to two dimensions.
 
     **Attributes:**
 
-    - `kind`: `"forward"`, `"transposed"` or `"sampled"`.
-    - `left`, `right`: the shapes of `x` and of the stacked blocks; of `y` and `x` for the sampled product.
-    - `indexed`: the index's shape, by block columns for `"transposed"` and else by block rows.
-    - `out`: the result's shape.
+    - `kind`: one of `"forward"`, `"transposed"` or `"sampled"`.
+    - `left`, `right`: the shapes of `x` and of the stacked blocks, or for the sampled product of `y` and `x`.
+    - `indexed`: the shape of the index, by block columns for `"transposed"` and otherwise by block rows.
+    - `out`: the shape of the result.
+    - `block_size`: the number of rows (and columns) of a block.
     - `slots`: the number of slots per block row.
-    - `absent`: the least index entry that marks a slot without a block.
-    - `dtype`: bfloat16 or float16, for both operands and the result.
+    - `absent`: index entries that are at least this large denote slots without a block.
+    - `dtype`: either bfloat16 or float16, for both operands and the result.
     """
 
     kind: Literal["forward", "transposed", "sampled"]
@@ -38,23 +39,23 @@ class SparseProblem(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many pairs of tiles are multiplied."""
+        """The number of steps, each of which multiplies a pair of tiles."""
         contracted = self.left[0] if self.kind == "sampled" else self.indexed[1] * self.block_size
         return -(-contracted // DEPTH)
 
     def blocks(self, tiling: "SparseTiling") -> int:
-        """Returns how many thread blocks the program launches."""
+        """Returns the number of thread blocks to launch."""
         return -(-self.out[0] // tiling.height) * (self.out[1] // tiling.width)
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseTiling:
-    """The tile of the result that a thread block computes.
+    """The tile of the result that is computed by a thread block.
 
     **Attributes:**
 
-    - `height`, `width`: powers of two.
-    - `rows_are_contracted`: for the left and the right operand, whether the contracted axis is its rows.
+    - `height`, `width`: the size of the tile. Both must be powers of two.
+    - `rows_are_contracted`: whether the contracted axis is the rows, for the left and right operands.
     """
 
     height: int
@@ -63,7 +64,7 @@ class SparseTiling:
 
     @property
     def left(self) -> tuple[int, int, bool]:
-        """The left operand's tile: rows, columns, and whether rows are contracted."""
+        """The tile of the left operand: its rows, its columns, and whether its rows are contracted."""
         return self._tile(self.height, self.rows_are_contracted[0])
 
     @property
@@ -75,7 +76,7 @@ class SparseTiling:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """How many warps share rows and columns, chosen to make their own tiles as square as possible."""
+        """The number of warps along rows and columns, such that each warp's tile is as square as possible."""
         shapes = [(rows, 4 // rows) for rows in (1, 2, 4)]
 
         def fits(warps: Any) -> Any:
@@ -89,7 +90,7 @@ class SparseTiling:
 
     @property
     def operand_bytes(self) -> tuple[int, int]:
-        """The bytes of each operand's tile per stage. All threads copy equally many pieces."""
+        """The bytes per stage of each operand's tile, padded so that all threads copy equally many pieces."""
 
         def whole(tile: Any) -> Any:
             return -(-tile[0] * tile[1] * 2 // (16 * THREADS)) * 16 * THREADS
@@ -98,22 +99,22 @@ class SparseTiling:
 
     @property
     def stages(self) -> int:
-        """How many pairs of tiles are in shared memory at a time."""
+        """The number of pairs of tiles that are kept in shared memory at a time."""
         return min(_MOST_STAGES, _RING // sum(self.operand_bytes))
 
     @property
     def out_stride(self) -> int:
-        """The row stride of the result in shared memory, in bytes. Eight rows begin in different banks."""
+        """The stride in bytes between rows of the result in shared memory, padded to avoid bank conflicts."""
         return 2 * self.width + 16
 
     @property
     def shared_words(self) -> int:
-        """Words of shared memory: for the ring, and afterwards for the result."""
+        """The size of shared memory in words, which first holds the ring buffer and then the result."""
         return max(self.stages * sum(self.operand_bytes), self.height * self.out_stride) // 4
 
 
 def tiling_for(p: SparseProblem) -> SparseTiling:
-    """Chooses a large tile, unless there are few tokens, or multiprocessors would be idle."""
+    """Returns the largest possible tile, or a smaller one for few tokens or to occupy all multiprocessors."""
     largest = min(_LARGEST_TILE, p.block_size & -p.block_size)
     tokens = 1 << (p.out[0] - 1).bit_length()
     height = largest if p.kind == "sampled" else min(_LARGEST_TILE, max(tokens, 16, _LEAST // largest))

@@ -1,14 +1,15 @@
-"""The block-sparse matmul in plain JAX: a scan over the weight's block rows.
+"""The block-sparse matmul in plain JAX, as a scan over the block rows of the weight.
 
-The weight never becomes dense, and no operand is gathered: each step multiplies stored blocks by slices of
-the activations, which are laid out by blocks of features. Padding meets a zero block one past the last;
-products with it are left out, whatever the padding contains.
+This neither materialises the weight, nor does it gather operands. Each step multiplies stored blocks by
+slices of the activations, which have been split into blocks of features. Padding selects an additional block
+of zeros at the end, and its products are masked out, regardless of the contents of the padding.
 
-On GPUs, with many activations and little memory, the activations keep their layout: `…_sliced` multiplies
-slices of rows, and writes results in place.
+GPUs typically have many activations and little memory, and there we leave the layout of the activations as it
+is. For this, the `…_sliced` functions multiply slices of rows, and update the result in place.
 
-Blocks are numbered in storage order, row by row: slot `j` of block row `n` is number `n · slots + j`. Rows
-and columns with fewer blocks than others are padded with an index one past the last, as in JAX's BCOO.
+Blocks are numbered in the order in which they are stored, so that slot `j` of block row `n` has number
+`n · slots + j`. Rows and columns with fewer blocks than others are padded with an out-of-bounds index, as in
+BCOO.
 """
 
 import math
@@ -27,20 +28,20 @@ from ..multilinear import accumulator_dtype, precision_for
 def transposed_index(
     col_idx: Int[np.ndarray, "rows slots"], columns: int
 ) -> Int[np.ndarray, "columns slots_transposed"]:
-    """Finds the blocks in each block column, given each block's column.
+    """Computes the blocks in each block column, given the block column of each block.
 
-    The result is as wide as the fullest column has blocks. This depends on the values of `col_idx`, so they
-    must be known, not traced.
+    The width of the result is the number of blocks in the fullest column. As this depends on the values of
+    `col_idx`, these must be concrete, not traced.
 
     **Arguments:**
 
-    - `col_idx`: each block's column; `columns` for padding.
+    - `col_idx`: the block column of every block, or `columns` for padding.
     - `columns`: the number of block columns, K / b.
 
-    **Returns:** the numbers of each block column's blocks, in increasing order; `rows · slots` for padding.
-    int32.
+    **Returns:** the int32 numbers of the blocks in each block column, in ascending order, padded with
+    `rows · slots`.
 
-    **Raises:** `ValueError` for an index outside `[0, columns]`.
+    **Raises:** `ValueError` if any index is outside of `[0, columns]`.
     """
     flat = np.asarray(col_idx).reshape(-1)
     if flat.size and not 0 <= flat.min() <= flat.max() <= columns:
@@ -49,7 +50,7 @@ def transposed_index(
     column = flat[order]
     first = np.searchsorted(column, np.arange(columns + 1))
     width = np.diff(first).max(initial=0)
-    # Padding sorts behind all columns, into an extra row that is dropped at the end.
+    # Padding is sorted last, and so is written to an additional row, which we drop at the end.
     transposed = np.full((columns + 1, width), flat.size, np.int32)
     order, column = order[: first[-1]], column[: first[-1]]
     transposed[column, np.arange(column.size) - first[column]] = order
@@ -65,7 +66,7 @@ def matmul_reference(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """Computes `x @ W.T`, or `x @ W` if `transpose`. Accumulates in float32 or wider."""
+    """Computes `x @ W.T`, or `x @ W` if `transpose`. Accumulates in at least float32."""
     multiply = _scatter if transpose else _gather
     y = multiply(_by_blocks(x, blocks.shape[-1]), blocks, col_idx, transposed_idx.shape[0])
     return _by_rows(y, x.shape[:-1]).astype(out_dtype)
@@ -79,7 +80,7 @@ def sampled_reference(
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
-    """Returns the blocks of `y.T @ x` at `col_idx`: the cotangent of the stored blocks."""
+    """Computes the blocks of `y.T @ x` at `col_idx`, i.e. the cotangent of the stored blocks."""
     y, x = _by_blocks(y, block_size), _with_zeros(_by_blocks(x, block_size))
 
     def row(_: None, of_row: tuple[Array, Array]) -> tuple[None, Array]:
@@ -105,10 +106,10 @@ def matmul_sliced(
     transpose: bool,
     out_dtype: np.dtype,
 ) -> Float[Array, "*batch free"]:
-    """`matmul_reference`, with temporaries for only one block of features."""
+    """As `matmul_reference`, but with temporaries for just one block of features."""
     rows, slots, b, _ = blocks.shape
     index, absent = (transposed_idx, rows * slots) if transpose else (col_idx, transposed_idx.shape[0])
-    if 0 in (x.shape[-1], index.size):  # nothing to slice
+    if 0 in (x.shape[-1], index.size):  # then there isn't anything to slice
         return matmul_reference(x, blocks, col_idx, transposed_idx, transpose=transpose, out_dtype=out_dtype)
     lead, numbered = x.shape[:-1], blocks.reshape(rows * slots, b, b)
     x = x.reshape(math.prod(lead), x.shape[-1])
@@ -117,7 +118,7 @@ def matmul_sliced(
         def add(slot: Array, acc: Array) -> Array:
             number = index[i, slot]
             column, block = (number // slots, number) if transpose else (number, i * slots + slot)
-            # If the index points past the end, this slices the last ones.
+            # An out-of-bounds index is clamped by the slices, and its product is masked out below.
             product = _dot(_columns(x, column, b), _at(numbered, block), ((1,), (0 if transpose else 1,)))
             return acc + _if_stored(number < absent, product)
 
@@ -137,7 +138,7 @@ def sampled_sliced(
     block_size: int,
     out_dtype: np.dtype,
 ) -> Float[Array, "rows slots b b"]:
-    """`sampled_reference`, with temporaries for only one block of features."""
+    """As `sampled_reference`, but with temporaries for just one block of features."""
     if 0 in (x.shape[-1], y.shape[-1]):
         return sampled_reference(y, x, col_idx, block_size=block_size, out_dtype=out_dtype)
     y, x = (z.reshape(math.prod(z.shape[:-1]), z.shape[-1]) for z in (y, x))
@@ -156,7 +157,7 @@ def sampled_sliced(
 
 
 def _columns(x: Array, number: Array, b: int) -> Array:
-    """One block of features."""
+    """Returns a single block of features."""
     return lax.dynamic_slice_in_dim(x, number * b, b, axis=1)
 
 
@@ -183,7 +184,7 @@ def _scatter(x: Array, blocks: Array, col_idx: Array, columns: int) -> Array:
 
         def add(acc: Array, block: tuple[Array, Array]) -> tuple[Array, None]:
             w, column = block
-            # Products with padding land in an extra column, whatever the padding contains.
+            # Products with padding are added to the additional last column, regardless of what they contain.
             return acc.at[column].add(_dot(x_row, w, ((1,), (0,)))), None
 
         return lax.scan(add, acc, (row_blocks, columns))[0], None
@@ -198,7 +199,7 @@ def _by_blocks(x: Array, b: int) -> Array:
 
 
 def _by_rows(y: Array, lead: tuple[int, ...]) -> Array:
-    """The inverse of `_by_blocks`."""
+    """Reshapes (features / b, rows, b) back to (..., features); the inverse of `_by_blocks`."""
     return jnp.moveaxis(y, 0, 1).reshape(*lead, y.shape[0] * y.shape[2])
 
 
@@ -207,7 +208,7 @@ def _zeros(shape: tuple[int, ...], x: Array) -> Array:
 
 
 def _if_stored(stored: Array, product: Array) -> Array:
-    # Not a product with 0: padding may contain NaN.
+    # Don't multiply by zero instead, because padding can contain NaNs.
     return jnp.where(stored, product, jnp.zeros_like(product))
 
 
@@ -220,7 +221,7 @@ def _at(x: Array, index: Array) -> Array:
 
 
 def _dot(x: Array, w: Array, contract: tuple[tuple[int], tuple[int]]) -> Array:
-    # Explicitly, since strict promotion would reject two dtypes.
+    # Cast explicitly, as strict dtype promotion would raise an error if the dtypes differ.
     dtype = jnp.promote_types(x.dtype, w.dtype)
     return lax.dot_general(
         x.astype(dtype),

@@ -1,4 +1,4 @@
-"""The block-sparse matmul on TPUs. The index is prefetched, and says which tiles to load."""
+"""The block-sparse matmul on TPUs, where a prefetched index determines which tiles are loaded."""
 
 import functools
 import math
@@ -13,18 +13,18 @@ from jaxtyping import Array
 from ..backends import PARTITIONED, Choice, pallas_tpu_refusal
 
 _LANES = 128
-_ROWS_OF_X = 512  # per tile
+_ROWS_OF_X = 512  # in a tile
 
 
 def choose(platform: str, x: Any, blocks: Any, *index: Any, **params: Any) -> Choice | str:
-    """Returns how the product runs on a TPU, or why it cannot."""
+    """Returns how to run the product on a TPU, or the reason why this is not supported."""
     return _choice(matmul, platform, x, blocks, blocks.shape[-1], blocks.size, **params)
 
 
 def choose_sampled(
     platform: str, y: Any, x: Any, col_idx: Any, *index: Any, block_size: int, **params: Any
 ) -> Choice | str:
-    """Returns how the sampled product runs on a TPU, or why it cannot."""
+    """Returns how to run the sampled product on a TPU, or the reason why this is not supported."""
     return _choice(sampled, platform, x, y, block_size, col_idx.size, **params)
 
 
@@ -55,7 +55,7 @@ def matmul(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """Runs the Pallas kernel. Both contractions tile and number their operands alike."""
+    """Computes the product using the Pallas kernel. Both contractions use the same tiles and numbering."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -67,10 +67,10 @@ def matmul(
     weight = blocks.reshape(rows * slots, b, b)
     absent = rows * slots if transpose else transposed_idx.shape[0]
 
-    # A slot without a block is skipped: its index points past the end.
+    # Slots without a block have an out-of-bounds index, which we clamp for loads. The product is skipped.
     def x_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any]:
         number = lax.min(index[feature, slot], absent - 1)
-        return i, number // slots if transpose else number
+        return i, number // slots if transpose else number  # the block row that contains this block
 
     def weight_at(i: Any, feature: Any, slot: Any, index: Any) -> tuple[Any, Any, Any]:
         number = feature * slots + slot
@@ -119,7 +119,7 @@ def sampled(
     out_dtype: np.dtype,
     interpret: bool = False,
 ) -> Array:
-    """Returns the blocks of `y.T @ x` at `col_idx`, one after the other, each summed over tiles of tokens."""
+    """Computes the blocks of `y.T @ x` at `col_idx`, accumulating each of them over tiles of tokens."""
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.tpu as pltpu
 
@@ -168,11 +168,11 @@ def sampled(
 
 
 def _dot(x: Array, w: Array, axes: tuple[int, int]) -> Array:
-    """Contracts one axis of each operand, in float32."""
+    """Contracts one axis of each operand, accumulating in float32."""
     return lax.dot_general(
         x,
         w,
         (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,  # by default, rounds to bfloat16
         preferred_element_type=jnp.float32,
     )

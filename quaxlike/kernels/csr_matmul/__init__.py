@@ -1,4 +1,4 @@
-"""`x @ W.T` and `x @ W` for weights with only some elements stored."""
+"""Computes `x @ W.T` and `x @ W` for weights in CSR format, i.e. with arbitrary sparsity patterns."""
 
 from .api import CsrIndex as CsrIndex
 from .api import csr_index as csr_index

@@ -1,4 +1,4 @@
-"""The sparse matmul, and the product sampled at stored elements. Each is the other's derivative."""
+"""The sparse matmul, and the product sampled at the stored elements, which are each other's derivatives."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,17 +18,19 @@ from .reference import matmul_reference, sampled_reference
 
 
 class CsrIndex(NamedTuple):
-    """The index of an `(N, K)` matrix with some elements stored, in row order.
+    """The index of an `(N, K)` matrix of which only some elements are stored, in row-major order.
 
-    Elements past the last pointers are padding, and count as zeros.
+    Elements beyond the last pointer are padding, and are treated as zero.
 
-    **Attributes:** int32 arrays, with more leading axes for stacks of matrices:
+    **Attributes:** int32 arrays, optionally with additional leading axes for stacks of matrices:
 
-    - `rows`: `(elements,)`, ascending; `N` for padding.
-    - `columns`: `(elements,)`, ascending within a row; `K` for padding.
-    - `row_ptr`: `(N + 1,)`: row `n` has the elements from `row_ptr[n]` up to `row_ptr[n + 1]`.
-    - `by_column`: `(elements,)`: the indices of elements in column order.
-    - `column_ptr`: `(K + 1,)`: column `k` has the elements `by_column[column_ptr[k]:column_ptr[k + 1]]`.
+    - `rows`: has shape `(elements,)`. In ascending order, with `N` for padding.
+    - `columns`: has shape `(elements,)`. In ascending order within each row, with `K` for padding.
+    - `row_ptr`: has shape `(N + 1,)`. Row `n` consists of elements `row_ptr[n]` (inclusive) to
+        `row_ptr[n + 1]` (exclusive).
+    - `by_column`: has shape `(elements,)`. The indices of the elements when sorted by column.
+    - `column_ptr`: has shape `(K + 1,)`. Column `k` consists of elements
+        `by_column[column_ptr[k]:column_ptr[k + 1]]`.
     """
 
     rows: Any
@@ -42,29 +44,30 @@ class CsrIndex(NamedTuple):
 def csr_index(
     rows: Int[np.ndarray, " elements"], columns: Int[np.ndarray, " elements"], shape: tuple[int, int]
 ) -> CsrIndex:
-    """Makes an index from elements sorted by rows, then by columns.
+    """Creates an index from elements that are sorted by row and then by column.
 
     **Arguments:**
 
-    - `rows`, `columns`: each element's row and column; `N` and `K` for padding, at the end.
-    - `shape`: the matrix's shape, `(N, K)`.
+    - `rows`, `columns`: the row and column of each element. Padding must be at the end, and use `N` and `K`.
+    - `shape`: the shape `(N, K)` of the matrix.
 
-    **Raises:** `ValueError` if the elements are in another order, or occur twice.
+    **Raises:** `ValueError` if the elements are not sorted, or are not unique.
     """
     place = rows.astype(np.int64) * (shape[1] + 1) + columns
     inside = (rows < shape[0]) & (columns < shape[1])
-    # Kernels rely on this order without checking it: another one gives wrong sums.
+    # Kernels rely on this order without checking it, and would otherwise silently compute wrong sums.
     if (np.diff(place[inside]) <= 0).any() or not inside[: inside.sum()].all() or (place < 0).any():
         raise ValueError(
             f"csr_index takes elements of a matrix of shape {shape} sorted by rows, then by columns, without "
             "repetition, and with padding at the end."
         )
+    # The transposed product reads elements by column.
     by_column = np.lexsort((rows, columns))
     bounds = [np.arange(size + 1) for size in shape]
     arrays = (
         rows,
         columns,
-        np.searchsorted(rows, bounds[0]),
+        np.searchsorted(rows, bounds[0]),  # padding has row N, and so is excluded by the last pointer
         by_column,
         np.searchsorted(columns[by_column], bounds[1]),
     )
@@ -80,10 +83,10 @@ def csr_matmul(
     transpose: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, "*batch free"]:
-    """Computes `x @ W.T` (`x @ W` if `transpose`) for a weight with only some elements stored.
+    """Computes `x @ W.T` (or `x @ W` if `transpose`) for a weight of which only some elements are stored.
 
-    Floating products are accumulated in float32 or wider. This is differentiable in `x` and in the stored
-    elements.
+    Floating-point products are accumulated in at least float32. The result is differentiable with respect to
+    `x` and the stored elements.
 
     !!! example
 
@@ -102,13 +105,13 @@ def csr_matmul(
 
     **Arguments:**
 
-    - `x`: `(..., K)`, or `(..., N)` if `transpose`.
-    - `data`: the stored elements, in row order.
-    - `index`: their positions, from [`csr_index`][quaxlike.kernels.csr_index].
+    - `x`: has shape `(..., K)`, or `(..., N)` if `transpose`.
+    - `data`: the stored elements, in row-major order.
+    - `index`: the positions of these elements, from [`csr_index`][quaxlike.kernels.csr_index].
     - `transpose`: whether to contract over `N` instead of `K`.
-    - `out_dtype`: the result's dtype; `x.dtype` if None.
+    - `out_dtype`: the dtype of the result. Defaults to `x.dtype`.
 
-    **Returns:** `(..., N)`, or `(..., K)` if `transpose`.
+    **Returns:** an array of shape `(..., N)`, or `(..., K)` if `transpose`.
 
     **Raises:** `ValueError` if the shapes of the operands are inconsistent.
     """
@@ -135,13 +138,13 @@ def csr_sampled_matmul(
     *,
     out_dtype: DTypeLike | None = None,
 ) -> Shaped[Array, " elements"]:
-    """Computes the elements of `by_rows.T @ by_columns` at the index positions; zero for padding.
+    """Computes the elements of `by_rows.T @ by_columns` at the positions in an index, with zeros for padding.
 
     **Arguments:**
 
-    - `by_rows`, `by_columns`: arrays with the same leading axes, which are contracted.
+    - `by_rows`, `by_columns`: arrays with the same leading axes, over which we contract.
     - `index`: the positions, from [`csr_index`][quaxlike.kernels.csr_index].
-    - `out_dtype`: the result's dtype; `by_rows.dtype` if None.
+    - `out_dtype`: the dtype of the result. Defaults to `by_rows.dtype`.
     """
     if (by_rows.shape[-1], by_columns.shape[-1]) != _shape(index) or (
         by_rows.shape[:-1] != by_columns.shape[:-1]
@@ -160,7 +163,7 @@ def _shape(index: CsrIndex) -> tuple[int, int]:
 
 def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, **params: Any) -> Any:
     if ad.is_undefined_primal(x):
-        # A cotangent has the dtype of its operand, whatever the result's dtype was.
+        # Cotangents must have the same dtype as the operand, independent of the result's dtype.
         params["out_dtype"] = np.dtype(x.aval.dtype)
         ct_x = csr_matmul_p(ct, data, *index, transpose=not transpose, **params)
         return ct_x, *[None] * (1 + len(index))
@@ -172,7 +175,7 @@ def _matmul_transpose(ct: Any, x: Any, data: Any, *index: Any, transpose: bool, 
 def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **params: Any) -> Any:
     to_rows = ad.is_undefined_primal(by_rows)
     wanted, other = (by_rows, by_columns) if to_rows else (by_columns, by_rows)
-    # As above: the operand decides on the cotangent's dtype.
+    # As above, cotangents must have the dtype of their operand.
     params["out_dtype"] = np.dtype(wanted.aval.dtype)
     found = csr_matmul_p(other, ct, *index, transpose=not to_rows, **params)
     return (found, None, *[None] * len(index)) if to_rows else (None, found, *[None] * len(index))
@@ -181,7 +184,7 @@ def _sampled_transpose(ct: Any, by_rows: Any, by_columns: Any, *index: Any, **pa
 csr_matmul_p = define_primitive(
     "csr_matmul",
     matmul_reference,
-    # Bilinear in x and data; the index has integers.
+    # Bilinear in x and data. (The index is integer-valued, and so has no tangents.)
     jvp=lambda primals, tangents, **params: sum_tangents(csr_matmul_p, primals, tangents, params),
     transpose=_matmul_transpose,
     batching=lambda size, operands, dims, **params: map_rows(
@@ -191,7 +194,7 @@ csr_matmul_p = define_primitive(
 
 
 def _lower_on_cpu(context: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-    # JAX cannot export calls to Eigen: XLA does not promise to keep them compatible.
+    # JAX refuses to export calls to Eigen, because XLA does not guarantee that they remain compatible.
     exported = context.module_context.lowering_parameters.for_export
     plain = exported or requested() == "reference"
     run = matmul_reference if plain else cpu.matmul

@@ -1,7 +1,6 @@
 """The sparse matmul on CPUs.
 
-The native library (if compiled) computes products of a few rows; Eigen, which JAX uses for BCSR matrices, the
-others.
+Products of a few rows use the native library (if compiled). All others use Eigen, as in JAX's BCSR matrices.
 """
 
 import jax
@@ -15,14 +14,15 @@ from .reference import features_first, matmul_reference, rows_first, sampled_ref
 
 _EIGEN_DTYPES = ("float32", "float64", "complex64", "complex128", "int32", "int64")
 
-# Up to this many rows, the native product is faster than Eigen's.
+# The number of rows up to which the native product is faster than Eigen's.
 _MOST_ROWS = 32
 
-# Above this density, dense products of whole rows are faster, though most elements are discarded, than
-# gathering two vectors for each stored element (measured: 85 ns for an element with 128 terms, compared with
-# 1.7 ns for an element of a dense product).
+# Above this density, it is faster to compute dense products of whole rows, even though most of their elements
+# are discarded, than to gather two vectors for each stored element. (We measured 85 ns for an element with
+# 128 terms, compared to 1.7 ns for an element of a dense product.)
 _DENSE_FROM = 0.02
-# The product is computed in pieces with this many rows and elements, and reads this many elements at once.
+# The dense product is computed in chunks of at most this many rows and elements, and read this many elements
+# at a time.
 _ROWS = 256
 _PRODUCT = 2**22
 _ELEMENTS = 2**14
@@ -31,7 +31,7 @@ _ELEMENTS = 2**14
 def matmul(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
     rows, columns, row_ptr, by_column, column_ptr = index
     dtype = sum_dtype(out_dtype)
-    is_open = not all(isinstance(size, int) for size in x.shape)  # `jax.export` refuses such calls
+    is_open = not all(isinstance(size, int) for size in x.shape)  # unsupported by `jax.export` for FFI calls
     empty = 0 in (x.size, data.size, row_ptr.size - 1, column_ptr.size - 1)
     if dtype.name not in _EIGEN_DTYPES or is_open or empty:
         return matmul_reference(x, data, *index, transpose=transpose, out_dtype=out_dtype)
@@ -70,7 +70,7 @@ def sampled(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtyp
             start, out = carry
             row, column = (lax.dynamic_slice_in_dim(a, start, _ELEMENTS) for a in (rows, columns))
             found = product.at[(row - i * height) * k + column].get(mode="clip")
-            # Later chunks overwrite entries written past the end of this chunk.
+            # Entries written past the end of this chunk will be overwritten by later chunks.
             return start + _ELEMENTS, lax.dynamic_update_slice_in_dim(out, found, start, 0)
 
         return lax.while_loop(lambda carry: carry[0] < end, piece, (first, out))[1], None

@@ -1,4 +1,4 @@
-"""The sparse matmul in plain JAX: scatters the terms for some elements of the weight at a time."""
+"""The sparse matmul in plain JAX, as a scan that scatters the terms of several stored elements at a time."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from jaxtyping import Array, Int32, Shaped
 from ..multilinear import accumulator_dtype, varying_zeros
 from ..padded import add_at, get_at
 
-# Numbers to gather at a time: 1 MiB in float32.
+# The number of values to gather at a time: 1 MiB in float32.
 _PIECE = 2**18
-# The assumed number of columns if it is symbolic.
+# The number of columns to assume if it is symbolic.
 _OPEN_WIDTH = 64
 
 
 def matmul_reference(x: Array, data: Array, *index: Array, transpose: bool, out_dtype: np.dtype) -> Array:
-    """Computes `x @ W.T`, or `x @ W` if `transpose`. Accumulates floats in float32 or wider."""
+    """Computes `x @ W.T`, or `x @ W` if `transpose`. Floating-point sums use at least float32."""
     rows, columns, row_ptr, _, column_ptr = index
     into, out_of, ptr = (columns, rows, column_ptr) if transpose else (rows, columns, row_ptr)
     x, lead = features_first(x, sum_dtype(out_dtype))
@@ -34,16 +34,16 @@ def coo_matmul(
     out_of: Int32[Array, " elements"],
     size: int,
 ) -> Shaped[Array, "size rows"]:
-    """Adds `data * x[out_of]` at `into` for each element, in any order.
+    """Adds `data * x[out_of]` at index `into` for every element. The order of summation is unspecified.
 
-    An element with an index out of bounds counts as zero.
+    Elements with an out-of-bounds index are treated as zero.
     """
-    # The carry of a scan must vary over the same mesh axes as what is added to it.
+    # The carry of a scan must vary over the same mesh axes as the values that are added to it.
     acc = varying_zeros((size, x.shape[1]), x.dtype, x, data, into)
     if 0 in (data.shape[0], x.shape[0]):
         return acc
 
-    @jax.checkpoint  # or the gathered rows would be residuals, as large as a dense product
+    @jax.checkpoint  # otherwise the gathered rows, which are as large as a dense product, are residuals
     def add(acc: Array, piece: tuple[Array, Array, Array]) -> tuple[Array, None]:
         into, out_of, data = piece
         return add_at(acc, (into,), data[:, None] * get_at(x, (out_of,), 0)), None
@@ -52,7 +52,7 @@ def coo_matmul(
 
 
 def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtype: np.dtype) -> Array:
-    """Returns the stored elements of `by_rows.T @ by_columns`: the cotangent of the weight's elements."""
+    """Computes the stored elements of `by_rows.T @ by_columns`, i.e. the cotangent of those elements."""
     rows, columns = index[:2]
     y, _ = features_first(by_rows, sum_dtype(out_dtype))
     x, _ = features_first(by_columns, sum_dtype(out_dtype))
@@ -68,28 +68,31 @@ def sampled_reference(by_rows: Array, by_columns: Array, *index: Array, out_dtyp
 
 
 def features_first(x: Array, dtype: np.dtype) -> tuple[Array, tuple[int, ...]]:
-    """Reshapes (..., features) to (features, rows). Also returns the sizes of the leading axes."""
+    """Reshapes (..., features) to (features, rows), and also returns the sizes of the leading axes."""
     lead = x.shape[:-1]
     return x.reshape(math.prod(lead), x.shape[-1]).astype(dtype).T, lead
 
 
 def rows_first(y: Array, lead: tuple[int, ...]) -> Array:
-    """The inverse of `features_first`."""
+    """Reshapes (features, rows) back to (..., features); the inverse of `features_first`."""
     return y.T.reshape(*lead, y.shape[0])
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype for accumulating, given the result's dtype; int32 for booleans."""
-    # Sums of booleans count, and then any nonzero count is True.
+    """Returns the dtype in which to accumulate, given the dtype of the result. Uses int32 for booleans."""
+    # For booleans the sum is a count, any nonzero value of which is then cast to True.
     if dtype == np.bool_:
         return np.dtype(np.int32)
     return accumulator_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _pieces(width: int, *arrays: tuple[Array, int]) -> Any:
-    """Pads arrays of elements, and cuts them into pieces. Each element will gather `width` numbers."""
+    """Pads and splits arrays of elements into pieces, so as to limit how many values each piece gathers.
+
+    Each element gathers `width` values.
+    """
     size = arrays[0][0].shape[0]
-    if not isinstance(width, int):  # a symbolic dimension of `jax.export`
+    if not isinstance(width, int):  # a symbolic dimension, from `jax.export`
         width = _OPEN_WIDTH
     length = max(1, min(size, _PIECE // max(1, width)))
     count = -(-size // length)

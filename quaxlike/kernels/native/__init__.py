@@ -1,4 +1,4 @@
-"""Products with weights in block formats on CPUs, in C++ that is compiled on your machine."""
+"""C++ implementations of products with block formats on CPUs, which are compiled on the user's machine."""
 
 from .library import NativeError, build, prepare
 

@@ -1,4 +1,4 @@
-// Products of a few rows with a weight in compressed sparse rows: an XLA FFI handler for CPUs.
+// An XLA FFI handler on CPUs, for products of a few rows with a weight stored as compressed sparse rows.
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -9,8 +9,8 @@ struct Csr {
   const int32_t *column, *row_ptr;
   int64_t rows, columns, elements;
 };
-// Multiplies rows `begin` to `end` of the weight by `count` <= P rows of x, which are interleaved: `x[k * P + p]`. We
-// add elements in several sums, so that no addition waits for the previous one.
+// Multiplies rows `begin` to `end` of the weight by `count` <= P rows of x, which are interleaved as `x[k * P + p]`.
+// Elements are accumulated into several independent sums, so that no addition has to wait for the previous one.
 template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count, float* y, int64_t begin, int64_t end) {
   typedef float Vector __attribute__((vector_size(16)));
   using Terms = std::conditional_t<P == 1, float, Vector>;
@@ -19,7 +19,7 @@ template <int P> void multiply_rows(const Csr& w, const float* x, int64_t count,
   const auto term = [&](int64_t i) __attribute__((always_inline)) {
     const uint32_t k = w.column[i];
     Terms terms = {};
-    if (__builtin_expect(k >= w.columns, 0)) return terms;  // an element of no column counts as zero
+    if (__builtin_expect(k >= w.columns, 0)) return terms;  // padding, which is treated as zero
     memcpy(&terms, x + k * int64_t(P), sizeof terms);
     return w.data[i] * terms;
   };
@@ -44,7 +44,7 @@ ffi::Error csr_multiply(ffi::ThreadPool pool, F32 x, F32 data, S32 column, S32 r
   if (int64_t(row_ptr.element_count()) != rows + 1 || int64_t(column.element_count()) != elements || y->dimensions()[0] != m)
     return ffi::Error::InvalidArgument("operands do not fit the rows of a sparse weight");
   const Csr w{data.typed_data(), column.typed_data(), row_ptr.typed_data(), rows, columns, elements};
-  // Several rows of x are multiplied four at a time, interleaved.
+  // If x has several rows, then these are interleaved and multiplied four at a time.
   const int64_t groups = up(m, 4);
   std::vector<float> fours(m > 1 ? groups * 4 * columns : 0);
   for (int64_t p = 0; m > 1 && p < m; p++)

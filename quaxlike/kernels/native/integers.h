@@ -5,11 +5,11 @@
 // of 2^-(2s-1), where s is `kShift`. Byte products are summed exactly, in 32-bit integers: at most eight codes up to
 // 255, minus their bias, times such a digit stay below 2^31.
 //
-// If x and y are bfloat16, this also handles codes with at most 4 bits and arbitrary values (NF4): each value is
-// written as scale * (h * 2^s + l), with an error of 2^-2s of the largest. Of the four byte products, the smallest is
-// left out.
+// If x and y are bfloat16, we also support codes of at most 4 bits with arbitrary values (NF4). Each value is written
+// as scale * (h * 2^s + l), with an error of at most 2^-2s of the largest value. We then compute three out of the four
+// byte products, omitting the smallest.
 //
-// As in product.cc, the part below `#else` is compiled once per instruction set.
+// As in product.cc, everything below `#else` is compiled once for each instruction set.
 #ifndef QL_NAME
 #include <cmath>
 namespace {
@@ -20,11 +20,11 @@ struct Digits {  // of a row of x
   std::vector<int8_t> of;       // of each step: vectors of a, of b and of c
   std::vector<int32_t> bias;    // of each lane of a step: what the bias of codes adds; of each digit, for codes of two bytes
   std::vector<float> scale;     // of each unit
-  std::vector<float> sum;       // of each run of the weight: that of x, as its digits have it
+  std::vector<float> sum;       // of each run of the weight: the sum of x, as represented by its digits
 };
 
-// How codes become bytes: `code ^ flip`, or `bytes[code]`. The value is (byte - bias) * factor; or, if `fine`,
-// `low[code] / 2^s` is added to this.
+// The conversion of codes to bytes, which is either `code ^ flip` or `bytes[code]`. Values are then given by
+// (byte - bias) * factor, or if `fine` by (byte - bias + low[code] / 2^s) * factor.
 struct Codes {
   bool known = false, looked_up = false, fine = false;
   int32_t bias = 0;
@@ -42,7 +42,7 @@ Codes codes_of(const Weight& w, bool may_round, int shift) {
     return out;
   }
   const int count = 1 << f.bits;
-  bool even = w.values[0] == std::nearbyint(w.values[0]);  // whole numbers one apart, or else halves
+  bool even = w.values[0] == std::nearbyint(w.values[0]);  // consecutive integers; otherwise try multiples of a half
   out.known = true;
   for (int i = 0; i < count; i++) {
     const float doubled = 2 * w.values[i];
@@ -63,7 +63,7 @@ Codes codes_of(const Weight& w, bool may_round, int shift) {
   return out;
 }
 using Product = void (*)(const Weight&, const Codes&, const Digits&, Result, int64_t, int64_t);
-struct Functions {  // of an instruction set
+struct Functions {  // for an instruction set
   int shift;  // its `kShift`
   bool (*write)(const float* x, const uint16_t* narrow, const Weight&, const Codes&, int count, Digits&);
   Product (*of)(const Weight&, const Codes&, const Digits&);
@@ -87,10 +87,10 @@ namespace QL_NAME {
 namespace integers {
 using namespace ::integers;
 constexpr int kBytes = 4 * kLanes;
-// The codes multiplied at once, in byte vectors: for 4 bits, low and high halves.
+// The number of byte vectors of codes that are multiplied together. For 4 bits, these are the low and high halves.
 constexpr int vectors(int64_t bits) { return bits == 4 ? 2 : 1; }
 constexpr int64_t step(int64_t bits) { return kBytes * vectors(bits); }
-// Bits per digit. AVX2 adds two products in 16 bits, which 8-bit digits would overflow.
+// The number of bits per digit. AVX2 adds pairs of products in 16 bits, which would overflow for 8-bit digits.
 constexpr int kShift = QL_SET == AVX2 ? 7 : 8;
 constexpr int shift(int digits) { return digits == 3 ? 7 : kShift; }
 constexpr int32_t largest(int digits) { return ((1 << (shift(digits) - 1)) - 1) << shift(digits) * (digits - 1); }
@@ -118,8 +118,8 @@ template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int
   }
   return sum;
 }
-// The positions of a step's codes: for each byte of the result, the stream byte for its word, and the code's first bit
-// in this word.
+// The positions of the codes in a step: for each byte of the result, which byte of the stream to copy to its word, and
+// the first bit of its code within that word.
 template <int B> struct Places {
   alignas(64) uint8_t bytes[64] = {}, bits[64] = {};
   constexpr Places() {
@@ -127,7 +127,7 @@ template <int B> struct Places {
   }
 };
 template <int B> constexpr Places<B> places;
-// A step's codes, one per byte: a whole code, or half of a 4-bit one.
+// Unpacks the codes of a step to one per byte. For 4-bit codes, only reads the first half of them unless `whole`.
 template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Bytes* codes) {
   const Bytes low = everywhere((1 << B) - 1);
   if constexpr (B == 8) codes[0] = read(at);
@@ -140,7 +140,7 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool whole, Byte
     codes[0] = _mm512_multishift_epi64_epi8(read(places<B>.bits), words) & low;
   }
 }
-// A step's scales (at most eight), in the lanes to which they belong.
+// Moves the scales of a step (of which there are at most eight) to the lanes that they apply to.
 QL_BYTES_INLINE F spread(const float* scale, I of) { return chosen(_mm512_broadcast_f32x8(_mm256_loadu_ps(scale)), of); }
 #else
 typedef __m256i Bytes;
@@ -176,8 +176,8 @@ template <int V, int D> QL_BYTES_INLINE I products(const Bytes* codes, const int
   }
   return sum;
 }
-// If a step's codes are in two parts of 8 or 16 bytes (the second ends with the codes): the bytes of the 16-bit words
-// with eight codes, and the shifts that move a code to the top of its word.
+// A step's codes are loaded as two parts of 8 or 16 bytes, the second of which ends where the codes end. These are
+// the bytes that make up the 16-bit words of eight codes, and the factors that shift a code to the top of its word.
 template <int B> constexpr int kSecond = 4 * B - (B < 4 ? 8 : 16);
 template <int B> struct Words {
   alignas(32) uint8_t bytes[2][32] = {};
@@ -195,7 +195,7 @@ template <int B> QL_BYTES_INLINE void unpack(const uint8_t* at, bool, Bytes* cod
   const Bytes low = everywhere((1 << B) - 1);
   if constexpr (B == 8) codes[0] = read(at);
   else if constexpr (B == 4) codes[0] = read(at) & low, codes[1] = _mm256_srli_epi16(read(at), 4) & low;
-  else {  // of 16 codes in each half: the words that hold the first eight, and the last
+  else {  // each half has 16 codes, for which we need the words of the first eight and of the last eight
     const auto part = [](const uint8_t* from) QL_BYTES_LAMBDA {
       return B < 4 ? _mm_loadl_epi64((const __m128i*)from) : _mm_loadu_si128((const __m128i*)from);
     };
@@ -212,8 +212,8 @@ QL_BYTES_INLINE F spread(const float* scale, I of) {  // at most four
 }
 #endif
 
-// Whether a row of x, in float32 or bfloat16 (`narrow`), can be written in this many digits. It cannot if it has NaN,
-// infinity, or numbers that are too small.
+// Writes a row of x, in float32 or bfloat16 (`narrow`), using this many digits. Returns whether this is possible, i.e.
+// that there are no NaNs, infinities, or values that are too small.
 QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight& w, const Codes& codes, int count, Digits& out) {
   constexpr int kParts = kUnit / kLanes;
   const int64_t units = w.columns / kUnit, in_step = step(w.format.bits), steps = up(w.columns, in_step);
@@ -248,7 +248,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
       int8_t* at = to + digit * in_step;
       const __m256i bytes = narrowed(last), apart = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, in_turn), 0xD8);
       if (many == 1) _mm256_storeu_si256((__m256i*)at, bytes);
-      else {  // even columns, and odd ones
+      else {  // separate even columns from odd ones
         _mm_storeu_si128((__m128i*)(at + (kBytes - odd)), _mm256_castsi256_si128(apart));
         _mm_storeu_si128((__m128i*)(at + odd), _mm256_extracti128_si256(apart, 1));
       }
@@ -266,7 +266,7 @@ QL_BYTES static bool write(const float* x, const uint16_t* narrow, const Weight&
   return true;
 }
 
-// The scales of units, or of their halves, for a row of the weight: its runs' scales times those of x.
+// Computes the scales of units (or their halves) for a row of the weight: its runs' scales times those of x.
 QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const Digits& x, int64_t count, float* out) {
   const bool halves = w.run == 16;
   const int64_t per_run = halves ? 1 : w.run / kUnit;
@@ -276,7 +276,7 @@ QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const D
     return;
   }
   const I of_run = lanes() >> shift, of_unit = lanes() >> 1;
-  for (int64_t i = 0; i < count; i += kLanes) {  // vectors, of which the last may reach beyond
+  for (int64_t i = 0; i < count; i += kLanes) {  // the last vector can extend past the end
     F scales = load<F>(runs + (i >> shift)), of_x = load<F>(&x.scale[halves ? i / 2 : i]);
     if (shift) scales = chosen(scales, of_run);
     if (halves) of_x = chosen(of_x, of_unit);
@@ -287,7 +287,7 @@ QL_BYTES_INLINE void scales_of_units(const Weight& w, const float* runs, const D
 
 template <int B, int D, bool FINE = false>
 QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& x, Result y, int64_t begin, int64_t end) {
-  constexpr int R = 4, kRows = 16;  // rows at once, and rows whose scales are read at once
+  constexpr int R = 4, kRows = 16;  // how many rows to multiply at a time, and for how many to read scales at a time
   constexpr int V = vectors(B);
   const int per_unit = w.run == 16 ? 2 : 1, per_step = step(B) / kUnit * per_unit;  // scales
   const int64_t steps = up(w.columns, step(B)), scales = w.columns / kUnit * per_unit;
@@ -307,7 +307,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
       const uint8_t* at[R];
       const float* scale_at[R];
       F sums[R];
-      QL_UNROLL for (int r = 0; r < R; r++) {  // behind the last row, that one again
+      QL_UNROLL for (int r = 0; r < R; r++) {  // past the end, repeat the last row
         const int64_t row = std::min(n + r, count - 1);
         at[r] = w.codes + (batch + row) * w.row_bytes, scale_at[r] = scale + row * steps * per_step, sums[r] = F{};
       }
@@ -348,7 +348,7 @@ QL_BYTES static void product(const Weight& w, const Codes& codes, const Digits& 
       else each(false);
       QL_UNROLL for (int r = 0; r < R; r++) {
         if (n + r >= count) break;
-        for (int64_t i = 0; offset && i < w.runs; i += kLanes) {  // those behind the last are of other rows
+        for (int64_t i = 0; offset && i < w.runs; i += kLanes) {  // mask offsets past the end, as these are other rows'
           const F of_runs = load<F>(s.offset + (n + r) * w.runs + i);
           sums[r] += (lanes() < int32_t(w.runs - i) ? of_runs : F{}) * load<F>(&x.sum[i]);
         }

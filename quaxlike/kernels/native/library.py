@@ -1,7 +1,7 @@
-"""Compiles and loads the native library, in the user's cache.
+"""Compiles and loads the native library, which is cached per user.
 
-The file name is a hash of the sources, jaxlib and the processor, so a library is never used with another
-version of these. We only load code that no other user can write.
+The filename is a hash of the sources, the jaxlib version and the processor, so that we never load a library
+compiled for something else. We also never load code to which other users have write access.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _COMMAND = "`python -m quaxlike.kernels.native`"
 
 
 class NativeError(RuntimeError):
-    """The native library cannot be built, for the reason in the message."""
+    """The error raised if the native library cannot be built, whose message is the reason for this."""
 
 
 class Library(NamedTuple):
@@ -45,13 +45,13 @@ class Library(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A compiled library.
+    """The native library once compiled.
 
     **Attributes:**
 
-    - `path`: its file.
-    - `seconds`: how long the compiler took; None if the file existed already.
-    - `compiler`: the command that compiled it, or would have.
+    - `path`: the path of the library.
+    - `seconds`: the time taken to compile it, or `None` if it already existed.
+    - `compiler`: the command that was used to compile it (or would have been).
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Built(NamedTuple):
 
 @functools.cache
 def library() -> Library | str:
-    """Returns the library, or the reason why this process has none. Does not compile anything."""
+    """Returns the library, or the reason why it isn't available to this process. Never compiles anything."""
     if os.environ.get("QUAXLIKE_NATIVE") == "0":
         return "native products are turned off by QUAXLIKE_NATIVE=0"
     try:
@@ -74,21 +74,21 @@ def library() -> Library | str:
         for name in ("multiply", "multiply_dense", "multiply_stacked", "decode", "csr_multiply"):
             function = jax.ffi.pycapsule(getattr(loaded, f"quaxlike_{name}"))
             jax.ffi.register_ffi_target(f"quaxlike_{name}", function, platform="cpu")
-    except (NativeError, OSError, RuntimeError) as error:  # a RuntimeError from XLA, for another FFI version
+    except (NativeError, OSError, RuntimeError) as error:  # # XLA raises the latter for another FFI version
         return f"the native products could not be loaded: {error}"
     loaded.quaxlike_set.restype = ctypes.c_char_p
     return Library(path, loaded.quaxlike_set().decode())
 
 
 def library_on(platform: str) -> Library | str:
-    """Returns the library, or the reason why products cannot use it on a platform."""
+    """Returns the library, or the reason why it cannot be used on this platform."""
     return library() if platform == "cpu" else f"native products run on CPUs, not on platform {platform!r}"
 
 
 def built_path() -> Path:
-    """Returns the library's file for this source, jaxlib and processor, whether or not it exists.
+    """Returns the library's path for these sources, jaxlib and processor, even if it hasn't been built yet.
 
-    **Raises:** `NativeError` if the user has no folder for it.
+    **Raises:** `NativeError` if the user has no cache directory.
     """
     if _cache.FOLDER is None:
         raise NativeError(_cache.NO_FOLDER)
@@ -97,7 +97,7 @@ def built_path() -> Path:
 
 
 def installed_path() -> Path | None:
-    """Returns the file from the wheel `quaxlike-cpu`, if one for this source is installed."""
+    """Returns the library's path in the wheel `quaxlike-cpu`, if one for these sources is installed."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return None
@@ -106,32 +106,33 @@ def installed_path() -> Path | None:
 
 
 def packed_name() -> str:
-    """Returns the name of the library's file in a wheel, for one platform and any jaxlib."""
+    """Returns the filename of the library in a wheel, which is specific to a platform but not to jaxlib."""
     return _name()
 
 
 def _name(*key: str) -> str:
     sources = b"".join(source.read_bytes() for source in _SOURCES)
-    # The name changes with everything that changes the code. So a stale library is never found.
+    # The name depends on everything that affects the compiled code, so that we never load a stale library.
     digest = hashlib.sha256(sources + "\0".join((*_FLAGS, *key)).encode()).hexdigest()
     return f"product-{digest[:24]}.so"
 
 
 @checked
 def build(*, again: bool = False) -> Built:
-    """Compiles the native library into the user's cache, unless it exists.
+    """Compiles the native library into the user's cache, unless this has been done before.
 
-    Programs compiled later, in this process or others, will use it. You can also run
-    `python -m quaxlike.kernels.native`.
+    It is then used by all programs that are compiled later on, whether in this process or others. Also
+    available as `python -m quaxlike.kernels.native`.
 
     **Arguments:**
 
-    - `again`: whether to compile it even if it exists. Default False.
+    - `again`: whether to recompile the library if it already exists. Defaults to `False`.
 
-    **Returns:** a `Built`: its `path`, the `seconds` that the compiler took (None if it existed), and the
-    `compiler`.
+    **Returns:** a `Built`, with attributes `path`, `seconds` (taken to compile, or `None` if the library
+    already existed) and `compiler`.
 
-    **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if others may write to the cache.
+    **Raises:** `NativeError` if there is no C++ compiler, if compilation fails, or if other users can write
+    to the cache.
 
     !!! example
 
@@ -153,20 +154,20 @@ def build(*, again: bool = False) -> Built:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_own(path.parent)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # in the same folder, for `replace`
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:  # on the same filesystem, for `replace`
         out = Path(own) / path.name
         compile_to(out)
-        out.chmod(0o700)
+        out.chmod(0o700)  # `_check_own` refuses anything that others can write to
         out.replace(path)
-    # This process may have asked before, and remembered that there was no library.
+    # This process might already have cached that there is no library.
     library.cache_clear()
     return Built(path, time.perf_counter() - start, shlex.join(compiler))
 
 
 def compile_to(out: Path) -> None:
-    """Compiles the library to a file.
+    """Compiles the library to the given path.
 
-    **Raises:** `NativeError` if there is no C++ compiler, or if it fails.
+    **Raises:** `NativeError` if there is no C++ compiler, or if compilation fails.
     """
     compiler = _compiler()
     units = [str(source) for source in _SOURCES if source.suffix == ".cc"]
@@ -181,10 +182,10 @@ def compile_to(out: Path) -> None:
 
 
 def prepare(tell: Callable[[str], None]) -> None:
-    """Compiles the library for a command, if needed.
+    """Compiles the library on behalf of a command, if it needs it.
 
-    That is so if the command runs on a CPU, and the library does not exist, nor is installed as a wheel.
-    Prints a line about this, or about why it cannot be compiled.
+    This is the case if the command runs on a CPU, and the library has neither been compiled nor been
+    installed as a wheel. Reports this using `tell`, or otherwise the reason why it cannot be compiled.
     """
     wanted = os.environ.get("QUAXLIKE_NATIVE") != "0" and jax.default_backend() == "cpu"
     if not wanted or installed_path() is not None:
@@ -210,6 +211,6 @@ def _compiler() -> list[str]:
 
 
 def _check_own(*paths: Path) -> None:
-    """Raises a `NativeError` unless only the user may write to this folder and file."""
+    """Raises a `NativeError` if any other user has write access to these paths."""
     if reason := _cache.why_not_own(*paths):
         raise NativeError(reason)

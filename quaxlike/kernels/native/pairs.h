@@ -1,8 +1,9 @@
-// Products of a few bfloat16 rows of x: values are rounded to bfloat16 and multiplied in pairs, by AVX-512 BF16. Not
-// every processor with AVX-512 has this. product.cc includes this file.
+// Products of a few bfloat16 rows of x, for which values are rounded to bfloat16 and multiplied in pairs using AVX-512
+// BF16. (Which not all processors with AVX-512 support.) Included by product.cc.
 #pragma once
 namespace {
-// By name, because compilers do not inline functions for fewer instructions into functions for more.
+// The instructions are written as assembly, because compilers do not inline functions for fewer instructions (such as
+// `avx512::walk`) into functions for more.
 #define QL_WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 namespace pairs {
 QL_WIDE inline __attribute__((always_inline)) __m512i rounded(__m512 low, __m512 high) {  // to bfloat16
@@ -10,13 +11,13 @@ QL_WIDE inline __attribute__((always_inline)) __m512i rounded(__m512 low, __m512
   asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(high), "v"(low));
   return both;
 }
-QL_WIDE inline __attribute__((always_inline)) __m512 add(__m512 sum, __m512i a, __m512i b) {  // products of pairs
+QL_WIDE inline __attribute__((always_inline)) __m512 add(__m512 sum, __m512i a, __m512i b) {  // adds products of pairs
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
 }
 template <int B, bool LOOKUP, int M>
 QL_WIDE void tile(const Weight& w, const avx512::Tile& t, const uint16_t* x, int64_t count, int64_t m, Result y) {
-  constexpr int R = 16 / M;  // as registers hold sums
+  constexpr int R = 16 / M;  // such that all sums fit in registers
   const uint16_t* x_rows[M];
   for (int i = 0; i < M; i++) x_rows[i] = x + std::min(m + i, count - 1) * w.columns;
   for (int first = 0; first < avx512::Tile::kRows; first += R) {

@@ -1,12 +1,12 @@
-// Products with weights stored as codes, and decoding: XLA FFI handlers for CPUs.
+// XLA FFI handlers on CPUs, for decoding weights that are stored as codes, and for products with them.
 //
-// A row of a weight is a stream of codes with `bits` bits each. The codes in a block share a scale:
+// Each row of a weight is a stream of codes of `bits` bits, in which every block of codes shares a scale:
 //     value = scale * number(code) + offset,    number(code) = table[code] or code - bias
-// We first convert a row's scales and offsets to float32, from any form in which files store them. Then we unpack
-// vectors of codes, look them up or convert them, scale them, and multiply them by some rows of x, or write them.
+// We start by converting a row's scales and offsets to float32 from whichever form they are stored in. After this, we
+// unpack vectors of codes, look up or convert their values, scale them, and multiply them by rows of x or store them.
 //
-// The part below `#else` is compiled once per instruction set: this file includes itself. We use the vector extensions
-// of GCC and Clang, so only unpacking and looking up differ between instruction sets.
+// This file includes itself, so as to compile everything below `#else` once for each instruction set. As we use the
+// vector extensions of GCC and Clang, instruction sets only differ in how codes are unpacked and looked up.
 #ifndef QL_NAME
 #include <cstring>
 #include <vector>
@@ -15,30 +15,30 @@
 #include <arm_neon.h>
 #endif
 namespace {
-// How numbers are stored. If a byte holds two, the scale is in the low half.
+// How numbers are stored. Bytes can hold two of them: a scale in the low nibble, and a minimum in the high one.
 enum Kind { kFloat32, kBfloat16, kFloat16, kUint8, kInt8, kE4m3, kE8m0, kE8m0Half, kLow, kHigh, kMapped };
-enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // as block_matmul/cpu.py numbers them
+enum Scales { kByType, kE4m3Bytes, kE8m0Bytes, kE8m0HalfBytes, kNibbles, kNested };  // must match block_matmul/cpu.py
 enum Zeros { kNone, kPoints, kPlus, kMinus };
 
-struct Format {  // the attributes of a call; see `Codec` and `Product` in Python
-  int64_t rows, bits, block, bias, scales, group, zeros;  // group: -1 without outer scales, 0 for one of a row
+struct Format {  // the attributes of a call, as in `Codec` and `Product` in Python
+  int64_t rows, bits, block, bias, scales, group, zeros;  // group: -1 for no outer scales, 0 for one per row
   bool is_signed, high_first, lookup, over, flat;
 };
 
 struct Numbers { const void* data; int64_t count; Kind kind; };
-struct Rows { const float* data; int64_t count, stride; };  // of x, filled with zeros up to whole vectors
+struct Rows { const float* data; int64_t count, stride; };  // of x, padded with zeros to whole vectors
 struct Result { void* data; int64_t stride; bool is_bfloat16; };  // rows of `stride` elements
 struct Weight {
   Format format;
   int64_t columns, bytes;
   const uint8_t* codes;
   Numbers table, scale, outer, zero, outer_zero, map;
-  // Per row, set by `complete`. A run is the part of a block inside one row.
+  // Sizes per row, set by `complete`. A run is the part of a block that lies within a single row.
   int64_t row_bytes, run, runs, groups;
   alignas(64) float values[256];
 };
 
-// Derives everything from shapes. Returns whether the operands fit each other, so that nothing is read out of bounds.
+// Derives all sizes from the shapes. Returns whether the operands are consistent, which prevents out-of-bounds reads.
 bool complete(Weight& w) {
   const Format& f = w.format;
   const bool nested = f.scales == kNested, zeros = f.zeros != kNone && f.scales != kNibbles;
@@ -61,7 +61,7 @@ bool complete(Weight& w) {
   const Kind kinds[] = {w.scale.kind, kE4m3, kE8m0, kE8m0Half, kLow, kMapped};
   w.scale.kind = kinds[f.scales];
   if (f.scales == kNibbles) w.zero = {w.scale.data, w.scale.count, kHigh};
-  // A table with few values is repeated, so that bits above a code's own do not matter.
+  // Small tables are repeated, so that the bits above a code don't matter when looking up its value.
   const float* table = static_cast<const float*>(w.table.data);
   for (int i = 0; tabled && i < (f.bits == 8 ? 256 : 16); i++) w.values[i] = table[i % (1 << f.bits)];
   return true;
@@ -79,25 +79,25 @@ inline void put(Result y, int64_t m, int64_t n, float value) {
   else static_cast<float*>(y.data)[m * y.stride + n] = value;
 }
 
-// Prefetch distance in bytes. We prefetch into L2: L1 has too few fill buffers.
+// The prefetch distance in bytes. We prefetch to L2, as there are too few line fill buffers for L1.
 inline int64_t distance(int64_t bytes) { return std::max<int64_t>(bytes, 1 << 14); }
 inline void fetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
-// Thread-local scratch buffers, one per ID, aligned to cache lines.
+// Returns a thread-local scratch buffer, of which there is one per ID, aligned to cache lines.
 template <class T, int> T* scratch(size_t count) {
   static thread_local std::vector<T> space;
   if (space.size() < count + 64) space.resize(count + 64);
   return reinterpret_cast<T*>(up(reinterpret_cast<intptr_t>(space.data()), 64) * 64);
 }
 
-struct Kernels {  // of an instruction set, for codes of so many bits
+struct Kernels {  // for an instruction set and a number of bits per code
   void (*product)(const Weight&, Rows x, Result y, int64_t begin, int64_t end);
   void (*decode[2])(const Weight&, int64_t first, Result out, int64_t begin, int64_t end);  // to float32, bfloat16
 };
 struct Set {
   const char* name;
-  bool mixes_nibbles;  // of 16 codes of 4 bits, i and i + 8 meet the columns 2i and 2i + 1 of x
+  bool mixes_nibbles;  // unpacks 4-bit codes i and i + 8, out of 16, to lanes 2i and 2i + 1
   void (*dense[2])(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end);  // of float32, bfloat16
   void (*stacked[2])(const void* w, int64_t rows, int64_t columns, int64_t group, Rows x, Result y, int64_t begin, int64_t end);
   Kernels kernels[7];
@@ -139,7 +139,7 @@ struct Set {
 #include __FILE__
 #endif
 
-// The instruction sets of this processor, fastest last.
+// The instruction sets supported by this processor, in order of increasing speed.
 std::vector<const Set*> sets() {
   std::vector<const Set*> found = {&plain::set};
 #if defined(__x86_64__)
@@ -191,10 +191,10 @@ bool is_floating(const ffi::AnyBuffer& x) { return is_bfloat16(x) || x.element_t
 Result result_of(ffi::AnyBuffer& out) { return {out.untyped_data(), out.dimensions()[1], is_bfloat16(out)}; }
 ffi::Error refused() { return ffi::Error::InvalidArgument("operands do not fit the format of a weight"); }
 
-// Rows of x as float32, in this thread's memory, with column k at `place(k)`.
+// Copies rows of x to this thread's memory, as float32, with column k at position `place(k)`.
 template <class Place> Rows rows_of(const ffi::AnyBuffer& x, Place place) {
   const int64_t m = x.dimensions()[0], columns = x.dimensions()[1];
-  const int64_t stride = up(columns, 32) * 32 + 16;  // a line more, for rows not to take each other's place in the cache
+  const int64_t stride = up(columns, 32) * 32 + 16;  // one additional cache line, so that rows don't evict each other
   const float* floats = static_cast<const float*>(x.untyped_data());
   const uint16_t* halves = static_cast<const uint16_t*>(x.untyped_data());
   float* copy = scratch<float, 2>(m * stride);
@@ -261,7 +261,7 @@ ffi::Error multiply_dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   });
   return ffi::Error::Success();
 }
-// Matrices one after the other, each with the same number of rows of x, which contract its rows.
+// Multiplies a stack of matrices, whose rows are contracted, by the same number of rows of x each.
 ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
   const int64_t count = w.dimensions()[0], rows = w.dimensions()[1], columns = w.dimensions()[2], m = x.dimensions()[0];
   if (!is_floating(x) || !is_floating(w) || !is_floating(*y) || !count || m % count) return refused();
@@ -272,7 +272,7 @@ ffi::Error multiply_stacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   });
   return ffi::Error::Success();
 }
-// `x` is not read: it only orders the decoding after other operations. XLA would decode all weights first.
+// `x` isn't read. It is an operand so that decoding depends on it, as XLA would otherwise decode all weights up front.
 ffi::Error decode(ffi::ThreadPool pool, Format format, ffi::AnyBuffer, ffi::Buffer<ffi::S32> start,
                   ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> part) {
   const int64_t rows = part->dimensions()[0], columns = part->dimensions()[1], first = *start.typed_data();
@@ -316,7 +316,7 @@ typedef Floats<kLanes>::Vector F;
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
-// Like the one above, for vectors: Clang only passes these between functions for the same instructions.
+// As `bits_as` above, but for vectors, which Clang only passes between functions with the same target.
 template <class To, class From> QL_INLINE To bits_as(From from) {
   To to;
   return memcpy(&to, &from, sizeof to), to;
@@ -341,7 +341,7 @@ QL_INLINE void store(uint16_t* out, F v) {  // as `to_bfloat16`
   const H rounded = __builtin_convertvector(bits >> 16, H);
   memcpy(out, &rounded, sizeof rounded);
 }
-// The shift of each lane's code within its word; see `codes`.
+// The amount by which to shift each lane's word to obtain its code; see `codes`.
 template <int B> QL_INLINE U shifts(bool high_first) {
   U out = {};
   for (int i = 0; i < kLanes; i++) {
@@ -350,16 +350,16 @@ template <int B> QL_INLINE U shifts(bool high_first) {
   }
   return out;
 }
-// A vector of codes. Bits above a code's own are arbitrary.
+// Unpacks a vector of codes. The bits above each code are unspecified.
 #if QL_SET == AVX512
-template <int B> QL_INLINE __m512i words() {  // for each lane, the two 16-bit words that hold its code
+template <int B> QL_INLINE __m512i words() {  // for each lane, the two 16-bit words that contain its code
   alignas(64) int16_t of[32];
   for (int i = 0; i < 32; i++) of[i] = i / 2 * B / 16 + i % 2;
   return _mm512_load_si512(of);
 }
 template <int B> QL_INLINE U codes(const uint8_t* at, U shift) {
   if constexpr (B == 8) return (U)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-  if constexpr (B == 4) {  // 16 codes in each of eight words: lanes 2i and 2i + 1 get the codes i and i + 8
+  if constexpr (B == 4) {  // all eight words have all 16 codes, and lanes 2i and 2i + 1 select codes i and i + 8
     const __m512i word = _mm512_broadcastq_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
     return (U)_mm512_srlv_epi64(word, (__m512i)shift);
   }
@@ -371,7 +371,7 @@ QL_INLINE F look_up(const float* table, U code) {
 }
 #else
 template <int B> QL_INLINE U codes(const uint8_t* at, U shift) {
-  uint32_t low = 0, high;  // the first four codes begin in one, the last four in the other
+  uint32_t low = 0, high;  // the words in which the first four codes, and the last four codes begin
   memcpy(&low, at, B < 4 ? B : 4);
   memcpy(&high, B < 4 ? reinterpret_cast<const uint8_t*>(&low) : at + B - 4, 4);
   high >>= B < 4 ? 4 * B : B == 4 ? 0 : 32 - 4 * B;
@@ -387,7 +387,7 @@ QL_INLINE F look_up(const float* table, U code) {
 #if QL_SET == AVX2
   const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), (__m256i)code);
   const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), (__m256i)code);
-  return _mm256_blendv_ps(low, high, (__m256)(code << 28));  // bit 3 chooses
+  return _mm256_blendv_ps(low, high, (__m256)(code << 28));  // selects using bit 3
 #elif QL_SET == NEON
   struct Halves { uint8x16_t of[2]; };
   const uint8x16x4_t bytes = vld1q_u8_x4(reinterpret_cast<const uint8_t*>(table));
@@ -400,7 +400,7 @@ QL_INLINE F look_up(const float* table, U code) {
 #endif
 }
 #endif
-// The values of codes unpacked by `codes`, in order.
+// Undoes the permutation of values that results from unpacking with `codes`.
 template <int B> QL_INLINE F in_order(F values) {
 #if QL_SET == AVX512
   const __m512i lanes = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
@@ -408,7 +408,7 @@ template <int B> QL_INLINE F in_order(F values) {
 #endif
   return values;
 }
-// The values of a vector of codes.
+// Returns the values of a vector of codes.
 template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t* at, U shift) {
   const U code = codes<B>(at, shift);
   if constexpr (B <= 4) return look_up(w.values, code);
@@ -418,7 +418,7 @@ template <int B, bool LOOKUP> QL_INLINE F numbers(const Weight& w, const uint8_t
   const int32_t flip = B == 8 && w.format.is_signed ? 128 : 0;
   return __builtin_convertvector((I(code & ((1u << B) - 1)) ^ flip) - (int32_t(w.format.bias) + flip), F);
 }
-// Conversions to float32 without branches, so that loops over them vectorise.
+// Conversions to float32. These are free of branches, so that loops over them can be vectorised.
 QL_INLINE float from_float16(uint16_t h) {
   const uint32_t bits = h & 0x7FFFu, small = bits_as<uint32_t>(float(int32_t(bits)) * 0x1p-24f);
   const uint32_t normal = (bits << 13) + (bits < 0x7C00 ? 112u << 23 : 0x7F800000u - (31u << 23));
@@ -433,13 +433,13 @@ QL_INLINE float power_of_two(uint32_t byte, uint32_t halved) {  // 2 ** (byte - 
   const uint32_t small = byte < halved ? 0x200000u : 0x400000u, bits = byte <= halved ? small : (byte - halved) << 23;
   return bits_as<float>(byte == 255 && !halved ? 0x7FC00000u : bits);
 }
-#define QL_VECTORS __attribute__((optimize("O3"))) QL_TARGET  // GCC makes vectors of the loops of such a function
+#define QL_VECTORS __attribute__((optimize("O3"))) QL_TARGET  // so that GCC vectorises the loops in a function
 QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, float* out, const float* map) {
   switch (from.kind) {
     case kFloat32: QL_EACH(float, v)
     case kBfloat16: QL_EACH(uint16_t, bits_as<float>(uint32_t(v) << 16))
     case kFloat16:
-#if QL_SET == AVX2 || QL_SET == AVX512  // by an instruction, which GCC does not find
+#if QL_SET == AVX2 || QL_SET == AVX512  // there's an instruction for this, but GCC doesn't use it
       for (; count >= 8; first += 8, count -= 8, out += 8) {
         const __m128i* eight = reinterpret_cast<const __m128i*>(static_cast<const char*>(from.data) + first * 2);
         _mm256_storeu_ps(out, _mm256_cvtph_ps(_mm_loadu_si128(eight)));
@@ -456,7 +456,7 @@ QL_VECTORS static void read(const Numbers& from, int64_t first, int64_t count, f
     case kMapped: QL_EACH(uint8_t, map[v])
   }
 }
-// Multiplies (or divides) the numbers of blocks, starting at `first`, by their groups' numbers.
+// Multiplies (or divides) the inner scales of blocks, starting from `first`, by the outer scales of their groups.
 template <int G> QL_INLINE void times_whole(float* inner, const float* outer, int64_t groups) {
   typedef float Eight __attribute__((vector_size(32)));
   for (int64_t g = 0; g < groups; g++)
@@ -477,21 +477,21 @@ QL_VECTORS static void times_outer(float* inner, const float* outer, int64_t fir
     for (; k < stop; k++) inner[k] = over ? inner[k] / by : inner[k] * by;
   }
 }
-QL_VECTORS static void negate(float* offset, const float* scale, int64_t count) {  // and multiply by scales, if any
+QL_VECTORS static void negate(float* offset, const float* scale, int64_t count) {  // also multiplies by any scales
   if (scale) for (int64_t i = 0; i < count; i++) offset[i] *= -scale[i];
   else for (int64_t i = 0; i < count; i++) offset[i] = -offset[i];
 }
-struct Scratch {  // scales and offsets of the runs of some rows, one row after the other
+struct Scratch {  // the scales and offsets of each run, for several consecutive rows
   float *scale, *offset, *outer;
   Scratch(const Weight& w, int64_t rows) {
-    const int64_t count = rows * w.runs + 16;  // read in whole vectors; two blocks may be cut by rows
+    const int64_t count = rows * w.runs + 16;  // these are read as whole vectors, and rows can split two blocks
     scale = scratch<float, 0>(3 * count), offset = scale + count, outer = offset + count;
   }
 };
 QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scratch& s, int64_t at = 0) {
   const Format& f = w.format;
   const float* map = static_cast<const float*>(w.map.data);
-  const bool cut = f.flat && w.columns % f.block;  // a block may be in two rows
+  const bool cut = f.flat && w.columns % f.block;  // whether blocks can cross rows
   if (cut && rows > 1) {
     for (int64_t r = 0; r < rows; r++) scales_of(w, row + r, 1, s, r * w.runs);
     return;
@@ -499,7 +499,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
   float *scale = s.scale + at, *offset = s.offset + at, *outer = s.outer;
   const int64_t first = cut ? row * w.columns / f.block : row * w.runs;
   const int64_t count = cut && w.runs ? ((row + 1) * w.columns - 1) / f.block + 1 - first : rows * w.runs;
-  const bool runs_on = f.flat && f.group > 0 && count;  // groups do not begin again with each row
+  const bool runs_on = f.flat && f.group > 0 && count;  // whether groups can cross rows
   const int64_t group = runs_on ? first / f.group : row * w.groups;
   const int64_t groups = runs_on ? (first + count - 1) / f.group + 1 - group : rows * w.groups;
   const auto times_groups = [&](float* inner, bool over) QL_LAMBDA {
@@ -507,7 +507,7 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
     if (w.runs == w.groups * f.group) return times_outer(inner, outer, 0, count, f.group, over);
     for (int64_t r = 0; r < rows; r++) times_outer(inner + r * w.runs, outer + r * w.groups, 0, w.runs, f.group, over);
   };
-  // Reads numbers, and prefetches the next rows'.
+  // Reads scales or offsets, and prefetches those of the next rows.
   const int64_t ahead = up(distance(0), rows * std::max<int64_t>(w.row_bytes, 1));
   const auto take = [&](const Numbers& from, int64_t first, int64_t count, float* out) QL_LAMBDA {
     const int64_t size = from.kind == kFloat32 ? 4 : from.kind <= kFloat16 ? 2 : 1;
@@ -527,11 +527,11 @@ QL_TARGET static void scales_of(const Weight& w, int64_t row, int64_t rows, Scra
   }
   if (f.zeros == kPoints || f.zeros == kMinus) negate(offset, f.zeros == kPoints ? scale : nullptr, count);
   for (int64_t i = 0; i < count && f.scales == kNested; i++) scale[i] += *static_cast<const float*>(w.zero.data);
-  if (cut)  // from the last on, since none lies behind its runs
+  if (cut)  // backwards, since the scale of a run is never stored after it
     for (int64_t i = w.runs; i-- > 0;) scale[i] = scale[(row * w.columns + i * w.run) / f.block - first];
 }
-// Calls `sink(i, numbers, scales, offsets)` for vectors of numbers in R rows, starting at column i; numbers past the
-// end are arbitrary. Calls `ended(scales, offsets)` whenever these change.
+// Calls `sink(i, numbers, scales, offsets)` for each vector of numbers in R rows, where i is its first column. Numbers
+// past the end of a row are unspecified. Calls `ended(scales, offsets)` after each run, i.e. before these change.
 template <int B, bool LOOKUP, int R, class Sink, class Ended>
 QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, float* const* offsets, Sink sink, Ended ended) {
   const U shift = shifts<B>(w.format.high_first);
@@ -539,7 +539,7 @@ QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, 
   const uint8_t* at[R];
   uint8_t last[R][16];
   QL_UNROLL for (int r = 0; r < R; r++) at[r] = w.codes + rows[r] * w.row_bytes;
-  // Once more for a row's last codes, if they do not fill a vector. They are copied first.
+  // If the last codes in a row don't fill a vector, then they are handled in a second iteration, after padding a copy.
   for (int64_t begin = 0, end = whole ? whole : w.columns; begin < w.columns; begin = end, end = w.columns) {
     if (begin == whole)
       QL_UNROLL for (int r = 0; r < R; r++) {
@@ -563,14 +563,14 @@ QL_INLINE void walk(const Weight& w, const int64_t* rows, float* const* scales, 
     }
   }
 }
-struct Tile {  // rows of a weight that are multiplied at once
+struct Tile {  // rows of a weight to be multiplied together
   static constexpr int kRows = 4;
   int64_t rows[kRows];
   float *scale[kRows], *offset[kRows];
 };
 template <int B, bool LOOKUP, int M>
 QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Result y) {
-  constexpr int R = std::min(Tile::kRows, (QL_SET == AVX512 ? 16 : 8) / M);  // as registers hold sums
+  constexpr int R = std::min(Tile::kRows, (QL_SET == AVX512 ? 16 : 8) / M);  // such that all sums fit in registers
   const float* x_rows[M];
   for (int i = 0; i < M; i++) x_rows[i] = x.data + std::min(m + i, x.count - 1) * x.stride;
   for (int first = 0; first < Tile::kRows; first += R) {
@@ -583,7 +583,7 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
         if (M == 1) of_x += part;
       }
     };
-    // For one row of x, we scale sums instead of values: once per run.
+    // With just one row of x, it's cheaper to scale the sums instead of the values, which is done once per run.
     walk<B, LOOKUP, R>(w, t.rows + first, t.scale + first, t.offset + first, add, [&](F* scale, F* offset) QL_LAMBDA {
       QL_UNROLL for (int r = 0; r < R && M == 1; r++) {
         sums[r][0] += of_run[r] * scale[r] + of_x * offset[r];
@@ -598,12 +598,12 @@ QL_TARGET static void tile(const Weight& w, const Tile& t, Rows x, int64_t m, Re
       }
   }
 }
-// Calls `work` for tiles of rows.
+// Calls `work` on each tile of rows.
 template <class Work> QL_TARGET static void each_tile(const Weight& w, int64_t begin, int64_t end, Work work) {
   Scratch s(w, Tile::kRows);
   for (int64_t n = begin; n < end; n += Tile::kRows) {
     Tile t;
-    for (int64_t r = 0; r < Tile::kRows; r++) {  // behind the last row, that one again
+    for (int64_t r = 0; r < Tile::kRows; r++) {  // past the end, repeat the last row
       const int64_t row = std::min(n + r, end - 1);
       t.rows[r] = row, t.scale[r] = s.scale + (row - n) * w.runs, t.offset[r] = s.offset + (row - n) * w.runs;
     }
@@ -634,7 +634,7 @@ QL_TARGET static void decoded(const Weight& w, int64_t first, Result out, int64_
     walk<B, LOOKUP, 1>(w, &row, &s.scale, &s.offset, write, [](const F*, const F*) {});
   }
 }
-// Dense weights: each 64-byte line is read once.
+// Products with dense weights, reading each cache line just once.
 QL_INLINE F widened(const float* at) { return load<F>(at); }
 QL_INLINE F widened(const uint16_t* at) { return bits_as<F>(__builtin_convertvector(load<H>(at), U) << 16); }
 template <class T, int M>
@@ -646,7 +646,7 @@ QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m,
   for (; n < end; n += R) {
     F sums[R][M] = {};
     const T* at[R];
-    QL_UNROLL for (int r = 0; r < R; r++) at[r] = w + std::min(n + r, end - 1) * columns;  // behind the last row, that one
+    QL_UNROLL for (int r = 0; r < R; r++) at[r] = w + std::min(n + r, end - 1) * columns;  // then repeat the last row
     const auto add = [&](int64_t k, const T* const* from) QL_LAMBDA {
       for (int v = 0; v < kLine; v += kLanes) {
         F values[R];
@@ -675,15 +675,15 @@ QL_TARGET static void dense_tile(const T* w, int64_t columns, Rows x, int64_t m,
 }
 template <class T> QL_TARGET static void dense(const void* w, int64_t columns, Rows x, Result y, int64_t begin, int64_t end) {
   constexpr int kFew = QL_SET == PLAIN ? 1 : 4, kMany = QL_SET == AVX512 || QL_SET == AVX2 ? 8 : kFew;
-  constexpr int kRows = 16;  // of the weight, which the first cache keeps for more rows of x
-  // With AVX2, one row of the weight meets many rows of x, which must stay in L1.
+  constexpr int kRows = 16;  // rows of the weight to keep in L1, whilst iterating over rows of x
+  // With AVX2, each row of the weight is multiplied by many rows of x, all of which need to fit in L1.
   const int most = QL_SET == AVX2 && columns * kMany * sizeof(float) > 32 << 10 ? kFew : kMany;
   for (int64_t n = begin; n < end; n += kRows)
     for (int64_t m = 0; m < x.count; m += most)
       (x.count - m == 1 ? dense_tile<T, 1> : std::min<int64_t>(x.count - m, most) <= kFew ? dense_tile<T, kFew> : dense_tile<T, kMany>)(
           static_cast<const T*>(w), columns, x, m, y, n, std::min(n + kRows, end));
 }
-// V vectors of results for a row of x. Its numbers are multiplied by rows of a matrix as these are read.
+// Computes V vectors of the result for a row of x, multiplying its elements by the rows of a matrix as these are read.
 template <class T, int V>
 QL_INLINE void stacked_part(const T* w, int64_t rows, int64_t columns, const float* x, Result y, int64_t m, int64_t n) {
   F sums[V] = {};

@@ -1,4 +1,4 @@
-// Shared code for the XLA FFI handlers: dividing rows between threads.
+// Code that is shared by all XLA FFI handlers, for dividing rows between threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -15,7 +15,7 @@
 namespace {
 namespace ffi = xla::ffi;
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// XLA's threads flush numbers below 2**-126 to zero, but scales may be this small.
+// XLA's threads flush subnormal numbers to zero. But scales can be subnormal, so disable this whilst in scope.
 struct KeepsSubnormals {
 #if defined(__x86_64__)
   unsigned before = _mm_getcsr();
@@ -24,8 +24,8 @@ struct KeepsSubnormals {
 #endif
 };
 
-// A handler that returns an error where memory is exhausted: an exception that reached XLA would end the process. So
-// short a message is not allocated.
+// Wraps a handler so that it returns an error when out of memory, since an exception that escapes to XLA would end the
+// process. The message is short enough not to be heap-allocated.
 template <class... Args> auto guarded(ffi::Error (*handler)(Args...)) {
   return [handler](Args... args) {
     try {
@@ -36,11 +36,11 @@ template <class... Args> auto guarded(ffi::Error (*handler)(Args...)) {
   };
 }
 
-// Runs `work(begin, end)` for parts of the rows, on this thread and on free threads in the pool. This thread takes
-// every part that no other has started, so it never waits for a thread that is not running. It spins at first, and then
-// yields: parts usually finish before a thread could be woken. If memory is exhausted it throws,
-// but only after the other threads have ended their parts: `work` refers to what the caller holds.
-constexpr int kAwake = 200;  // how often it looks, before it sleeps
+// Calls `work(begin, end)` on parts of the rows, using this thread and any free threads in the pool. This thread takes
+// all parts that have not been started by another one, and so never waits for a thread that isn't running. It then
+// yields a few times before it sleeps, as parts usually finish sooner than a thread could be woken. Throws when out of
+// memory, but only once all other threads have finished their parts, since `work` refers to the caller's variables.
+constexpr int kAwake = 200;  // how many times to yield before sleeping
 template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t columns, Work work) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads()), least = up(1 << 15, columns + 1);
   const int64_t part = up(std::max(up(rows, 4 * threads), least), 4) * 4, parts = up(rows, part);
@@ -67,7 +67,7 @@ template <class Work> void share(ffi::ThreadPool& pool, int64_t rows, int64_t co
   };
   try {
     for (int64_t i = 1; i < std::min(threads, parts); i++) pool.Schedule(std::function<void()>(run));
-  } catch (const std::bad_alloc&) {  // then fewer threads do it
+  } catch (const std::bad_alloc&) {  // then make do with fewer threads
   }
   run();
   for (int i = 0; i < kAwake && state->done < parts; i++) std::this_thread::yield();

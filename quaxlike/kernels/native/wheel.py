@@ -1,4 +1,4 @@
-"""Packs the native library as a wheel, `quaxlike-cpu`, for machines without a compiler."""
+"""Packages the native library as a wheel (`quaxlike-cpu`), for machines without a compiler."""
 
 import sysconfig
 import tempfile
@@ -19,20 +19,20 @@ License: Apache-2.0
 
 @checked
 def write_wheel(folder: Path) -> Path:
-    """Compiles the native library and packs it as a wheel, for any Python 3 on this platform.
+    """Compiles the native library and packages it as a wheel, for any version of Python 3 on this platform.
 
-    Once it is installed, quaxlike finds it by import, if it was compiled from the same source. It uses the
-    instructions of the processor on which it runs. You can also run
+    Once installed, quaxlike will find the library by importing it, provided that it was compiled from the
+    same sources. Instructions are selected at run time, according to the processor. Also available as
     `python -m quaxlike.kernels.native --wheel DIR`.
 
     **Arguments:**
 
-    - `folder`: where the wheel goes; it is created if needed.
+    - `folder`: the directory in which to write the wheel. Created if it does not exist.
 
-    **Returns:** the wheel's path. Its tag names the platform as Python does; use `auditwheel` or the like to
-    make it suitable for a package index.
+    **Returns:** the path of the wheel. Its platform tag is the one reported by Python, so you should use a
+    tool such as `auditwheel` before uploading it to a package index.
 
-    **Raises:** `NativeError` if there is no C++ compiler, if it fails, or if the package `wheel` is missing.
+    **Raises:** `NativeError` if there is no C++ compiler, if compilation fails, or if `wheel` is missing.
     """
     try:
         from wheel.wheelfile import WheelFile
