@@ -14,8 +14,8 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary, and all
-# routers. (For routers this is also expected by programs that load quantised models.)
+# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary, as
+# well as routers. (Programs that load quantised models also expect routers in full precision.)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
