@@ -150,7 +150,7 @@ def weights_to_adapt(
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    if embedding in targets:  # they are still tied, so must share an adapter
+    if embedding in targets:  # if both are selected, then keep them tied, with a single adapter
         targets.pop(head, None)
     both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
     if len(both) == 2 and both[0] == both[1]:  # both in full, or both in the same rows

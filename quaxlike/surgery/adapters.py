@@ -67,9 +67,9 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
     """Picks one of the adapters that were stacked by [`quaxlike.stack_adapters`][].
 
-    The index can be traced, so switching adapters doesn't recompile anything. Under `jax.vmap` over both
-    indices and samples, every sample uses a different adapter, whilst the product with the base is still
-    computed for all of them in a single batch.
+    The index can be traced, so switching between adapters doesn't require recompilation. Under `jax.vmap`
+    over both indices and samples, every sample uses a different adapter, whilst the product with the base is
+    still computed as a single batch.
 
     **Arguments:**
 

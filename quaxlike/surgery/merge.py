@@ -31,7 +31,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
     **Returns:**
 
     A model with the same structure as before it was adapted. Quantised weights are quantised again. As this
-    rounds off part of what the adapter has learned, a warning is issued for every such weight that isn't in
+    rounds off part of what the adapter has learned, a warning is issued for such weights that aren't in
     `exact`. A model without adapters is returned unchanged, also with a warning.
 
     **Raises:**

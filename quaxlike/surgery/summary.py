@@ -35,7 +35,7 @@ class SummaryRow:
     adapter_size: int
     """The number of elements in its adapter."""
     trainable: int
-    """The number of elements of either that are trained."""
+    """The number of trained elements, including its adapter."""
     logical_bytes: int
     """The size in bytes of the equivalent dense array."""
     stored_bytes: int
