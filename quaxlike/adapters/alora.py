@@ -25,8 +25,8 @@ _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradien
 class ALoRAArray(AdaptedArray):
     """Activated LoRA: a weight with a low-rank adapter that only acts from its invocation tokens onwards.
 
-    All earlier tokens are multiplied by just the base. This means that keys and values which were cached by
-    the model without adapters can be reused.
+    All earlier tokens are only multiplied by the base, so that any keys and values cached by the model
+    without adapters can be reused.
 
     As the weight differs from token to token, it can't be materialised or merged. It can only be multiplied
     by a layer's inputs, with one row per token, after [`quaxlike.activate`][] has determined which tokens it

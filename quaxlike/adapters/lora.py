@@ -202,8 +202,8 @@ def _read_parameter(layer: Layer, rank: int) -> LoraArray:
 def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
     """Reads a stack of experts that each have a separate adapter, as in transformers 4.
 
-    If an expert consists of several matrices which are fused along the outputs, then we concatenate their
-    factors, with `b` being block-diagonal, so that each matrix is only changed by its original adapter.
+    If an expert fuses several matrices along the outputs, then we concatenate their factors `a`, and make `b`
+    block-diagonal, so that each matrix is only changed by its original adapter.
     """
     first, *_ = adapted = [layer for layer in layers if layer.is_in_file]
     for layer in adapted:
@@ -315,8 +315,8 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 # The file doesn't contain the base. For "pissa" and "olora", whose change can be recomputed from the base,
 # PEFT subtracts it again on loading. For any other initialisation, and for layers in which PEFT doesn't
 # support this, the file must include the change. If the adapted base is `base + taken`, and `scaling * b' a'
-# = taken`, then `[a, a'], [b, b']` represents the same weight on top of `base`, at twice the rank. (PEFT has
-# the same feature in the form of `path_initial_model_for_weight_conversion`.)
+# = taken`, then `[a, a'], [b, b']` represents the same weight on top of `base`, at twice the rank. (This
+# corresponds to `path_initial_model_for_weight_conversion` in PEFT.)
 # -------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,8 @@ def is_effective(layer: Layer) -> bool:
 
 
 def tucker(core: Any, a: Any, b: Any) -> Any:
-    """Computes `a @ b` or, given a core of shape `(r, s, *window)`, the kernel that they form in Tucker form.
+    """Computes `a @ b` or, given a core of shape `(r, s, *window)`, the kernel with this Tucker
+    decomposition.
 
     In either case, the result is a matrix whose input axes are flattened.
     """

@@ -97,7 +97,7 @@ class MethodArray(AdaptedArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """Widens this array, or else the result of `composed` if `like` differs in its type or axes."""
+        """As in the base class, but widens the result of `composed` if `like` has another type or axes."""
 
         def axes(x: Any) -> Any:
             return (type(x), x.out_axes, x.in_axes)

@@ -31,8 +31,8 @@ from .record import (
 class OFTArray(MethodArray):
     """Orthogonal fine-tuning: multiplies each block of a layer's inputs by a trained orthogonal matrix.
 
-    The orthogonal matrices are parameterised as the Cayley transforms of skew-symmetric matrices. Products
-    rotate the inputs, so that the rotated weight is never formed.
+    These are parameterised as the Cayley transforms of skew-symmetric matrices. The inputs are rotated
+    instead of the weight, so that the rotated weight is never formed.
 
     **Arguments:**
 
@@ -180,7 +180,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Returns the block size if it is the same in all layers, and their number otherwise; the other is 0."""
+    """Returns the block size if all layers have the same, or else the number of blocks; the other is 0."""
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:
         raise ValueError(

@@ -21,8 +21,7 @@ from .trees import difference, named_arrays, replace
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
     """Stacks the adapters of several models, on top of the base of the first model.
 
-    This can be used to serve many adapters from a single copy of the weights, with a different adapter for
-    each request.
+    This can be used to serve many adapters, one per request, from a single copy of the weights.
 
     **Arguments:**
 
@@ -327,9 +326,9 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
     """Determines which tokens of a text the activated LoRAs in a model act on.
 
     An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
-    at all if the text doesn't contain them. This function should be called for every text, outside of
-    [`quaxlike.quaxify`][]; for a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][],
-    [`quaxlike.lm.Conversation`][] and `python -m quaxlike.lm.finetune` already do this for you.
+    if there is no such occurrence. Call this function for every text, outside of [`quaxlike.quaxify`][]; for
+    a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    `python -m quaxlike.lm.finetune` already do this for you.
 
     **Arguments:**
 

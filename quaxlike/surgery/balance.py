@@ -19,8 +19,8 @@ from .records import Layouts, records_of, require_layout
 from .trees import bias_of, layer_of, replace, suggestion
 
 #: Maps each layer to the layers it feeds, for decoders that use Llama's names (including Mistral, Qwen2 and
-#: Qwen3, but not Phi-3). A factor can be folded into any norm with a weight, and into whichever half of a
-#: gated unit isn't followed by the activation, as it would not commute with a nonlinearity.
+#: Qwen3, but not Phi-3). A factor can be folded into any norm with a weight, and into the half of a gated
+#: unit without the activation (as it wouldn't commute with a nonlinearity).
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -45,8 +45,8 @@ def balance(
 
     The columns of a weight which multiply large activations are scaled up, and the rows of the preceding
     layer are scaled down by the same factors. This doesn't change the function that the model computes.
-    Afterwards, quantise the model with the same scheme. If you also calibrate, then remember to measure the
-    moments again on the balanced model.
+    Afterwards, quantise the model with the same scheme. If you also calibrate, then measure the moments again
+    on the balanced model.
 
     **Arguments:**
 
@@ -58,11 +58,11 @@ def balance(
     - `activations`: as in [`quaxlike.quantize`][]. If `"int8"`, then the rounding error of the inputs is
         taken into account as well. Default: the inputs are not rounded.
     - `folds`: a mapping from each layer to the layers that consume its outputs. Keys are regular expressions
-        that must match the whole name, and values can refer to their groups. There must be only elementwise
-        operations in between, and the outputs must not be used anywhere else. Each key should match either a
-        linear layer or a norm that multiplies by a one-dimensional `weight`. Default: the result of the
-        model's `folds` method, if it has one (see [`quaxlike.lm.models.Decoder`][]), and
-        `quaxlike.surgery.balance.LLAMA_FOLDS` otherwise.
+        that must match the whole name, and values can refer to their groups. Only elementwise operations are
+        allowed in between, and the outputs must not be used elsewhere. Keys should match either linear layers
+        or norms that multiply by a one-dimensional `weight`. Default: the result of the model's `folds`
+        method, if it has one (as [`quaxlike.lm.models.Decoder`][] does), and otherwise
+        `quaxlike.surgery.balance.LLAMA_FOLDS`.
     - `layout`: as in [`quaxlike.quantize`][].
 
     **Returns:**

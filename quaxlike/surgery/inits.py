@@ -19,7 +19,7 @@ def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) ->
 
     **Arguments:**
 
-    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
+    - `scheme`, `scheme_options`: as in [`quaxlike.quantize`][]. Default: `"nf4"`.
     - `iterations`: the number of times to alternate between quantising the weight minus its adapter and
         fitting the adapter to the resulting error. Default: 1.
 

@@ -69,9 +69,9 @@ def loraify(
         adapter; or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
     - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
     - `dora`: whether to train the norm of each row separately from its direction. Default: False.
-    - `dropout`: the dropout rate for the inputs of the adapters. Dropout only takes effect once the adapters
-        have been given a key with [`quaxlike.with_dropout_key`][], which you should do again at every step. A
-        warning is issued when training without a key. Default: 0.
+    - `dropout`: the dropout rate for the inputs of the adapters. This only takes effect if they are given a
+        key with [`quaxlike.with_dropout_key`][], which you should do at every step. Training without a key
+        issues a warning. Default: 0.
     - `rank_pattern`, `alpha_pattern`: override the rank and alpha of particular layers. Keys are the last
         components of layer names, or regular expressions for them; the first match is used.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
@@ -80,9 +80,8 @@ def loraify(
     - `bias`: which biases to train: `"all"`, `"lora_only"` (only in adapted layers) or `"none"`. Default:
         `"none"`.
     - `lora_bias`: whether to add a bias to each adapter. Default: False.
-    - `invocation_tokens`: if given, then this creates activated LoRAs, which only act on the tokens from the
-        last occurrence of this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act
-        on all tokens.
+    - `invocation_tokens`: creates activated LoRAs, which only act on the tokens from the last occurrence of
+        this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
     - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from the
         names of embeddings to tokens. Default: none.
     - `fan_in_fan_out`: whether to treat matrices as `(in, out)`, as in GPT-2, instead of `(out, in)` if

@@ -30,7 +30,7 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
     **Returns:**
 
-    A model with the same structure as before it was adapted. Quantised weights are quantised again. As this
+    A model with the same structure as before it was adapted. Quantised weights are requantised. As this
     rounds off part of what the adapter has learned, a warning is issued for such weights that aren't in
     `exact`. A model without adapters is returned unchanged, also with a warning.
 
@@ -85,7 +85,7 @@ def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
     **Raises:**
 
     `ValueError` if `merged` is not the result of merging `adapted`, i.e. if any weight is not close to the
-    sum of its base and its adapter, or if the models differ in anything else. (Traced arrays can't be
+    sum of its base and its adapter, or if the models differ in any other way. (Traced arrays can't be
     compared, so they aren't checked.) Also raised if an adapter does not implement `AdaptedArray.unmerged`.
     """
     weights = named_arrays(merged)

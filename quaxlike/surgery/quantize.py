@@ -74,8 +74,8 @@ def quantize(
         values are either a scheme, a pair of a scheme and its options, or `None` to leave these weights
         unchanged. If several rules select a weight, then the first is used. Predefined recipes are
         `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
-        `"nf4_qlora"`, i.e. NF4 with nested scales. Use `quantize.plan` to preview the effect of a recipe
-        without computing anything, and `quantize.from_file` to read a recipe from disk.
+        `"nf4_qlora"`, i.e. NF4 with nested scales. Use `quantize.plan` to preview a recipe without computing
+        anything, and `quantize.from_file` to read one from disk.
     - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. Not
         supported for recipes. Default: the weights of all linear layers.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
@@ -87,16 +87,16 @@ def quantize(
         outputs. For llama.cpp's schemes you can pass just the diagonal of this sum, which is then used to
         weight errors when searching for scales (llama.cpp's importance matrix). Default: round to the nearest
         codes.
-    - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. The inputs of each layer are
-        then also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits, for
-        which GPUs have specialised units. Gradients and adapters still use the unrounded inputs. Default:
-        inputs are not rounded.
+    - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
+        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits, for which
+        GPUs have specialised units. Gradients and adapters use the unrounded inputs. Default: inputs are not
+        rounded.
     - `maxima`: the largest magnitude of each layer's inputs, from [`quaxlike.input_maxima`][], for use with
         `activations`. All tokens then share a single static scale, and larger inputs are clipped. Default:
         one dynamic scale per token.
-    - `rounds_gradients`: for use with `activations`; whether to also compute gradients with respect to the
-        inputs in 8 bits. Cotangents are then rounded for each token separately. This only supports reverse
-        mode. Default: False.
+    - `rounds_gradients`: whether to also compute gradients with respect to the inputs in 8 bits, for use with
+        `activations`. Cotangents are rounded for each token separately. Only supports reverse mode. Default:
+        False.
     - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
         it is tied to an embedding, then the embedding is quantised. Default: False.
     - `scheme_options`: passed on to the `quantize` method of the type: `block_size`, `double_quant`, `axis`,
@@ -140,7 +140,7 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns, for each weight, the function that `quantize` would quantise it with.
+    """Returns a function for each weight, which quantises it in the same way as `quantize`.
 
     `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
     """
@@ -429,10 +429,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Returns whether a leaf is an adapter with parameters besides its base.
-
-    (This is false for a `TrainableArray`, i.e. for a weight that is trained directly.)
-    """
+    """Returns whether a leaf is an adapter with parameters of its own (unlike e.g. `TrainableArray`)."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 

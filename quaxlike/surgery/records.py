@@ -2,8 +2,7 @@
 
 This is the only source of layouts for the other functions in `surgery`: if any two of them disagreed about
 which axes are inputs, then we would silently train or quantise along the wrong axes. Linen and Haiku store
-parameters in plain dicts, separate from the modules, so for them `traced_layouts` infers layouts by tracing a
-call instead.
+parameters separately from the modules, so for them `traced_layouts` infers layouts by tracing a call.
 """
 
 import dataclasses
@@ -36,12 +35,12 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
     | name | layout |
     | --- | --- |
-    | `….weight` with two axes (PyTorch) | `"oi"`, a mere convention: see `fan_in_fan_out` |
+    | `….weight` with two axes (PyTorch) | `"oi"`, by convention (see `fan_in_fan_out`) |
     | `….kernel` with two axes (Flax) | `"io"` |
     | `query.kernel`, `key.kernel`, `value.kernel` with three | `"ioo"`: (in, heads, dim) |
     | `out.kernel` with three | `"iio"`: (heads, dim, out) |
     | `kernel`, `weight` in a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
-    | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and the like |
+    | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` etc. |
     | `embedding`, `embeddings`, and all arrays in a layer named `embed…`, `wte`, `wpe` | `"vo"` |
     | a name with a single component, such as `w` | `"oi"`, by the same convention |
     | `bias`, `scale` etc., and all arrays in a layer that is named like a norm | not a weight |
@@ -50,9 +49,9 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
     - `model`: any pytree.
     - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer.
-        The last components of a name suffice, as in [`quaxlike.select`][]. Alternatively, a single layout,
-        which is used for all matrices whose layout is otherwise undetermined. See [`quaxlike.Layout`][] for
-        the notation.
+        The last components of a name suffice, as in [`quaxlike.select`][]. Can also be a single layout, which
+        is used for all matrices whose layout is otherwise undetermined. See [`quaxlike.Layout`][] for the
+        notation.
 
     **Returns:**
 

@@ -55,8 +55,8 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
     **Raises:**
 
     `ValueError` if `where`, or any entry of it, matches nothing (the message includes close matches). For
-    `"all-linear"`, this is also raised if we can't determine whether an array is the weight of a linear
-    layer, or which layout it has.
+    `"all-linear"`, also if we can't determine the layout of an array, or whether it is the weight of a linear
+    layer.
 
     !!! example
 

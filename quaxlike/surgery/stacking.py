@@ -40,8 +40,7 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if there are no layers, or if they differ from each other; in this case, the message includes
-    the first difference.
+    `ValueError` if there are no layers, or if they differ (the message includes the first difference).
 
     !!! example
 

@@ -29,8 +29,7 @@ def to_lora(
 ) -> tuple[PyTree, dict[str, LowRankError]]:
     """Replaces each adapter of a model by its closest low-rank approximation.
 
-    Programs such as vLLM and llama.cpp only support LoRA; this function lets you run models on them that were
-    trained with other kinds of adapter.
+    This is useful for programs such as vLLM and llama.cpp, which only support LoRA.
 
     **Arguments:**
 

@@ -32,9 +32,9 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     **Arguments:**
 
     - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.
-    - `model`: the tree that the path belongs to. This is only needed for Flax, in which the path to an array
-        inside an `nnx.Param` has a trailing `.value`, which isn't part of its name. If `model` is not passed,
-        then a trailing `.value` is always dropped if Flax has been imported.
+    - `model`: the tree that the path belongs to. Only needed for Flax, in which the path to an array inside
+        an `nnx.Param` ends in `.value`, which isn't part of its name. If not passed, then a trailing `.value`
+        is dropped whenever Flax has been imported.
 
     **Returns:**
 
