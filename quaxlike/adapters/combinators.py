@@ -157,10 +157,10 @@ class RotatedArray(Combinator):
     **Arguments:**
 
     - `w`: the base, as an array or Value. The product has the same dtype.
-    - `rotation`: an array or Value of shape `(..., n, n)`, where `n` is the number of inputs (flattened, if
-        there are several axes). Note that this isn't required to be orthogonal.
-    - `of_outputs`: whether to multiply along the outputs instead, for example for an embedding of shape
-        `(vocabulary, n)`. Default: False.
+    - `rotation`: an array or Value of shape `(..., n, n)`, where `n` is the number of inputs. Multiple input
+        axes are flattened. Doesn't need to be orthogonal.
+    - `of_outputs`: whether to multiply along the outputs instead, e.g. for an embedding `(vocabulary, n)`.
+        Default: False.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -21,7 +21,7 @@ class DeLoRAArray(MethodArray):
     - `w`: the base, as an array or Value.
     - `a`: of shape `(..., rank, inputs)`. Multiple input axes are flattened.
     - `b`: of shape `(..., outputs, rank)`. Multiple output axes are flattened.
-    - `strength`: the bound on the change, of shape `(...)`.
+    - `strength`: the bound, of shape `(...)`.
     - `column_norms`: the column norms of the weight at initialisation, of shape `(..., inputs)`. Not trained.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 

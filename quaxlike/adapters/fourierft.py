@@ -36,8 +36,7 @@ class FourierFTArray(MethodArray):
     - `spectrum`: the nonzero coefficients, of shape `(..., n)`.
     - `places`: their integer indices into the flattened `(outputs, inputs)` spectrum, of shape `(..., n)`.
     - `scaling`: a factor for the change. Not differentiated. Default: 1.
-    - `seed`: the seed with which PEFT draws these `places`, which is stored in its files instead of them.
-        Default: None.
+    - `seed`: the seed with which PEFT draws these `places`, and which its files store instead. Default: None.
     - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example

@@ -99,10 +99,10 @@ class ScaledBias(TransparentValue):
 
 @starts
 def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
-    """Initialises with factors of one, either for the outputs or (if `of_inputs`) for the inputs.
+    """Initialises with factors of one, for either the outputs or (if `of_inputs`) the inputs.
 
-    By default, the inputs are scaled if there is a bias, which is then left unchanged. This is because PEFT
-    scales the bias by the same factors as the outputs, but we can't tie parameters between two arrays.
+    By default, we scale the inputs if there is a bias. This is because PEFT scales the bias by the same
+    factors as the outputs, but we can't tie parameters between two arrays.
     """
     if not (bias is not None if of_inputs is None else of_inputs):
         return x.on(IA3Array, outputs=x.ones(*x.out))

@@ -36,8 +36,8 @@ class MethodArray(AdaptedArray):
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
-    # The factor by which the change is scaled. Methods that support this override it, either with one of
-    # `numbers` or with a property computed from it. Not annotated, for the same reason as in `AdaptedArray`.
+    # The factor by which the change is scaled, if the method supports this. Either one of `numbers`, or a
+    # property computed from it. Not annotated, for the same reason as in `AdaptedArray`.
     scaling = 1.0
 
     @abc.abstractmethod

@@ -39,8 +39,8 @@ class OFTArray(MethodArray):
     - `w`: the base, as an array or Value.
     - `skew`: the elements above the diagonal of each `b x b` skew-symmetric matrix, in row-major order, of
         shape `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
-    - `terms`: the number of terms in the Neumann series used to approximate the inverse in the Cayley
-        transform, counted as in PEFT. Default: None, i.e. compute the exact inverse.
+    - `terms`: the number of terms of the Neumann series that approximates the inverse in the Cayley
+        transform, counted as in PEFT. Default: None, for the exact inverse.
     - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). This is
         ignored when differentiating. Default: None.
     - `of_outputs`: whether to rotate the outputs instead, e.g. the columns of an embedding. Default: False.

@@ -89,7 +89,7 @@ class Layer:
         keys: Mapping[str, str], method: "Method", kind: str,
     ) -> None:  # fmt: skip
         self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
-        #: The kind of its layout, or "parameter" for a matrix (or stack of them) that isn't a layer's weight.
+        #: The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight.
         self.kind = kind
         #: The result of `Method.prepare`.
         self.shared: Any = None
@@ -188,7 +188,7 @@ class Written(NamedTuple):
     def is_fan_in_fan_out(self) -> bool:
         """Whether the weight is stored as `(in, out)` in the checkpoint, as in GPT-2.
 
-        Note that kernels from other frameworks are `(in, out)` as well, but they're stored as `(out, in)`.
+        Kernels from other frameworks are `(in, out)` as well, but are stored as `(out, in)`.
         """
         is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
@@ -203,7 +203,7 @@ class Weight(NamedTuple):
     out: tuple[int, ...]
     into: tuple[int, ...]
     dtype: Any
-    """The dtype to use for new parameters: that of the weight, or float32 if the weight is 16-bit."""
+    """The dtype of new parameters, i.e. that of the weight, or float32 if the weight is 16-bit."""
     keys: Any
 
     @property
@@ -267,9 +267,9 @@ class Method(NamedTuple):
     parts: Mapping[str, str]
     """Maps the names used in `read` and `write` to the suffixes of tensors in the file."""
     options: Mapping[str, Option]
-    """The configuration entries that affect the adapter, in addition to those common to all methods."""
+    """Configuration entries that affect the adapter, besides those common to all methods."""
     read: Callable[[Layer], Any]
-    """Returns the adapted weight, or a pair of this and a replacement for the bias."""
+    """Returns the adapted weight, optionally paired with a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
     """Returns the tensors of a layer, by part, and its options. `None` if the array is `rewritten`."""
     kinds: Collection[str] = ("linear", "matrix")

@@ -41,8 +41,8 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 class _Product:
     """The product of an adapted array `w` with `x`, plus operations shared between combinators.
 
-    We track axes by integer labels. These are 0, 1, ... for `w`. Each axis of `x` has the label of the axis
-    it is contracted or batched with, and otherwise a label that is at least `w.ndim`.
+    Axes are tracked by integer labels, namely 0, 1, ... for `w`. Each axis of `x` has the label of the axis
+    it is contracted or batched with, or else a label starting from `w.ndim`.
     """
 
     def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
@@ -75,7 +75,7 @@ class _Product:
     ) -> tuple[Any, Labels]:  # fmt: skip
         """Multiplies by a matrix whose last two axes each correspond to a (flattened) group of axes.
 
-        The axes of `x` are flattened before the product, and the axes of the result are unflattened after it.
+        Flattens these axes of `x` beforehand, and unflattens those of the result afterwards.
         """
         for group in groups:
             x, labels = _merged(x, labels, group)

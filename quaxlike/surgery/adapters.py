@@ -283,9 +283,9 @@ def _combined(
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     """Enables or disables dropout in a model's adapters.
 
-    The mask is a deterministic function of the key, so you should pass a new key at every step and, under
-    `jax.vmap`, a different key for every sample. An adapter which is used several times in a forward pass
-    drops the same inputs each time.
+    The mask only depends on the key, so pass a new key at every step and, under `jax.vmap`, a different key
+    for every sample. An adapter which is used several times in a forward pass drops the same inputs each
+    time.
 
     **Arguments:**
 

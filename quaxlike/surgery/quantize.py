@@ -353,7 +353,7 @@ def fake_quantize(
 
 
 def is_quantised(model: PyTree) -> bool:
-    """Returns whether any weight is quantised. This includes the bases of adapters."""
+    """Returns whether any weight is quantised, including the bases of adapters."""
 
     def is_one(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)

@@ -25,9 +25,8 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Stacks layers into a single layer, along a new leading axis of every array.
 
     This is typically used with `jax.lax.scan`, so that compile time does not depend on the number of layers.
-    Adapters and quantised weights are stacked component by component, i.e. without dequantising or merging
-    anything. Untrained components that are shared between all adapters, such as VeRA's random matrices, are
-    only stored once.
+    Adapters and quantised weights are stacked component by component, without merging or dequantising them.
+    Untrained components that all adapters share, such as VeRA's random matrices, are only stored once.
 
     **Arguments:**
 

@@ -141,7 +141,7 @@ def _axes(layout: Layout | None) -> str:
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
     """Tabulates the type, shape, size and number of trained elements of each array in a model.
 
-    This is useful for checking that a model was transformed in the way that you intended.
+    This is useful for checking that a transformation did what you intended.
 
     **Arguments:**
 

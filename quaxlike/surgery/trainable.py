@@ -86,8 +86,8 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
     """Makes the scales of quantised weights differentiable, whilst their codes stay fixed.
 
-    You can then train the leaves selected by [`quaxlike.trainable`][]. The model stays quantised, so training
-    doesn't change its size.
+    Afterwards, train the leaves selected by [`quaxlike.trainable`][]. The model stays quantised, so its size
+    doesn't change.
 
     **Arguments:**
 

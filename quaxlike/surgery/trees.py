@@ -27,7 +27,7 @@ from ..core.values import is_value
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
     """Converts a key path to the dotted name of the leaf, as used in state dicts.
 
-    These are the names accepted by every function that looks up arrays or layers by name.
+    All functions that look up arrays or layers use these names.
 
     **Arguments:**
 
