@@ -40,7 +40,7 @@ class Combinator(AdaptedArray):
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
-    """Returns the shape of the weight, preceded by the batch axes of all components."""
+    """Returns the shape of the weight, preceded by the batch axes of all parts."""
     own = labels_of(x)
     sizes: dict[int, int] = {}
     for name, labels in own.items():

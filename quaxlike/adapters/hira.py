@@ -1,4 +1,4 @@
-"""HiRA: multiplies a weight elementwise by a low-rank matrix."""
+"""HiRA: multiplies a weight elementwise by one plus a low-rank matrix."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

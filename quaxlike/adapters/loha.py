@@ -1,4 +1,4 @@
-"""LoHa: the elementwise product of two low-rank matrices."""
+"""LoHa: adds the elementwise product of two low-rank matrices."""
 
 import math
 from collections.abc import Mapping, Sequence

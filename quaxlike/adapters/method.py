@@ -50,7 +50,7 @@ class MethodArray(AdaptedArray):
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
     def scaled(self, name: str) -> Any:
-        """Returns a component (i.e. the field of this name) multiplied by the scaling."""
+        """Returns a part (i.e. the field of this name) multiplied by the scaling."""
         own, of_scaling = labels_of(self)[name], labels_of(self)[self.numbers[0]]
         part, scaling = getattr(self, name), constant(jnp.asarray(self.scaling))
         more = [*(i for i in of_scaling if i not in own), *own]

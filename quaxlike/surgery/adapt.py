@@ -49,6 +49,7 @@ def adapt(
         `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should return a dict
         of additional keyword arguments for `make`. If `make` is a `functools.partial`, then its keyword
         arguments are passed to `share` as well.
+
     - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names

@@ -208,7 +208,7 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """Lists the components that can differ between adapters. All others are shared."""
+    """Lists the parts that can differ between adapters. All others are shared."""
     return [name for name in (*x.trained(), *x.numbers) if name != "w"]
 
 

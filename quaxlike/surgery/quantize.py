@@ -76,6 +76,7 @@ def quantize(
         `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
         `"nf4_qlora"`, i.e. NF4 with nested scales. Use `quantize.plan` to preview a recipe without computing
         anything, and `quantize.from_file` to read one from disk.
+
     - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. Not
         supported for recipes. Default: the weights of all linear layers.
     - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names

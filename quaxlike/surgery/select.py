@@ -43,7 +43,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 
         The name of a layer refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the
         model fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then the
-        fused layer is selected by naming all of its components. Naming only some of them issues a warning.
+        fused layer is selected by naming all of them. Naming only some of them issues a warning.
 
     - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.

@@ -25,8 +25,8 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
     """Stacks layers into a single layer, along a new leading axis of every array.
 
     This is typically used with `jax.lax.scan`, so that compile time does not depend on the number of layers.
-    Adapters and quantised weights are stacked component by component, without merging or dequantising them.
-    Untrained components that all adapters share, such as VeRA's random matrices, are only stored once.
+    Adapters and quantised weights are stacked part by part, without merging or dequantising them.
+    Untrained parts that all adapters share, such as VeRA's random matrices, are only stored once.
 
     **Arguments:**
 
@@ -130,7 +130,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
     out: Any = jtu.tree_map(_stack, *own)
     out = out.replace(**shared) if shared else out
     wanted = (len(leaves), *first.shape)
-    if tuple(out.shape) != wanted:  # the Value's shape isn't derived from the shapes of its components
+    if tuple(out.shape) != wanted:  # the Value's shape isn't derived from the shapes of its parts
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: {type(first).__name__} of shape {first.shape} cannot be stacked.")
@@ -138,7 +138,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
 
 
 def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Returns the untrained components which are the same array in every layer, so are only stored once."""
+    """Returns the untrained parts which are the same array in every layer, so are only stored once."""
     first = leaves[0]
     if not isinstance(first, AdaptedArray) or not knows_axes(first):
         return {}
