@@ -1,10 +1,10 @@
-"""Adapter methods, one file each, and their building blocks: sums, scaled and rotated weights.
+"""Adapter methods, with one file for each, and the combinators that they are built from.
 
-A file has the method's array type, the function that puts a new adapter on a weight, and the record of its
-files in PEFT's format. To add a method, list its record here.
+Each file defines the method's array type, a function that creates a new adapter on a weight, and a record
+that describes how the adapter is saved in PEFT's format. To add a new method, list its record here.
 """
 
-# These are imported to register their rules.
+# Imported for its side effect, which is to register the rules for combinators.
 from . import rules  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from .adalora import ADALORA, AdaLoRAArray
 from .alora import ALoRAArray
@@ -47,7 +47,7 @@ _ALL = (
     FOURIERFT,
 )
 
-#: The records by name, such as "vera".
+#: The records of all methods, by name (e.g. "vera").
 METHODS = {method.name: method for method in _ALL}
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""AdaLoRA: a low-rank change in the form of a singular value decomposition."""
+"""AdaLoRA: a low-rank change that is parameterised like a singular value decomposition."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,19 +12,19 @@ from .record import DROPOUT, Layer, Method, Option, Weight, count, flag, number,
 
 
 class AdaLoRAArray(MethodArray):
-    """AdaLoRA: `w + scaling * b diag(e) a`, in the form of a singular value decomposition.
+    """AdaLoRA: adds `scaling * b diag(e) a`, i.e. a low-rank matrix parameterised like its SVD.
 
-    With this form, ranks can be taken away from layers that need them least. PEFT decides which; we train the
-    ranks that are there.
+    This makes it possible to prune ranks from those layers that need them the least. Note that the pruning
+    itself is left to PEFT, i.e. we only train the remaining ranks.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, inputs)`; several input axes are flattened.
-    - `b`: shape `(..., outputs, rank)`, likewise.
-    - `e`: shape `(..., rank)`.
-    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`: of shape `(..., rank, inputs)`. Multiple input axes are flattened.
+    - `b`: of shape `(..., outputs, rank)`. Multiple output axes are flattened.
+    - `e`: the diagonal, of shape `(..., rank)`.
+    - `scaling`: a factor for the change. Not differentiated. Default: 1.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -72,7 +72,7 @@ def _read_adalora(layer: Layer) -> Any:
 
 
 def _as_lora(x: AdaLoRAArray) -> LoraArray:
-    # PEFT cannot represent a rank of zero.
+    # PEFT doesn't support a rank of zero.
     return padded_to(y := x.composed(), max(y.rank, 1))
 
 

@@ -1,4 +1,4 @@
-"""`ALoRAArray`: a LoRA that is active only after its invocation tokens."""
+"""`ALoRAArray`: a LoRA that is only active after its invocation tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,28 +18,28 @@ from ..core.quaxify import quaxify
 from ..core.rules import register_on_either_side
 from .combinators import whole_shape
 
-# Fields that this has in common with `LoraArray`.
+# The fields that are shared with `LoraArray`.
 _OPTIONS = ("key", "alpha", "rslora", "dropout", "out_axes", "in_axes", "gradients")
 
 
 class ALoRAArray(AdaptedArray):
-    """Activated LoRA: a weight with a low-rank adapter that acts only from its invocation tokens onward.
+    """Activated LoRA: a weight with a low-rank adapter that only acts from its invocation tokens onwards.
 
-    For earlier tokens, only the weight acts, so keys and values cached by the model without adapters stay
-    valid.
+    All earlier tokens are only multiplied by the base, so that any keys and values cached by the model
+    without adapters can be reused.
 
-    The weight differs from token to token. So there is no dense array to materialise, and nothing to merge.
-    You can multiply it by a layer's inputs, with one row per token, once [`quaxlike.activate`][] has said on
-    which tokens it acts.
+    As the weight differs from token to token, it can't be materialised or merged. It can only be multiplied
+    by a layer's inputs, with one row per token, after [`quaxlike.activate`][] has determined which tokens it
+    acts on.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as for [`quaxlike.LoraArray`][].
-    - `invocation`: the tokens that invoke the adapter. It acts from their last (contiguous) occurrence in the
-        text onward, inclusive.
-    - `active`: for each token, whether the adapter acts on it. Default: None, i.e. not known.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`, `b`, `alpha`, `rslora`, `dropout`, `key`: as in [`quaxlike.LoraArray`][].
+    - `invocation`: the tokens that invoke the adapter, which then acts from their last (contiguous)
+        occurrence in the text onwards, inclusive.
+    - `active`: for each token, whether the adapter acts on it. Default: None, i.e. not known yet.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -54,7 +54,7 @@ class ALoRAArray(AdaptedArray):
         ql.quaxify(lambda w, x: x @ w.T)(alora, jnp.ones((4, 3)))
         ```
 
-    Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics (2025); conventions of PEFT.
+    Greenewald et al., Activated LoRA: Fine-tuned LLMs for Intrinsics (2025). We follow PEFT's conventions.
     """
 
     a: Any
@@ -78,16 +78,16 @@ class ALoRAArray(AdaptedArray):
     def __check_init__(self) -> None:
         if not self.invocation:
             raise ValueError("ALoRAArray takes one or more tokens as `invocation`; found none.")
-        object.__setattr__(self, "alpha", self.lora().alpha)  # raises for shapes that do not fit
+        object.__setattr__(self, "alpha", self.lora().alpha)  # this also validates shapes
 
     @classmethod
     def of(cls, lora: LoraArray, invocation: Sequence[int]) -> "ALoRAArray":
-        """Converts a LoRA; it acts only from the invocation tokens onward."""
+        """Converts a LoRA to one that only acts from the invocation tokens onwards."""
         options = {name: getattr(lora, name) for name in _OPTIONS}
         return cls(lora.w, lora.a, lora.b, invocation=tuple(map(int, invocation)), **options)
 
     def lora(self) -> LoraArray:
-        """Returns the weight for tokens on which the adapter acts."""
+        """Returns the weight that multiplies those tokens on which the adapter acts."""
         options = {name: getattr(self, name) for name in _OPTIONS}
         return LoraArray(self.w, self.a, self.b, **options)
 
@@ -113,7 +113,7 @@ class ALoRAArray(AdaptedArray):
 
 @register_on_either_side("dot_general", ALoRAArray, precedence=precedence.ACTIVATED)
 def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
-    """Multiplies all tokens by the weight, and the rows of active tokens by the adapter."""
+    """Multiplies every token by the base, and adds the adapter's change to those tokens that are active."""
     on_left = isinstance(x, ALoRAArray)
     w, x = (x, y) if on_left else (y, x)
     _, of_x = dot_axes(w, x, params["dimension_numbers"], on_left=on_left)
@@ -128,7 +128,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _rows(w: ALoRAArray, found: list[int]) -> Any:
-    """Returns the factors for the rows that multiply `w`; the axes have these sizes."""
+    """Returns a mask over the rows that multiply `w`, after validating that these are of shape `found`."""
     if w.active is None:
         raise ValueError(
             f"An activated LoRA acts on the tokens from {list(w.invocation)} on, and it is not known where "

@@ -1,4 +1,4 @@
-"""BOFT: rotates inputs by butterfly factors."""
+"""BOFT: rotates a layer's inputs by butterfly factors."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,21 +14,23 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, starts
 
 
 class BOFTArray(MethodArray):
-    """Butterfly orthogonal fine-tuning: a chain of block-diagonal rotations, and scaled outputs.
+    """Butterfly orthogonal fine-tuning: rotates the inputs and scales the outputs.
 
-    The inputs go through a chain of block-diagonal orthogonal matrices. Each mixes different inputs.
+    The rotation is a product of orthogonal matrices, each of which is block-diagonal up to a different
+    permutation of the inputs.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `blocks`: for each matrix in the chain, `n` blocks of size `b`, where `n * b` is the number of inputs:
-        `(..., factors, n, b, b)`. The Cayley transform of their skew-symmetric parts is orthogonal.
-    - `scale`: factors for the outputs, `(..., *outputs)`.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `blocks`: `n` blocks of size `b` for each matrix, of shape `(..., factors, n, b, b)`, where `n * b` is
+        the number of inputs. The orthogonal matrices are the Cayley transforms of their skew-symmetric parts.
+    - `scale`: factors for the outputs, of shape `(..., *outputs)`.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     **Raises:**
 
-    `ValueError` unless factor `k` has groups of `2 ** k` blocks with even size, which it mixes.
+    `ValueError` if there is more than one matrix and `b` is odd, or `n` isn't a multiple of `2 ** (factors -
+    1)`.
 
     !!! example
 
@@ -62,7 +64,7 @@ class BOFTArray(MethodArray):
         factors, n, b = blocks.shape[-4:-1]
         for k in range(factors):
             chain: list[Any] = [BlockDiagonalMatrix(jnp.matrix_transpose(blocks[..., k, :, :, :]))]
-            if k:  # mixes halves of blocks; even places in a group come first
+            if k:  # permute half-blocks within each group, such that those at even indices come first
                 order = jnp.concatenate([jnp.arange(start, 2 ** (k + 1), 2) for start in (0, 1)])
                 mixed = jnp.eye(2 ** (k + 1), dtype=blocks.dtype)[order]
 

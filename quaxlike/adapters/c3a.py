@@ -10,13 +10,14 @@ from .record import Layer, Method, Weight, Written, by_pattern, count, starts
 
 
 class C3AArray(MethodArray):
-    """C³A: adds a matrix of circulant blocks, which is multiplied by fast Fourier transforms.
+    """C³A: adds a matrix of circulant blocks, so that products can be computed by fast Fourier transforms.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `kernel`: each block's first row, times the number of inputs: `(..., outputs / b, inputs / b, b)`.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `kernel`: the first row of each block, multiplied by the number of inputs. Should be of shape `(...,
+        outputs / b, inputs / b, b)`.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -1,8 +1,7 @@
 """The building blocks of adapters: `SumArray`, `ScaledArray`, `RotatedArray`, `HadamardArray`.
 
-The outputs and inputs of a weight may each have several axes, in any order, as for `LoraArray`. Matrices next
-to it, with shape `(*batch, outputs, inputs)`, have one axis for each, in the order of `out_axes` and
-`in_axes`.
+As in `LoraArray`, a weight can have several output and input axes, in any order. The matrices that adapt it
+are of shape `(*batch, outputs, inputs)`, with these axes flattened in the order of `out_axes` and `in_axes`.
 """
 
 import math
@@ -22,7 +21,7 @@ from ..core.values import is_value, materialise
 
 
 class Combinator(AdaptedArray):
-    """The base class for combinators."""
+    """Base class for combinators."""
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
@@ -34,14 +33,14 @@ class Combinator(AdaptedArray):
         return jax.core.ShapedArray(whole_shape(self), self.w.dtype)
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, which the base absorbs."""
+        """Multiplies by a scalar, by scaling the base."""
         if factor.ndim:
             return NotImplemented
         return reached_by(self, factor).replace(w=quaxify(multiply)(self.base, factor))
 
 
 def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
-    """Returns the weight's shape, with the batch axes of all parts in front."""
+    """Returns the shape of the weight, preceded by the batch axes of all parts."""
     own = labels_of(x)
     sizes: dict[int, int] = {}
     for name, labels in own.items():
@@ -51,21 +50,21 @@ def whole_shape(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def axes_of(x: AdaptedArray, axes: Sequence[int]) -> Labels:
-    """Returns the labels of axes counted from the end."""
+    """Converts negative axes to labels."""
     return [x.ndim + axis for axis in axes]
 
 
 class SumArray(Combinator):
-    """The array `w + delta`.
+    """The sum `w + delta`.
 
-    A product is computed as one with `w` and one with `delta`, each by the rules for its type.
+    Products with `w` and `delta` are computed separately, by the rules for their types.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. The sum has its dtype.
-    - `delta`: an array or a Value with shape `(..., outputs, inputs)`, such as a `KroneckerMatrix` or a
-        `SparseArray`. Several axes of either are flattened.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value. The sum has the same dtype.
+    - `delta`: an array or Value of shape `(..., outputs, inputs)`, for example a `KroneckerMatrix` or a
+        `SparseArray`. Multiple output or input axes are flattened.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -101,19 +100,19 @@ class SumArray(Combinator):
         return super().times(factor).replace(delta=quaxify(multiply)(self.delta, factor))
 
     def adds_nothing(self) -> bool:
-        """Returns whether a change whose arrays are zero is."""
+        """Returns whether `delta` is zero if all of its arrays are zero."""
         return not is_value(self.delta) or bool(self.delta.linear)
 
 
 class ScaledArray(Combinator):
-    """The array `w`, with outputs multiplied by `outputs`, and inputs by `inputs`.
+    """A weight `w` that is scaled by `outputs` along its output axes, and by `inputs` along its input axes.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. The product has its dtype.
-    - `outputs`: a factor for each output, `(..., *outputs)`. Default: None, for no factors.
-    - `inputs`: a factor for each input, `(..., *inputs)`. Default: None.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value. The result has the same dtype.
+    - `outputs`: a factor for each output, of shape `(..., *outputs)`. Default: None, i.e. no scaling.
+    - `inputs`: a factor for each input, of shape `(..., *inputs)`. Default: None, i.e. no scaling.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -144,25 +143,25 @@ class ScaledArray(Combinator):
         return self.with_base(weight)
 
     def factors(self) -> list[Any]:
-        """Returns the existing factors, each with all axes of the array."""
+        """Returns all factors that aren't `None`, broadcastable to the shape of the array."""
         own = labels_of(self)
         return [arrange(getattr(self, name), own[name], range(self.ndim)) for name in own if name != "w"]
 
 
 class RotatedArray(Combinator):
-    """The product of a weight and a square matrix.
+    """The product of a weight with a square matrix.
 
-    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, each product by the rules for its type, and
-    never multiply `w` itself.
+    We compute `x @ (w @ rotation).T` as `(x @ rotation.T) @ w.T`, with each product computed by the rules for
+    its type. In particular `w @ rotation` is never formed.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. The product has its dtype.
-    - `rotation`: an array or a Value with shape `(..., n, n)`, where `n` is the number of inputs; several
-        input axes are flattened. It need not be orthogonal.
-    - `of_outputs`: whether to multiply the `n` outputs instead, as for an embedding `(vocabulary, n)`.
+    - `w`: the base, as an array or Value. The product has the same dtype.
+    - `rotation`: an array or Value of shape `(..., n, n)`, where `n` is the number of inputs. Multiple input
+        axes are flattened. Doesn't need to be orthogonal.
+    - `of_outputs`: whether to multiply along the outputs instead, e.g. for an embedding `(vocabulary, n)`.
         Default: False.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -196,7 +195,7 @@ class RotatedArray(Combinator):
         return self.with_base(self._on_rows(weight, solved))
 
     def _on_rows(self, w: jax.Array, multiplied: Any) -> jax.Array:
-        """Applies `multiplied(rows, rotation)` to the weight, reshaped to matrices with rotated columns."""
+        """Applies `multiplied(rows, rotation)`, where `rows` is `w` with its rotated axes as columns."""
         rotated, batch = self.rotated(), labels_of(self)["rotation"][:-2]
         order = [*batch, *(i for i in range(self.ndim) if i not in (*batch, *rotated)), *rotated]
         w, shape = spread(self, w), [self.shape[i] for i in order]
@@ -210,15 +209,15 @@ class RotatedArray(Combinator):
 
 
 class HadamardArray(Combinator):
-    """The array `w * factor`, element by element.
+    """The elementwise product `w * factor`.
 
-    A product with it forms this array. A lookup only multiplies the rows it needs.
+    Matrix products with this array materialise it, but lookups only compute the rows they need.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value. The product has its dtype.
-    - `factor`: an array or a Value with shape `(..., *outputs, *inputs)`, such as a [`quaxlike.LoraArray`][].
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value. The product has the same dtype.
+    - `factor`: an array or Value of shape `(..., *outputs, *inputs)`, such as a [`quaxlike.LoraArray`][].
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -243,16 +242,16 @@ class HadamardArray(Combinator):
         return self.with_base(multiply(weight, 1 / materialise(self.arranged())))
 
     def arranged(self) -> Any:
-        """Returns the factor, with all axes in order."""
+        """Returns the factor with its axes in the same order as those of this array."""
         own = labels_of(self)["factor"]
         return quaxify(lambda factor: arrange(factor, own, range(self.ndim)))(self.factor)
 
 
-# Dense arrays with the full shape ----------------------------------------------------------------
+# Dense arrays of the full shape ------------------------------------------------------------------
 
 
 def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
-    """Reshapes a matrix `(*batch, outputs, inputs)` to the axes of `x`; missing ones get size one."""
+    """Reshapes a matrix of shape `(*batch, outputs, inputs)` to be broadcastable to the shape of `x`."""
     out, into = axes_of(x, x.out_axes), axes_of(x, x.in_axes)
     batch = [i for i in range(x.ndim) if i not in (*out, *into)]
     sizes = [x.shape[i] for i in (*out, *into)]
@@ -261,5 +260,5 @@ def like_weight(x: AdaptedArray, matrix: jax.Array) -> jax.Array:
 
 
 def spread(x: AdaptedArray, w: Any) -> Any:
-    """Returns the base with all batch axes."""
+    """Broadcasts the base over all batch axes."""
     return w if w.shape == x.shape else quaxify(jnp.broadcast_to)(w, x.shape)

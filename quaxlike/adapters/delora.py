@@ -1,4 +1,4 @@
-"""DeLoRA: a low-rank change with bounded strength."""
+"""DeLoRA: a low-rank change of bounded strength."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,18 +12,18 @@ from .record import DROPOUT, RANK, Layer, Method, Weight, Written, starts
 
 
 class DeLoRAArray(MethodArray):
-    """DeLoRA: a low-rank change with normalised rows and columns.
+    """DeLoRA: adds a low-rank matrix whose factors are normalised.
 
-    So a single trained number bounds how far a weight moves.
+    As a result, the size of the change is bounded by a single trained scalar.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, inputs)`; several input axes are flattened.
-    - `b`: shape `(..., outputs, rank)`, likewise.
-    - `strength`: the number, shape `(...)`.
-    - `column_norms`: the norms of the weight's columns when the adapter was made, `(..., inputs)`; frozen.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`: of shape `(..., rank, inputs)`. Multiple input axes are flattened.
+    - `b`: of shape `(..., outputs, rank)`. Multiple output axes are flattened.
+    - `strength`: the bound, of shape `(...)`.
+    - `column_norms`: the column norms of the weight at initialisation, of shape `(..., inputs)`. Not trained.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -63,7 +63,7 @@ class DeLoRAArray(MethodArray):
 
 
 def _norm(x: Any, axis: int) -> Any:
-    """Returns the norm, with zero gradient at zero."""
+    """Computes the norm, but with a gradient of zero at zero (instead of NaN)."""
     squares = jnp.sum(x * x, axis)
     some = squares > 0
     return jnp.where(some, jnp.sqrt(jnp.where(some, squares, jnp.ones_like(squares))), squares)

@@ -1,4 +1,4 @@
-"""FourierFT: adds a matrix with few frequencies."""
+"""FourierFT: adds a matrix that is sparse in the frequency domain."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,16 +26,18 @@ from .record import (
 
 
 class FourierFTArray(MethodArray):
-    """FourierFT: adds a matrix with a few trained frequencies. Every product forms it.
+    """FourierFT: adds a matrix whose spectrum is sparse, with trained coefficients.
+
+    Note that every product with this array materialises the change.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `spectrum`: the coefficients, `(..., n)`.
-    - `places`: their places in the flattened spectrum `(outputs, inputs)`, integers `(..., n)`.
-    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
-    - `seed`: the seed with which PEFT draws these places; its files have the seed instead. Default: None.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `spectrum`: the nonzero coefficients, of shape `(..., n)`.
+    - `places`: their integer indices into the flattened `(outputs, inputs)` spectrum, of shape `(..., n)`.
+    - `scaling`: a factor for the change. Not differentiated. Default: 1.
+    - `seed`: the seed with which PEFT draws these `places`, and which its files store instead. Default: None.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -65,7 +67,8 @@ class FourierFTArray(MethodArray):
         return True
 
     def composed(self) -> SumArray:
-        spectrum, places = jnp.broadcast_arrays(self.scaled("spectrum"), self.places)  # places may be shared
+        # `places` might be shared between the adapters of a stack, in which case it lacks their axis.
+        spectrum, places = jnp.broadcast_arrays(self.scaled("spectrum"), self.places)
         shape = (*spectrum.shape[:-1], self.num_outputs * self.num_inputs)
         flat = jnp.put_along_axis(jnp.zeros(shape, spectrum.dtype), places, spectrum, axis=-1, inplace=False)
         whole = jnp.reshape(flat, (*shape[:-1], self.num_outputs, self.num_inputs))
@@ -76,7 +79,7 @@ class FourierFTArray(MethodArray):
 def fourierft(
     x: Weight, *, n_frequency: int = 1000, scaling: float = 150.0, seed: int = 777
 ) -> FourierFTArray:
-    """Uses the places that PEFT draws with `seed`: the same for all weights with one size."""
+    """Uses the frequencies that PEFT draws with `seed`, which are the same for all weights of equal size."""
     size = x.outputs * x.inputs
     if not 0 < n_frequency <= size:
         raise ValueError(f"FourierFT takes an n_frequency from 1 to {size}; found {n_frequency}.")

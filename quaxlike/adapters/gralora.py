@@ -1,4 +1,4 @@
-"""GraLoRA: a separate low-rank change for each block of a weight."""
+"""GraLoRA: a separate low-rank change to each block of a weight."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,19 +15,19 @@ from .record import DROPOUT, Layer, Method, Weight, Written, as_written, count, 
 
 
 class GraLoRAArray(MethodArray):
-    """Granular low-rank adaptation: a `k x k` grid of blocks, each with its own low-rank change.
+    """Granular low-rank adaptation: adds a `k x k` grid of blocks, each with a separate low-rank matrix.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: for each of `k` groups of inputs, the first factors for all blocks in this column: shape `(..., k,
-        inputs / k, rank)`.
-    - `b`: for each of `k` groups of outputs, the second factors for all blocks in this row: shape `(..., k,
-        rank, outputs / k)`.
-    - `general_a`, `general_b`: a low-rank change of the whole weight, like `a` and `b` in
+    - `w`: the base, as an array or Value.
+    - `a`: for each of `k` groups of inputs, the concatenated first factors of the blocks in this column, of
+        shape `(..., k, inputs / k, rank)`.
+    - `b`: for each of `k` groups of outputs, the concatenated second factors of the blocks in this row, of
+        shape `(..., k, rank, outputs / k)`.
+    - `general_a`, `general_b`: an additional low-rank change to the whole weight, as `a` and `b` in
         [`quaxlike.LoraArray`][]. Default: None.
-    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `scaling`: a factor for the change. Not differentiated. Default: 1.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -58,7 +58,7 @@ class GraLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         k, rank, size = self.b.shape[-3:]
-        # The whole rank is (n, j, q): the input group, the output group, and a block's rank.
+        # The total rank is flattened from (n, j, q), i.e. input group, output group, and rank per block.
         b = self.scaled("b")
         b = jnp.reshape(b, (*b.shape[:-3], k, k, rank // k, size))
         eye = jnp.eye(k, dtype=b.dtype)

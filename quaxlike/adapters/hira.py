@@ -1,4 +1,4 @@
-"""HiRA: multiplies each element of a weight by a low-rank factor."""
+"""HiRA: multiplies a weight elementwise by one plus a low-rank matrix."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,16 +14,16 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, flag, starts
 
 
 class HiRAArray(MethodArray):
-    """HiRA: multiplies the weight by one plus a low-rank matrix, element by element: `w * (1 + b a)`.
+    """HiRA: multiplies the weight elementwise by one plus a low-rank matrix, i.e. `w * (1 + b a)`.
 
-    Every matrix product forms this array. A lookup in an embedding only forms the rows it needs.
+    Matrix products with this array materialise it, but embedding lookups only compute the rows they need.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, *inputs)`.
-    - `b`: shape `(..., *outputs, rank)`.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`: the first factor, of shape `(..., rank, *inputs)`.
+    - `b`: the second factor, of shape `(..., *outputs, rank)`.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 

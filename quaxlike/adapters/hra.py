@@ -1,4 +1,4 @@
-"""HRA: sends inputs through Householder reflections."""
+"""HRA: applies Householder reflections to a layer's inputs."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,16 +15,16 @@ from .record import Layer, Method, Weight, Written, count, flag, starts
 
 
 class HRAArray(MethodArray):
-    """Householder reflection adaptation: a layer's inputs go through a chain of trained reflections.
+    """Householder reflection adaptation: applies a chain of trained reflections to a layer's inputs.
 
-    We apply this chain as the identity plus a product of two thin matrices, with `2 r` numbers per input.
+    Under the hood, a chain of `r` reflections is computed as the identity plus a matrix of rank `r`.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `u`: the reflections' directions (with any length) as columns: `(..., inputs, r)`.
-    - `orthogonal`: whether to orthogonalise the directions first, in this order. Default: False.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `u`: the (unnormalised) directions of the reflections as columns, of shape `(..., inputs, r)`.
+    - `orthogonal`: whether to orthogonalise the directions first. Default: False.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -45,8 +45,8 @@ class HRAArray(MethodArray):
     part_axes: ClassVar[Mapping[str, str]] = {"u": "inputs reflections"}
 
     def composed(self) -> RotatedArray:
-        # H_0 H_1 ... = I - U T Uᵀ, where T is triangular, with the inverse I / 2 + triu(UᵀU, 1).
-        u = cast(self.u, in_float32(self.u.dtype))  # LAPACK has no narrower dtype
+        # H_0 H_1 ... = I - U T Uᵀ, where T is the triangular matrix whose inverse is I / 2 + triu(UᵀU, 1).
+        u = cast(self.u, in_float32(self.u.dtype))  # LAPACK doesn't support narrower dtypes
         if self.orthogonal:
             u, _ = jnp.linalg.qr(u)
             v = 2 * u
@@ -63,7 +63,7 @@ class HRAArray(MethodArray):
 
 @starts
 def hra(x: Weight, *, rank: int = 8) -> HRAArray:
-    """Starts with random reflections in pairs, which cancel."""
+    """Initialises with random reflections that come in pairs, so that they cancel each other."""
     if rank % 2 or rank < 2:
         raise ValueError(f"HRA begins with pairs of reflections; found a rank of {rank}.")
     return x.on(HRAArray, jnp.repeat(x.kaiming(x.inputs, rank // 2, fan_in=rank // 2), 2, axis=-1))

@@ -1,4 +1,4 @@
-"""(IA)³: factors for outputs, inputs and biases."""
+"""(IA)³: scales the outputs, inputs and biases of layers."""
 
 import math
 from collections.abc import Mapping
@@ -28,16 +28,17 @@ from .record import (
 
 
 class IA3Array(MethodArray):
-    """(IA)³: a trained factor for each output of a layer, or for each of its inputs.
+    """(IA)³: scales each output or each input of a layer by a trained factor.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `outputs`: factors for outputs, `(..., *outputs)`. Default: None.
-    - `inputs`: factors for inputs, `(..., *inputs)`, as for feed-forward layers. Default: None.
-    - `channels`: factors for a grouped convolution's channels, `(..., channels)`. (Its kernel only has one
-        group's channels.) Default: None.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `outputs`: factors for the outputs, of shape `(..., *outputs)`. Default: None.
+    - `inputs`: factors for the inputs, of shape `(..., *inputs)`, typically used in feed-forward layers.
+        Default: None.
+    - `channels`: factors for all input channels of a convolution, of shape `(..., channels)`. (Note that the
+        kernel of a grouped convolution only has the channels of a single group.) Default: None.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -70,14 +71,14 @@ class IA3Array(MethodArray):
 
 
 class ScaledBias(TransparentValue):
-    """A scaled bias, for a layer with scaled outputs.
+    """The scaled bias of a layer whose outputs are scaled.
 
-    Its factors are trained separately from the weight's.
+    Its factors are trained separately from those of the weight.
 
     **Arguments:**
 
-    - `w`: the layer's bias, frozen.
-    - `factor`: one factor per element.
+    - `w`: the bias of the layer, which is frozen.
+    - `factor`: a factor for each element of the bias.
     """
 
     factor: Any
@@ -89,7 +90,7 @@ class ScaledBias(TransparentValue):
         return multiply(materialise(self.base), self.factor)
 
     def merged(self) -> jax.Array:
-        """Returns the product, with gradients to both parts."""
+        """Returns the product, differentiable with respect to both the bias and the factor."""
         return multiply(materialise(self.w), self.factor)
 
     def unmerged(self, weight: jax.Array) -> "ScaledBias":
@@ -98,10 +99,10 @@ class ScaledBias(TransparentValue):
 
 @starts
 def ia3(x: Weight, *, of_inputs: bool | None = None, bias: Any = None) -> IA3Array:
-    """Starts with factors of one, for outputs or `of_inputs`.
+    """Initialises with factors of one, for either the outputs or (if `of_inputs`) the inputs.
 
-    Default: for inputs if there is a bias, which then does not change. PEFT would scale it by the same
-    numbers as the outputs, but two arrays cannot share numbers.
+    By default, we scale the inputs if there is a bias. This is because PEFT scales the bias by the same
+    factors as the outputs, but we can't tie parameters between two arrays.
     """
     if not (bias is not None if of_inputs is None else of_inputs):
         return x.on(IA3Array, outputs=x.ones(*x.out))

@@ -1,4 +1,4 @@
-"""LoHa: the elementwise product of two low-rank matrices."""
+"""LoHa: adds the elementwise product of two low-rank matrices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,17 +23,19 @@ from .record import (
 class LoHaArray(MethodArray):
     """LoHa: adds the elementwise product of two low-rank matrices, `scaling * (a_1 b_1) * (a_2 b_2)`.
 
-    Its rank is at most `r²`. We compute it as a low-rank change whenever this is cheaper than a dense one.
+    The rank of this product is at most `r²`. We compute it as a low-rank change if this is cheaper than a
+    dense one.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a_1`, `a_2`: shape `(..., outputs, r)`.
-    - `b_1`, `b_2`: shape `(..., r, inputs)`; several input axes are flattened.
-    - `core_1`, `core_2`: for convolution kernels in Tucker form, `(r, r, *window)`. Then each low-rank matrix
-        is `core` multiplied by `a` and by `b`, which has shape `(r, channels)`. Default: None.
-    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a_1`, `a_2`: of shape `(..., outputs, r)`.
+    - `b_1`, `b_2`: of shape `(..., r, inputs)`. Multiple input axes are flattened.
+    - `core_1`, `core_2`: cores of shape `(r, r, *window)`, for convolution kernels in Tucker form. Each
+        matrix is then `core` multiplied by both `a` and `b`, with `b` of shape `(r, channels)`. Default:
+        None.
+    - `scaling`: a factor for the change. Not differentiated. Default: 1.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""LoKr: a Kronecker product; its factors may have low rank."""
+"""LoKr: adds a Kronecker product, whose factors can be low-rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,16 +29,18 @@ class LoKrArray(MethodArray):
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `first`: shape `(..., o_1, i_1)`, or `(..., o_1, r)` if there is a `first_b`.
-    - `second`: shape `(..., o_2, i_2)`, or `(..., o_2, r)` if there is a `second_b`. There are `o_1 o_2`
-        outputs and `i_1 i_2` inputs; several axes of either are flattened.
-    - `first_b`, `second_b`: their second factors, `(..., r, i_1)` and `(..., r, i_2)`. Default: None.
-    - `core`: for convolution kernels in Tucker form, `(r, r, *window)`. Then the second matrix is `core`
-        multiplied by `second` and by `second_b`, which has shape `(r, channels)`. Default: None.
-    - `alpha`, `rank`: `scaling = alpha / rank`, whatever ranks the matrices have; `alpha` is constant in
-        differentiation. Default: 1.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `first`: of shape `(..., o_1, i_1)`, or `(..., o_1, r)` if `first_b` is given.
+    - `second`: of shape `(..., o_2, i_2)`, or `(..., o_2, r)` if `second_b` is given. Here `o_1 * o_2` is the
+        number of outputs, and `i_1 * i_2` the number of inputs. Multiple output or input axes are flattened.
+    - `first_b`, `second_b`: the second factors of either matrix, of shape `(..., r, i_1)` and `(..., r,
+        i_2)`. Default: None.
+    - `core`: a core of shape `(r, r, *window)`, for convolution kernels in Tucker form. The second matrix is
+        then `core` multiplied by both `second` and `second_b`, with `second_b` of shape `(r, channels)`.
+        Default: None.
+    - `alpha`, `rank`: scale the change by `alpha / rank`, regardless of the actual ranks of the matrices.
+        `alpha` is not differentiated. Default: 1.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -69,7 +71,7 @@ class LoKrArray(MethodArray):
 
     @property
     def scaling(self) -> Any:
-        """The factor for this change."""
+        """The factor by which the change is scaled."""
         return self.alpha / self.rank
 
     def adds_nothing(self) -> bool:
@@ -93,9 +95,9 @@ def lokr(x: Weight, *, rank: int = 8, alpha: float = 8, decompose_factor: int = 
 
 
 def two_factors(n: int, limit: int) -> tuple[int, int]:
-    """Factorises `n` into two factors that are as close as possible, like PEFT's `factorization`.
+    """Factorises `n` into two factors that are as close to each other as possible.
 
-    If `limit` is positive, the first factor is at most `limit`.
+    If `limit` is positive, then the first factor is at most `limit`. Follows `factorization` in PEFT.
     """
     if limit > 0 and n % limit == 0:
         return limit, n // limit
@@ -138,8 +140,8 @@ def _write_lokr(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settle_lokr(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the limit for factors, and whether PEFT would make first matrices low-rank at these ranks."""
-    shapes: dict[str, Any] = {}  # both matrices' shapes, without the window
+    """Returns the limit on the first factors, and whether the first matrices are low-rank as well."""
+    shapes: dict[str, Any] = {}  # the shapes of both matrices, excluding the window
     for name, layer in layers.items():
         x, inputs = layer.array, layer.array.num_inputs // math.prod(layer.window)
         o_1, i_1 = len(x.first), (x.first if x.first_b is None else x.first_b).shape[-1]

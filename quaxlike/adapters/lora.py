@@ -1,4 +1,4 @@
-"""The file format for LoRA, with rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA. See `LoraArray`."""
+"""The file format of LoRA, including rsLoRA, DoRA, PiSSA, OLoRA and activated LoRA. See `LoraArray`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from ..core.values import is_value
 from .alora import ALoRAArray
 from .record import Layer, Method, Option, Weight, Written, as_written, by_pattern, flag, number, starts
 
-# Initialisations that keep the base; initialisations that move a part of it into the adapter, which follows
-# from the base alone; and prefixes of those that change it in any other way.
+# Initialisations that don't modify the base; those that move a part of it into the adapter, which can be
+# recomputed from the base alone; and prefixes of those that modify it in some other way.
 _KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 _CHANGES_BASE = ("pissa", "olora")
 _UNKNOWN_CHANGES = {
@@ -35,7 +35,7 @@ GROUPED = (
 
 @starts
 def lora(x: Weight, *, rank: int = 8, alpha: float = 8, rslora: bool = False) -> LoraArray:
-    """LoRA with its default start; [`quaxlike.loraify`][] has all options."""
+    """Creates a LoRA with the default initialisation. For all options, use [`quaxlike.loraify`][]."""
     a, b = x.kaiming(rank, *x.into, fan_in=x.inputs), x.zeros(*x.out, rank)
     return x.on(LoraArray, a, b, alpha=alpha, rslora=rslora)
 
@@ -72,7 +72,7 @@ def _refused(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-#: Entries about how LoRA starts and is trained. The switches among its options say whether they matter.
+#: Entries that only concern initialisation or training. Other options determine whether they are used at all.
 INFORMATIVE = (
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config", "megatron_core", "qalora_group_size"),
     "runtime_config",
@@ -119,7 +119,10 @@ _OPTIONS = {
 
 
 def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArray:
-    """Puts these factors on the weight: one adapter, or `count` with one scaling side by side."""
+    """Creates an adapter from these factors.
+
+    If these are the concatenation of `count` adapters, then we increase `alpha` to preserve the scaling.
+    """
     rslora, alpha = layer.option("use_rslora"), float(layer.option("lora_alpha", "alpha_pattern"))
     return layer.on(
         LoraArray, a, b, rslora=rslora, alpha=alpha * (count**0.5 if rslora else count),
@@ -128,7 +131,7 @@ def _on(layer: Layer, a: Any, b: Any, count: int = 1, **options: Any) -> LoraArr
 
 
 def read_factors(layer: Layer, rank: int) -> tuple[Any, Any]:
-    """Returns the factors `a` and `b` of a low-rank matrix, with input and output axes."""
+    """Returns the factors `a` and `b` of a low-rank matrix, with separate input and output axes."""
     start = "embedding_" if layer.kind == "embedding" else ""
     into = layer.in_shape if layer.kind == "conv" else (layer.inputs,)
     a = layer.read(f"{start}a", rank, *into).reshape(rank, *layer.in_shape)
@@ -150,7 +153,7 @@ def _read(layer: Layer) -> Any:
         raise layer.error(None, f"PEFT's aLoRA is for linear layers; {layer.name} is none")
     if layer.kind == "parameter":
         return _read_parameter(layer, rank)
-    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # before allocating this much
+    if (found := layer.shape_of(f"{start}a")[:1]) != (rank,):  # check this before allocating any memory
         raise layer.error(
             f"{start}a",
             f"the configuration gives rank {rank}; found {found[0] if found else 'a scalar'}",
@@ -163,7 +166,7 @@ def _read(layer: Layer) -> Any:
         magnitude = layer.read("magnitude", *shape).reshape(layer.out_shape)
     array = _on(layer, a, b, magnitude=magnitude)
     init = _init_of(layer.options)
-    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT does not change embeddings, either
+    if init in _CHANGES_BASE and layer.kind != "embedding":  # PEFT doesn't modify embeddings either
         if layer.kind == "conv" or (init == "olora" and layer.option("fan_in_fan_out")):
             raise layer.error("a", f"PEFT has no {init} for {layer.name}")
         try:
@@ -183,8 +186,8 @@ def _check_plain(layer: Layer) -> None:
         raise layer.error(None, "adapters of parameters have no DoRA, no biases and no PiSSA or OLoRA")
 
 
-# A stack `(experts, …)` stores all factors in one matrix each: `A` as `(experts * rank, in)`, with experts as
-# the slower index, `B` as `(out, rank * experts)`, with experts as the faster index.
+# For a stack `(experts, …)`, PEFT flattens the factors into two matrices: `A` is `(experts * rank, in)`, in
+# which experts are the slower index, and `B` is `(out, rank * experts)`, in which they are the faster index.
 
 
 def _read_parameter(layer: Layer, rank: int) -> LoraArray:
@@ -197,10 +200,10 @@ def _read_parameter(layer: Layer, rank: int) -> LoraArray:
 
 
 def _read_stack(name: str, layers: Sequence[Layer]) -> Any:
-    """Reads a stack of experts. In transformers 4, each had its own adapter.
+    """Reads a stack of experts that each have a separate adapter, as in transformers 4.
 
-    An expert may have several matrices, one above the other in the stack. Each keeps its factors: the stack's
-    `a` has all of them, and its `b` is zero between different matrices.
+    If an expert fuses several matrices along the outputs, then we concatenate their factors `a`, and make `b`
+    block-diagonal, so that each matrix is only changed by its original adapter.
     """
     first, *_ = adapted = [layer for layer in layers if layer.is_in_file]
     for layer in adapted:
@@ -246,7 +249,7 @@ def _write(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
         "use_dora": x.magnitude is not None,
     }
     parts = _written_parameter(layer, x) if layer.kind == "parameter" else _written(layer, x)
-    if isinstance(layer.bias, LoraBias):  # all layers have this, or none
+    if isinstance(layer.bias, LoraBias):  # PEFT requires that either all layers have this or none do
         parts, options = parts | {"bias": layer.bias.b.reshape(-1)}, options | {"lora_bias": True}
     return parts, options
 
@@ -258,7 +261,7 @@ def _written(layer: Written, x: LoraArray) -> dict[str, Any]:
             "PEFT's files hold one adapter per layer. Save layers and adapters of a stack one by one."
         )
     axes, own = (x.out_axes, x.in_axes), (layer.layout.out_axes, layer.layout.in_axes)
-    if axes == own[::-1]:  # the layer shares its adapter with the tied embedding
+    if axes == own[::-1]:  # an output layer, which shares its adapter with the embedding it is tied to
         if x.magnitude is not None:
             raise ValueError(f"PEFT has no DoRA for {layer.name}, an output layer tied to an embedding.")
         return {"a": x.b.T, "b": x.a.T}
@@ -291,7 +294,7 @@ def _written_parameter(layer: Written, x: LoraArray) -> dict[str, Any]:
 
 
 def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns how all adapters started, and which tokens invoke them."""
+    """Returns the entries for how the adapters were initialised, or for which tokens invoke them."""
     activated = {name: x.array for name, x in layers.items() if isinstance(x.array, ALoRAArray)}
     if not activated:
         return {"init_lora_weights": _started(layers)}
@@ -307,18 +310,20 @@ def _settle(layers: Mapping[str, Written], options: dict[str, dict[str, Any]]) -
 
 
 # -------------------------------------------------------------------------------------------------
-# Adapters with an initialisation that took a part of the base, in files without the base.
+# Adapters whose initialisation subtracted something from the base.
 #
-# For "pissa" and "olora", which follow from the base alone, PEFT takes the part out again on loading. For all
-# others, and for layers where it does not, the part goes into the file. If the adapted base is `base +
-# taken`, then `[a, a'], [b, b']` with `scaling * b' a' = taken` give the same sum on `base`, at twice the
-# rank (PEFT's `path_initial_model_for_weight_conversion`).
+# The file doesn't contain the base. For "pissa" and "olora", whose change can be recomputed from the base,
+# PEFT subtracts it again on loading. For any other initialisation, and for layers in which PEFT doesn't
+# support this, the file must include the change. If the adapted base is `base + taken`, and `scaling * b' a'
+# = taken`, then `[a, a'], [b, b']` represents the same weight on top of `base`, at twice the rank. (This
+# corresponds to `path_initial_model_for_weight_conversion` in PEFT.)
 # -------------------------------------------------------------------------------------------------
 
 
 def _started(layers: Mapping[str, Written]) -> str | bool:
-    """Returns the entry `init_lora_weights`. Raises a `ValueError` if it cannot represent what was taken out
-    of the base.
+    """Returns the value of `init_lora_weights`.
+
+    **Raises:** `ValueError` if this can't represent what was subtracted from the base.
     """
     names = {str(x.array.taken[0]) for x in layers.values() if x.array.taken is not None}
     if not names:
@@ -327,7 +332,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
     own_biases = any(isinstance(x.bias, LoraBias) for x in layers.values())
     for layer, x in layers.items():
         taken = x.array.taken
-        # OLoRA uses the factors of the weight as stored.
+        # PEFT's OLoRA decomposes the weight as stored, which in this case is the transpose of ours.
         turned = taken is not None and taken[0] == "olora" and x.is_fan_in_fan_out
         in_peft = x.kind in ("linear", "matrix") and not turned and not own_biases
         is_derivable = name in _CHANGES_BASE and in_peft and taken == taken_by(str(name), x.array)
@@ -342,7 +347,7 @@ def _started(layers: Mapping[str, Written]) -> str | bool:
 
 
 def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
-    """Returns the adapter that gives the same weight on another base `w`."""
+    """Returns the adapter which represents the same weight on top of a different base `w`."""
     if x.w is w or eqx.tree_equal(x.w, w) is True:
         return x.replace(taken=None)
 
@@ -380,8 +385,7 @@ def relative_to(w: Any, name: str, x: LoraArray) -> LoraArray:
 
 
 def _named_embeddings(tokens: Any, layouts: Mapping[str, Layout | None]) -> dict[str, Sequence[str]]:
-    """Returns the embeddings with trained tokens. By default this is the input embedding, whatever its
-    name."""
+    """Returns the embeddings with trained tokens, which by default is the input embedding."""
     if isinstance(tokens, Mapping):
         return {own: [x for x in layouts if x == own or x.endswith(f".{own}")] or [own] for own in tokens}
 

@@ -1,4 +1,4 @@
-"""Shared code for the LyCORIS methods, LoHa and LoKr."""
+"""Code shared between LoHa and LoKr, which both originate from LyCORIS."""
 
 import math
 from typing import Any
@@ -16,12 +16,16 @@ KINDS = ("linear", "matrix", "conv", "grouped conv")
 
 
 def is_effective(layer: Layer) -> bool:
-    """Returns whether a kernel's change has Tucker form."""
+    """Returns whether the change to a convolution kernel is stored in Tucker form."""
     return layer.option("use_effective_conv2d") and math.prod(layer.window) > 1
 
 
 def tucker(core: Any, a: Any, b: Any) -> Any:
-    """`a @ b`, or with a core of shape `(r, s, *window)` in between, as a matrix with flattened inputs."""
+    """Computes `a @ b` or, given a core of shape `(r, s, *window)`, the kernel with this Tucker
+    decomposition.
+
+    In either case, the result is a matrix whose input axes are flattened.
+    """
     if core is None:
         return jnp.matmul(a, b, precision="highest")
     kernel = jnp.einsum("ijkl,...pi,...jq->...pqkl", core, a, b, precision="highest")

@@ -1,4 +1,4 @@
-"""`MethodArray`: an adapter computed as an array made from combinators."""
+"""`MethodArray`: an adapter whose operations are defined by expressing it in terms of combinators."""
 
 import abc
 import math
@@ -27,31 +27,30 @@ from .combinators import whole_shape
 
 
 class MethodArray(AdaptedArray):
-    """The base class for published methods.
+    """Base class for the adapters of published methods.
 
-    A subclass has the method's trained numbers, and `composed` says what array they make from the weight.
-    This array then computes everything.
+    Subclasses store the trained parameters, and implement `composed` to express the adapted weight in terms
+    of combinators. All operations are then delegated to the result of `composed`.
     """
 
     out_axes: tuple[int, ...] = eqx.field(static=True, default=(-2,), kw_only=True)
     in_axes: tuple[int, ...] = eqx.field(static=True, default=(-1,), kw_only=True)
 
-    # The factor for the change, if a method has one: one of its `numbers`, or computed from it. Without an
-    # annotation, as in `AdaptedArray`.
+    # The factor by which the change is scaled, if the method supports this. Either one of `numbers`, or a
+    # property computed from it. Not annotated, for the same reason as in `AdaptedArray`.
     scaling = 1.0
 
     @abc.abstractmethod
     def composed(self) -> Any:
-        """Returns the same array as a `SumArray`, `ScaledArray`, `RotatedArray` or
-        [`quaxlike.LoraArray`][]."""
+        """Returns the equivalent array in terms of combinators and [`quaxlike.LoraArray`][]."""
 
     def on(self, kind: Any, *parts: Any, **options: Any) -> Any:
-        """Puts another kind of adapter on the same weight."""
+        """Creates another kind of adapter on the same weight, with the same axes."""
         shared = ("gradients", "out_axes", "in_axes")
         return kind(self.w, *parts, **{name: getattr(self, name) for name in shared}, **options)
 
     def scaled(self, name: str) -> Any:
-        """A part (a field), multiplied by the scaling."""
+        """Returns a part (i.e. the field of this name) multiplied by the scaling."""
         own, of_scaling = labels_of(self)[name], labels_of(self)[self.numbers[0]]
         part, scaling = getattr(self, name), constant(jnp.asarray(self.scaling))
         more = [*(i for i in of_scaling if i not in own), *own]
@@ -68,14 +67,14 @@ class MethodArray(AdaptedArray):
         return math.prod(self.w.shape[axis] for axis in self.in_axes)
 
     def low_rank(self, a: Any, b: Any) -> LoraArray:
-        """`w + b @ a`, if `a` has all inputs in one axis, and `b` all outputs."""
+        """Returns `w + b @ a`, for matrices `a` and `b` whose inputs and outputs are flattened."""
         into, out = ([self.w.shape[axis] for axis in axes] for axes in (self.in_axes, self.out_axes))
         a = a if len(into) == 1 else jnp.reshape(materialise(a), (*a.shape[:-1], *into))
         b = b if len(out) == 1 else jnp.reshape(b, (*b.shape[:-2], *out, b.shape[-1]))
         return self.on(LoraArray, a, b)
 
     def as_matrix(self, w: jax.Array) -> jax.Array:
-        """Reshapes a dense weight to a matrix `(..., outputs, inputs)`."""
+        """Reshapes a dense weight to matrices of shape `(..., outputs, inputs)`."""
         n = w.ndim
         ends = [n + axis for axis in (*self.out_axes, *self.in_axes)]
         order = [*(i for i in range(n) if i not in ends), *ends]
@@ -98,7 +97,7 @@ class MethodArray(AdaptedArray):
         return self.with_base(weight)
 
     def widen(self, like: Value) -> Any:
-        """If `like` has another type or other axes, widens the composed array instead."""
+        """As in the base class, but widens the result of `composed` if `like` has another type or axes."""
 
         def axes(x: Any) -> Any:
             return (type(x), x.out_axes, x.in_axes)
@@ -106,7 +105,7 @@ class MethodArray(AdaptedArray):
         same = isinstance(like, MethodArray) and axes(like) == axes(self)
         return super().widen(like) if same else widened(self.composed(), like)
 
-    #: Comes before arrays that are fully trained, which unwrap what they meet.
+    #: Takes precedence over fully trained arrays such as `TrainableArray`, which unwrap themselves.
     default_precedence = precedence.METHOD
 
     @staticmethod

@@ -12,19 +12,19 @@ from .record import DROPOUT, Layer, Method, Weight, Written, count, one_of, star
 
 
 class MiSSArray(MethodArray):
-    """Matrix shard sharing: sums inputs in groups, and maps the sums to outputs by a trained matrix.
+    """Matrix shard sharing: sums over groups of inputs, and multiplies the result by a trained matrix.
 
-    So it adds this matrix, repeated, to the weight.
+    This is equivalent to adding a periodic repetition of the trained matrix to the weight.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `block`: shape `(..., rank, outputs)`: row `j % rank` maps input `j`. With fewer columns, these are
-        repeated over the outputs. Default: None.
-    - `bat`: used instead: matrices that also multiply the weight, `(..., outputs / rank, rank, rank)`. In
-        square blocks, `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. Every product forms this sum.
-        Default: None.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `block`: the trained matrix, of shape `(..., rank, outputs)`. Input `j` is multiplied by row `j % rank`.
+        If there are fewer columns than outputs, then these are repeated as well. Default: None.
+    - `bat`: used instead of `block`; matrices of shape `(..., outputs / rank, rank, rank)` that also multiply
+        the weight: each square block `w[p, q]` becomes `w[p, q] + w[p, q] @ bat[p] + bat[p]`. This sum is
+        materialised in every product. Default: None.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 

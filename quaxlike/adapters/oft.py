@@ -1,4 +1,4 @@
-"""OFT: rotates inputs in blocks."""
+"""OFT: rotates blocks of a layer's inputs."""
 
 import math
 import warnings
@@ -29,21 +29,22 @@ from .record import (
 
 
 class OFTArray(MethodArray):
-    """Orthogonal fine-tuning: multiplies blocks of inputs by trained orthogonal matrices.
+    """Orthogonal fine-tuning: multiplies each block of a layer's inputs by a trained orthogonal matrix.
 
-    Each is the Cayley transform of a skew-symmetric matrix. The weight itself is never multiplied.
+    These are parameterised as the Cayley transforms of skew-symmetric matrices. The inputs are rotated
+    instead of the weight, so that the rotated weight is never formed.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `skew`: for each block of `b` inputs, the matrix's `b * (b - 1) / 2` elements above the diagonal, row by
-        row: `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
-    - `terms`: how many terms of Neumann's series approximate the inverse in the Cayley transform, as PEFT
-        counts them. Default: None, for the exact inverse.
-    - `eps`: scales the matrices to a norm of at most `eps / sqrt(blocks)` (constrained OFT). Gradients ignore
-        this. Default: None.
-    - `of_outputs`: whether to multiply the outputs instead, i.e. an embedding's columns. Default: False.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `skew`: the elements above the diagonal of each `b x b` skew-symmetric matrix, in row-major order, of
+        shape `(..., blocks, b * (b - 1) / 2)`. A single block is shared by all inputs.
+    - `terms`: the number of terms of the Neumann series that approximates the inverse in the Cayley
+        transform, counted as in PEFT. Default: None, for the exact inverse.
+    - `eps`: clips the norms of the skew-symmetric matrices to `eps / sqrt(blocks)` (constrained OFT). This is
+        ignored when differentiating. Default: None.
+    - `of_outputs`: whether to rotate the outputs instead, e.g. the columns of an embedding. Default: False.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -56,7 +57,7 @@ class OFTArray(MethodArray):
         ```
 
     Qiu et al., Controlling Text-to-Image Diffusion by Orthogonal Finetuning (2023); Qiu et al., Orthogonal
-    Finetuning Made Scalable (2025); conventions of PEFT.
+    Finetuning Made Scalable (2025). We follow PEFT's conventions.
     """
 
     skew: Any
@@ -92,14 +93,14 @@ class OFTArray(MethodArray):
 def cayley(k: jax.Array, terms: int | None) -> jax.Array:
     """Computes `(I - K) (I + K)^-1` for skew-symmetric matrices `K`.
 
-    With `terms`, only the first terms of the series `I - 2 K + 2 K² - ...`, at `-K`.
+    If `terms` is given, then this computes that many terms of the series `I - 2 K + 2 K² - ...` for `-K`.
     """
     eye = jnp.broadcast_to(jnp.eye(k.shape[-1], dtype=k.dtype), k.shape)
     if terms is None:
-        # LAPACK has no narrower dtype.
+        # LAPACK doesn't support narrower dtypes.
         plus, minus = (cast(x, in_float32(k.dtype)) for x in (eye + k, eye - k))
         return cast(jnp.linalg.solve(plus, minus), k.dtype)
-    terms = 4 if terms == 3 else terms  # as PEFT does
+    terms = 4 if terms == 3 else terms  # for consistency with PEFT
     out, power = eye, eye
     for n in range(1, terms):
         power = jnp.matmul(power, k, precision="highest")
@@ -117,7 +118,7 @@ def oft(x: Weight, *, block_size: int = 32) -> OFTArray:
 
 
 def _tell_of_windows(layers: Sequence[Layer | Written], given: Mapping[str, Any]) -> None:
-    """Warns about convolutions: PEFT's forward pass differs from what it merges."""
+    """Warns about convolutions, for which PEFT's forward pass is inconsistent with its merged weights."""
     if names := [layer.name for layer in layers if math.prod(layer.window) > 1]:
         warnings.warn(
             f"PEFT computes {', '.join(names)} with OFT in another way than it merges it: its forward pass "
@@ -171,7 +172,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
     }
     shared = all(number == 1 for _, number in blocks.values())
     shared = shared and any(size < inputs[name] for name, (size, _) in blocks.items())
-    if shared:  # PEFT repeats the block
+    if shared:  # PEFT repeats a shared block over all inputs
         for name, own in options.items():
             own["block"] = (blocks[name][0], inputs[name] // blocks[name][0])
     size, number = size_or_number("OFT", options)
@@ -179,7 +180,7 @@ def _settle_oft(layers: Any, options: dict[str, dict[str, Any]]) -> dict[str, An
 
 
 def size_or_number(kind: str, options: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Returns the block size that all layers share, or else their number of blocks; the other is 0."""
+    """Returns the block size if all layers have the same, or else the number of blocks; the other is 0."""
     sizes, numbers = map(set, zip(*(own.pop("block") for own in options.values()), strict=True))
     if len(sizes) > 1 and len(numbers) > 1:
         raise ValueError(

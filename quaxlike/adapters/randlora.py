@@ -1,4 +1,4 @@
-"""RandLoRA: a full-rank change, from random matrices that all layers share."""
+"""RandLoRA: a full-rank change, based on random matrices that are shared by all layers."""
 
 import functools
 import math
@@ -28,24 +28,26 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 
 
 class RandLoRAArray(MethodArray):
-    """RandLoRA: a full-rank change, as a sum of frozen random low-rank matrices.
+    """RandLoRA: adds a full-rank matrix, as a sum of random low-rank matrices.
 
-    All layers share these matrices. We train one factor for each column of their first factors, and in each
-    matrix, one for each row. It is computed by two factors, together about as large as the weight.
+    The random matrices are frozen, and shared by all layers. We only train `scale` and `gamma`, which scale
+    the rows and columns of `a` separately for each term. The sum is computed as a product of two factors,
+    whose total size is roughly that of the weight.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, 1, n)`. The layer uses as many columns as it has inputs or outputs, whichever
-        are fewer.
-    - `b`: shape `(..., m, bases, rank)`. It uses as many rows as it has of the other, and the first bases.
-    - `scale`: shape `(..., rank, bases)`.
-    - `gamma`: shape `(..., bases, the lesser number)`.
-    - `scaling`: the factor for this change, constant in differentiation. Default: 1.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so its files can omit them. Default:
-        None, for any other matrices.
-    - `sparsity`: how PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`. Default: `"dense"`.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`: of shape `(..., rank, 1, n)`. Only the first `min(outputs, inputs)` columns are used.
+    - `b`: of shape `(..., m, max_bases, rank)`. Only the first `max(outputs, inputs)` rows and the first
+        `bases` bases are used.
+    - `scale`: of shape `(..., rank, bases)`.
+    - `gamma`: of shape `(..., bases, min(outputs, inputs))`.
+    - `scaling`: a factor for the change. Not differentiated. Default: 1.
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
+        Default: None, for arbitrary matrices.
+    - `sparsity`: the distribution from which PEFT draws them: `"dense"`, `"sparse"` or `"very_sparse"`.
+        Default: `"dense"`.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -58,8 +60,8 @@ class RandLoRAArray(MethodArray):
         ql.quaxify(jnp.matmul)(x, jnp.arange(3.0))
         ```
 
-    Albert et al., RandLoRA: Full-rank parameter-efficient fine-tuning of large models (2025). The pairing of
-    factors is PEFT's.
+    Albert et al., RandLoRA: Full-rank parameter-efficient fine-tuning of large models (2025). The order in
+    which the factors are paired follows PEFT.
     """
 
     a: Any
@@ -83,7 +85,8 @@ class RandLoRAArray(MethodArray):
 
     def composed(self) -> LoraArray:
         (few, many), (rank, bases) = sorted((self.num_outputs, self.num_inputs)), self.scale.shape[-2:]
-        # Rows of `thin` run over (rank, base), but columns of `wide` over (base, rank), as in PEFT.
+        # For consistency with PEFT, the rows of `thin` are flattened from (rank, base), but the columns of
+        # `wide` from (base, rank).
         thin = times(times(self.scale[..., None], self.a[..., :few]), self.gamma[..., None, :, :])
         thin = jnp.reshape(thin, (*thin.shape[:-3], rank * bases, few))
         wide = self.scaled("b")[..., :many, :bases, :]
@@ -98,7 +101,7 @@ def randlora(
     x: Weight, *, rank: int = 32, alpha: float = 640, seed: int | None = None,
     sparsity: Literal["dense", "sparse", "very_sparse"] = "dense", a: Any = None, b: Any = None,
 ) -> RandLoRAArray:  # fmt: skip
-    """Starts with random matrices `a` and `b` that all layers share, as in `vera`."""
+    """Initialises with random matrices `a` and `b` that are shared by all layers, as in `vera`."""
     if sparsity not in ("dense", "sparse", "very_sparse"):
         raise ValueError(f"RandLoRA is 'dense', 'sparse' or 'very_sparse'; found {sparsity!r}.")
     a, b = given_matrices("RandLoRA", a, b)
@@ -117,7 +120,7 @@ draws(randlora, _drawn)
 
 
 def _sparsity(options: Mapping[str, Any]) -> str:
-    if "sparsity" in options:  # those of `randlora`, and not of a file
+    if "sparsity" in options:  # these are the options of `randlora`, rather than those of a file
         return options["sparsity"]
     return "very_sparse" if options["very_sparse"] else "sparse" if options["sparse"] else "dense"
 
@@ -126,7 +129,7 @@ def _read_randlora(layer: Layer) -> Any:
     a, b, seed = layer.shared
     r, few, many = layer.option("r"), *sorted((layer.inputs, layer.outputs))
     bases = math.ceil(few / r)
-    for part, x in (("a", a), ("b", b)):  # the file repeats these for each layer
+    for part, x in (("a", a), ("b", b)):  # these can be duplicated for every layer in the file
         if layer.has(part) and not np.array_equal(layer.read(part, *x.shape), x):
             raise layer.error(part, "is not the matrix that all layers share")
 

@@ -1,7 +1,7 @@
-"""PyTorch's random numbers on CPUs, and the matrices that PEFT draws from them.
+"""PyTorch's random number generator on CPU, and the matrices that PEFT draws with it.
 
-VeRA's and RandLoRA's files may omit these matrices. So they must agree bit for bit. PyTorch's generator is
-the same Mersenne Twister as NumPy's `RandomState`.
+These matrices can be omitted from the files of VeRA and RandLoRA, in which case we must reproduce them
+bitwise. Fortunately, PyTorch uses the same Mersenne Twister as NumPy's `RandomState`.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Generator:
-    """`torch.Generator().manual_seed(seed)`."""
+    """Equivalent to `torch.Generator().manual_seed(seed)`."""
 
     def __init__(self, seed: int) -> None:
         self._state = np.random.RandomState(seed % 2**32)
@@ -21,20 +21,20 @@ class Generator:
         return self._state.randint(0, 2**32, count, dtype=np.uint32)
 
     def uniform(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """Like `torch.empty(shape).uniform_(low, high)`, in float32."""
+        """As `torch.empty(shape).uniform_(low, high)`, in float32."""
         low32, high32 = np.float32(low), np.float32(high)
         unit = (self._words(math.prod(shape)) & 0xFFFFFF) * 2.0**-24
         wide = unit * np.float64(high32 - low32) + np.float64(low32)
         return wide.astype(np.float32).reshape(shape)
 
     def uniform_bfloat16(self, shape: tuple[int, ...], low: float | int, high: float | int) -> np.ndarray:
-        """Like `uniform`, in bfloat16."""
+        """As `uniform`, but in bfloat16."""
         out = self.uniform(shape, low, high).astype(jnp.bfloat16)
         ends = np.asarray([low, high], np.float32).astype(jnp.bfloat16)
         return np.where(out == ends[1], ends[0], out)
 
     def permutation(self, n: int, first: int) -> np.ndarray:
-        """Returns the `first` entries of `torch.randperm(n)`."""
+        """Returns the first `first` entries of `torch.randperm(n)`."""
         moved: dict[int, int] = {}
         for k, word in enumerate(self._words(min(first, n - 1))):
             j = k + int(word) % (n - k)
@@ -43,7 +43,7 @@ class Generator:
 
 
 def vera_projections(generator: Generator, n: int, m: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """VeRA's matrices, with shapes `(rank, n)` and `(m, rank)`, for at most `n` inputs and `m` outputs."""
+    """Draws VeRA's matrices of shapes `(rank, n)` and `(m, rank)`, for up to `n` inputs and `m` outputs."""
     of_a, of_b = math.sqrt(6 / n), math.sqrt(6 / rank)
     return generator.uniform((rank, n), -of_a, of_a), generator.uniform((m, rank), -of_b, of_b)
 
@@ -51,9 +51,9 @@ def vera_projections(generator: Generator, n: int, m: int, rank: int) -> tuple[n
 def randlora_projections(
     generator: Generator, n: int, m: int, rank: int, sparsity: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """RandLoRA's matrices, with shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`.
+    """Draws RandLoRA's matrices of shapes `(rank, 1, n)` and `(m, ceil(n / rank), rank)`.
 
-    Here `n` and `m` are the largest numbers of inputs and outputs among all layers, the smaller one first.
+    Here `n` and `m` are the maximum number of inputs and outputs over all layers, ordered such that `n <= m`.
     """
     bases = math.ceil(n / rank)
     if sparsity == "dense":

@@ -1,4 +1,4 @@
-"""`Method`: the record of a published method, with its array type, its start, and its files."""
+"""`Method`: the record of a published method, i.e. its array type, initialisation, and file format."""
 
 import functools
 import inspect
@@ -19,19 +19,19 @@ from ..arrays.layout import Layout
 
 Start = Callable[..., Any]
 
-#: Prefixes of tensor names: for layers, and for the whole model.
+#: Prefixes of tensor names, for layers and for the whole model respectively.
 PREFIX = "base_model.model."
 ROOT = "base_model."
 
 
 class Option(NamedTuple):
-    """A configuration entry: PEFT's default, and the supported values."""
+    """A configuration entry, with its default in PEFT and the values that we support."""
 
     default: Any
     expected: str
     fits: Callable[[Any], bool]
     is_recent: bool = False
-    """Whether to omit this entry if it has the default, because older PEFT versions do not know it."""
+    """Whether to omit this entry if it has its default value, as older versions of PEFT lack it."""
 
 
 def flag(default: bool = False) -> Option:
@@ -39,7 +39,7 @@ def flag(default: bool = False) -> Option:
 
 
 def count(default: int, least: int = 1) -> Option:
-    """An integer of at least `least`."""
+    """An integer that is greater than or equal to `least`."""
     return Option(default, f"an integer of at least {least}", lambda x: type(x) is int and x >= least)
 
 
@@ -48,7 +48,7 @@ def number(default: float | int) -> Option:
 
 
 def by_pattern(each: Option) -> Option:
-    """Values for some layers, by name pattern."""
+    """A dict from name patterns to values, for overriding an option in particular layers."""
 
     def fits(x: Any) -> Any:
         return isinstance(x, dict) and all(map(is_pattern, x)) and all(map(each.fits, x.values()))
@@ -65,14 +65,14 @@ def one_of(default: Any, *others: Any) -> Option:
     return Option(default, f"one of {', '.join(map(repr, allowed))}", found)
 
 
-#: Dropout rate. Accepted and ignored: we do not implement it for these methods.
+#: A dropout rate. This is accepted but ignored, as dropout is not implemented for these methods.
 DROPOUT = Option(0.0, "a number from 0 to 1", lambda x: is_finite(x) and 0 <= x <= 1)
 RANK = {"r": count(8), "rank_pattern": by_pattern(count(8))}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """The tensors in an adapter's file."""
+    """The tensors in the file of an adapter."""
 
     def read(self, key: str, shape: Sequence[int], *, integers: bool = False) -> Any: ...
 
@@ -82,14 +82,14 @@ class Source(Protocol):
 
 
 class Layer:
-    """A layer of the model, and its tensors in the file."""
+    """A layer of the model, along with its tensors in the file."""
 
     def __init__(
         self, name: str, w: Any, layout: Layout, bias: Any, options: Mapping[str, Any], file: Source,
         keys: Mapping[str, str], method: "Method", kind: str,
     ) -> None:  # fmt: skip
         self.name, self.w, self.layout, self.bias, self.options = name, w, layout, bias, options
-        #: As in the layout, or "parameter" for a matrix (or stack) that is not a layer's weight.
+        #: The kind of its layout, or "parameter" for matrices (or stacks) that aren't a layer's weight.
         self.kind = kind
         #: The result of `Method.prepare`.
         self.shared: Any = None
@@ -114,11 +114,11 @@ class Layer:
 
     @property
     def window(self) -> tuple[int, ...]:
-        """A convolution's window; empty for other layers."""
+        """The window of a convolution; empty for any other layer."""
         return self.in_shape[1:] if self.layout.is_conv else ()
 
     def option(self, name: str, pattern: str | None = None) -> Any:
-        """An option's value. With `pattern`, this may differ between layers."""
+        """Returns the value of an option, which the option called `pattern` can override for each layer."""
         value = self.options[name]
         return value if pattern is None else value_for(self.options[pattern], self.name, value)
 
@@ -130,33 +130,33 @@ class Layer:
         return part in self._keys
 
     def shape_of(self, part: str) -> tuple[int, ...]:
-        """A tensor's stored shape. Raises if it is missing."""
+        """Returns the shape of a tensor in the file, raising an error if it is missing."""
         if part not in self._keys:
-            # The file may use another name for this layer than the model.
+            # Derive the key from another tensor if possible, as the file can name this layer differently.
             other, key = next(iter(self._keys.items()), ("", f"{PREFIX}{self.name}"))
             stem = key.removesuffix(self._method.parts.get(other, ""))
             raise self._file.error(f"{stem}{self._method.parts[part]}", "is missing")
         return self._file.shape(self._keys[part])
 
     def read(self, part: str, *shape: int, integers: bool = False) -> Any:
-        """Reads a tensor, which must have this shape."""
+        """Reads a tensor, raising an error if it isn't of this shape."""
         self.shape_of(part)
         self._unread.discard(part)
         return self._file.read(self._keys[part], shape, integers=integers)
 
     def error(self, part: str | None, problem: str) -> ValueError:
-        """Makes the error for a problem with this tensor, or with the layer's first one."""
+        """Creates an error for a problem with this tensor, or with the layer's first tensor if `None`."""
         if part is not None:
             self.shape_of(part)
         return self._file.error(self._keys[part or next(iter(self._keys))], problem)
 
     def on(self, kind: Callable[..., AdaptedArray], *parts: Any, **options: Any) -> Any:
-        """Puts an adapter of this kind on the weight."""
+        """Creates an adapter of this kind on the layer's weight."""
         layout = self.layout
         return kind(self.w, *parts, out_axes=layout.out_axes, in_axes=layout.in_axes, **options)
 
     def missing_for_all(self, name: str) -> ValueError:
-        """Makes the error for a missing tensor that belongs to all layers."""
+        """Creates an error for a missing tensor which is shared by all layers."""
         key = f"{ROOT}{self._method.shared[name]}"
         return self._file.error(key, "is missing: `save_projection` says that the file holds it")
 
@@ -166,36 +166,36 @@ class Layer:
 
 
 class Written(NamedTuple):
-    """An adapted layer to write."""
+    """An adapted layer that is being written to a file."""
 
     name: str
     array: Any
     layout: Layout
     bias: Any
-    """The layer's bias, or its replacement; None if there is none."""
+    """The layer's bias (or the Value that replaced it), if there is one."""
     path: str
-    """The array's name in the model."""
+    """The name of the array in the model."""
     kind: str
-    """As in the layout, or "parameter", as for `Layer`."""
+    """The kind of its layout, or "parameter", as in `Layer`."""
 
     @property
     def window(self) -> tuple[int, ...]:
-        """A convolution's window; empty for other layers."""
+        """The window of a convolution; empty for any other layer."""
         into = self.layout.in_axes[1:] if self.layout.is_conv else ()
         return tuple(self.array.w.shape[axis] for axis in into)
 
     @property
     def is_fan_in_fan_out(self) -> bool:
-        """Whether the checkpoint stores the weight as `(in, out)`, like GPT-2.
+        """Whether the weight is stored as `(in, out)` in the checkpoint, as in GPT-2.
 
-        Other frameworks' kernels are `(in, out)`, too, but stored as `(out, in)`.
+        Kernels from other frameworks are `(in, out)` as well, but are stored as `(out, in)`.
         """
         is_weight = self.path.rpartition(".")[2] == "weight" and self.kind in ("linear", "matrix")
         return is_weight and self.array.out_axes == self.layout.out_axes == (-1,)
 
 
 class Weight(NamedTuple):
-    """A weight, and the shapes of its batch axes, outputs and inputs."""
+    """A weight to adapt, along with the shapes of its batch axes, outputs and inputs."""
 
     w: Any
     layout: Layout
@@ -203,7 +203,7 @@ class Weight(NamedTuple):
     out: tuple[int, ...]
     into: tuple[int, ...]
     dtype: Any
-    """The dtype for new parameters: the weight's, or float32 for 16-bit weights."""
+    """The dtype of new parameters, i.e. that of the weight, or float32 if the weight is 16-bit."""
     keys: Any
 
     @property
@@ -229,7 +229,7 @@ class Weight(NamedTuple):
         return scale * jax.random.normal(next(self.keys), (*self.batch, *shape), self.dtype)
 
     def kaiming(self, *shape: int, fan_in: int) -> jax.Array:
-        """Like PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
+        """Samples from the same distribution as PyTorch's `kaiming_uniform_(a=sqrt(5))`."""
         bound = fan_in**-0.5
         return jax.random.uniform(next(self.keys), (*self.batch, *shape), self.dtype, -bound, bound)
 
@@ -240,7 +240,7 @@ class Weight(NamedTuple):
 
 
 def starts(start: Callable[..., Any]) -> Start:
-    """Turns a function of a `Weight` and options into `make`."""
+    """Wraps a function of a `Weight` and some options, for use as the `make` of [`quaxlike.adapt`][]."""
 
     @functools.wraps(start)
     def make(w: Any, *, key: Any, layout: Layout, **options: Any) -> Any:
@@ -258,65 +258,66 @@ def starts(start: Callable[..., Any]) -> Start:
 
 
 class Method(NamedTuple):
-    """One of PEFT's methods."""
+    """The record of one of PEFT's methods."""
 
     peft_type: str
     type: type[AdaptedArray] | tuple[type[AdaptedArray], ...]
     start: Start
-    """Puts a new adapter on a weight: the function for [`quaxlike.adapt`][]."""
+    """Creates a new adapter on a weight. This can be passed to [`quaxlike.adapt`][]."""
     parts: Mapping[str, str]
-    """The suffixes of its tensors, by the names in `read` and `write`."""
+    """Maps the names used in `read` and `write` to the suffixes of tensors in the file."""
     options: Mapping[str, Option]
-    """The configuration entries that matter, in addition to those for all methods."""
+    """Configuration entries that affect the adapter, besides those common to all methods."""
     read: Callable[[Layer], Any]
-    """Returns the adapted weight, or a pair with what replaces the bias."""
+    """Returns the adapted weight, optionally paired with a replacement for the bias."""
     write: Callable[[Written], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """Returns a layer's tensors by part, and its options. None if the array is `rewritten`."""
+    """Returns the tensors of a layer, by part, and its options. `None` if the array is `rewritten`."""
     kinds: Collection[str] = ("linear", "matrix")
-    """The kinds of layers it can adapt."""
+    """The kinds of layers that can be adapted."""
     others: Mapping[str, str] = {}
-    """For other kinds of layers, why it cannot adapt them."""
+    """Maps other kinds of layers to the reason why they can't be adapted."""
     conv1d: bool = True
-    """Whether PEFT supports GPT-2's `Conv1D`, with `(in, out)` weights."""
+    """Whether PEFT supports GPT-2's `Conv1D`, whose weights are `(in, out)`."""
     patterns: Mapping[str, str] = {}
-    """Options that may differ between layers, and the entries with their values by pattern."""
+    """Maps options that can differ between layers to the entries which override them by pattern."""
     settle: Callable[[Mapping[str, Written], dict[str, dict[str, Any]]], dict[str, Any]] | None = None
-    """Entries that depend on all layers. Removes these from the layers' own options."""
+    """Returns the entries that depend on all layers at once. Pops any per-layer options that they replace."""
     informative: Collection[str] = ("init_weights",)
-    """Entries that do not affect a trained adapter: how it starts, and how it is trained."""
+    """Entries that only concern initialisation or training, so don't affect a trained adapter."""
     shared: Mapping[str, str] = {}
-    """The names of tensors that belong to the whole model, without prefix."""
+    """The names, without prefix, of tensors that belong to the whole model."""
     prepare: Callable[[Sequence[Layer], Mapping[str, Any]], Any] | None = None
-    """Makes what all layers share, from the layers and the `shared` tensors in the file."""
+    """Builds whatever all layers share, from the layers and the `shared` tensors in the file."""
     write_shared: Callable[[Sequence[Written]], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """The tensors and options that all layers share."""
+    """Returns the tensors and options that are shared by all layers."""
     entry: str = "target_modules"
-    """The entry that names its layers."""
+    """The configuration entry that lists the adapted layers."""
     named: Callable[[Any, Mapping[str, Layout | None]], Mapping[str, Sequence[str]]] | None = None
-    """The layers that `entry` names, if it is not `target_modules`; the file has one of them per key.
+    """Returns the candidates for each layer listed in `entry`, given the layouts of all layers.
 
-    Takes all layers' layouts.
+    The file should contain exactly one of the candidates. Only used if `entry` is not `target_modules`.
     """
     beside: Sequence["Method"] = ()
-    """Adapters for other layers that its files may contain as well."""
+    """Methods for other layers, whose adapters can be included in the same file."""
     refused: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
-    """An unsupported option, and why, with `{}` for the value."""
+    """Returns an unsupported option and the reason, in which `{}` is a placeholder for its value."""
     read_stack: Callable[[str, Sequence[Layer]], Any] | None = None
-    """Reads a stack of weights, given its name and its layers in order. Not all need be adapted."""
+    """Reads a stack of weights, given its name and its layers in order. Not all of them must be adapted."""
     tied: Mapping[str, str] = {}
-    """For an output layer tied to an embedding: which parts of the embedding's adapter are (transposed) parts
-    of its adapter. Empty if files have no such adapter.
+    """Maps parts of an embedding's adapter to the (transposed) parts of a tied output layer's adapter.
+
+    Empty if the file format doesn't support adapting tied output layers.
     """
     rewritten: Callable[[Any], Any] | None = None
-    """Converts the array to another method's, which files contain instead."""
+    """Converts the array to one of another method, which is written to files in its place."""
 
     @property
     def name(self) -> str:
-        """The method's name in Python."""
+        """The name by which the method is referred to in Python."""
         return self.peft_type.lower()
 
     def refusal(self, name: str, kind: str, description: str | None = None) -> str:
-        """Explains why a layer of this kind cannot be adapted."""
+        """Returns a message explaining why a layer of this kind can't be adapted."""
         if kind in self.others:
             return f"{name} is {self.others[kind]}"
         found = description or f"of kind {kind!r}"
@@ -324,9 +325,9 @@ class Method(NamedTuple):
 
 
 def as_written(path: str, x: Any) -> float | int:
-    """A number of an adapter for a file: the shortest that float32 rounds to it, after some arithmetic.
+    """Converts a hyperparameter of an adapter to a Python number, undoing float32 rounding where possible.
 
-    **Raises:** `ValueError` if it is traced, or if there are several.
+    **Raises:** `ValueError` if it is traced, or if its value differs between the layers of a stack.
     """
     if isinstance(x, jax.core.Tracer):
         raise ValueError(f"A number of the adapter on {path} is traced. Save adapters outside of `jax.jit`.")
@@ -342,7 +343,7 @@ def as_written(path: str, x: Any) -> float | int:
 
 
 def short_names(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns the last components of these names, unless other names end with them, too; else whole names."""
+    """Shortens names to their last components, unless any other name ends with the same component."""
 
     def last(name: Any) -> Any:
         return name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Rules for combinators: products, convolutions, lookups."""
+"""Rules for combinators: matrix products, convolutions and lookups."""
 
 import functools
 import math
@@ -39,9 +39,10 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 class _Product:
-    """What all products of an adapted array `w` with `x` have in common.
+    """The product of an adapted array `w` with `x`, plus operations shared between combinators.
 
-    Axes have labels: 0, 1, ... for `w`; an axis of `x` has its partner's label, or one from `w.ndim` onward.
+    Axes are tracked by integer labels, namely 0, 1, ... for `w`. Each axis of `x` has the label of the axis
+    it is contracted or batched with, or else a label starting from `w.ndim`.
     """
 
     def __init__(self, w: Any, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
@@ -52,7 +53,7 @@ class _Product:
                 labels[axis] = label
         self.w, self.x, self.on_left, self.params = w, x, on_left, params
         self.dimension_numbers, self.x_labels, self.own = dimension_numbers, labels, labels_of(w)
-        #: The labels of the result's axes.
+        #: The labels of the axes of the result.
         self.out = [*of_w.batch, *in_order(on_left, of_w.free, [i for i in labels if i >= w.ndim])]
 
     def times(
@@ -72,9 +73,9 @@ class _Product:
         self, matrix: Any, own: Labels, groups: Sequence[Labels], x: Any, labels: Labels,
         keep: Collection[int], **params: Any,
     ) -> tuple[Any, Labels]:  # fmt: skip
-        """Multiplies by a matrix whose last two axes each stand for a group of axes.
+        """Multiplies by a matrix whose last two axes each correspond to a (flattened) group of axes.
 
-        Before and after this, they are separate axes, of `w` or of the result.
+        Flattens these axes of `x` beforehand, and unflattens those of the result afterwards.
         """
         for group in groups:
             x, labels = _merged(x, labels, group)
@@ -99,7 +100,7 @@ def _product(it: _Product) -> Any:
     out, into = axes_of(w, w.out_axes), axes_of(w, w.in_axes)
     apart = isinstance(w, ScaledArray | HadamardArray)
     if not apart and any(len({i in it.out for i in own}) > 1 for own in (out, into)):
-        return NotImplemented  # sums over some, but not all, axes that the matrix has in one
+        return NotImplemented  # contracts some, but not all, of the axes which are flattened in the matrix
     match w:
         case HadamardArray():
             return quaxify(lambda x: it.with_base(w.materialise(), x, it.x_labels, [*range(w.ndim)]))(it.x)
@@ -120,7 +121,10 @@ def _of_sum(it: _Product, out: Labels, into: Labels, w: Any, delta: Any, x: Any)
 
 
 def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
-    """Puts the factors for summed axes into `x`, and all others into the result."""
+    """Multiplies `x` by the factors along contracted axes, and the result by all others.
+
+    In this way the base, which might be quantised, is left unchanged.
+    """
     labels = it.x_labels
     factors = [(factor, it.own[name]) for name, factor in (("outputs", outputs), ("inputs", inputs))
                if factor is not None]  # fmt: skip
@@ -139,7 +143,7 @@ def _of_scaled(it: _Product, w: Any, outputs: Any, inputs: Any, x: Any) -> Any:
 
 def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     columns = it.w.rotated()
-    # The axes between the two products have their own labels until `x` is rotated.
+    # Use separate (negative) labels for the rotated axes in between the two products.
     between = [-1 - k for k in range(len(columns))]
     groups = (between, columns)
     own, precision = it.own["rotation"], {"precision": it.params["precision"]}
@@ -147,7 +151,7 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
     def renamed(labels: Any, old: Any, new: Any) -> Any:
         return [new[old.index(i)] if i in old else i for i in labels]
 
-    if not {*columns} & {*it.out}:  # sums over these axes, so we rotate x
+    if not {*columns} & {*it.out}:  # the rotated axes are contracted, so rotate `x` instead of the result
         x = _inexact(x, w)
         dtype = common_dtype(rotation, x)
         keep = {*between, *it.out, *it.own["w"]} - {*columns}
@@ -167,12 +171,12 @@ def _of_rotated(it: _Product, w: Any, rotation: Any, x: Any) -> Any:
 
 
 def _inexact(x: Any, w: Any) -> Any:
-    """Converts `x` to a dtype that can be multiplied by fractions."""
+    """Promotes `x` to an inexact dtype if it is an integer, as factors are typically fractional."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else cast(x, common_dtype(w, x))
 
 
 def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
-    """Merges this group of axes into one, with the label of the first."""
+    """Flattens a group of axes into a single axis, which is given the label of the first."""
     if len(group) == 1 or group[0] not in labels:
         return x, labels
     order = [*(i for i in labels if i not in group), *group]
@@ -181,7 +185,7 @@ def _merged(x: Any, labels: Labels, group: Labels) -> tuple[Any, Labels]:
 
 
 def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple[Any, Labels]:
-    """The inverse of `_merged`."""
+    """Unflattens a group of axes, i.e. the inverse of `_merged`."""
     if len(group) == 1 or group[0] not in labels:
         return y, labels
     at = labels.index(group[0])
@@ -191,13 +195,13 @@ def _split(y: Any, labels: Labels, group: Labels, sizes: Sequence[int]) -> tuple
 
 @register("conv_general_dilated", precedence=precedence.COMBINATOR)
 def _conv(primitive: Primitive, x: ArrayLike | ArrayValue, w: Combinator, **params: Any):
-    """Forms the kernel, which is small compared with its operand."""
+    """Materialises the kernel, as this is small compared to the operand."""
     return quaxify(lambda x: primitive.bind(x, w.materialise(), **params))(x)
 
 
 @register("gather")
 def _gather(x: Combinator, indices: ArrayLike, **params: Any):
-    """Looks up rows of the base, and changes only these."""
+    """Looks up rows of the base, and then adapts just these rows."""
     return looked_up(x, indices, _rows, **params)
 
 
@@ -213,7 +217,7 @@ def _rows(x: Combinator, lookup: Lookup) -> Any:
     if isinstance(x, SumArray):
         ends = [*axes_of(x, x.out_axes), *axes_of(x, x.in_axes)]
         if len(ends) > 2:
-            return NotImplemented  # the matrix has several axes in one
+            return NotImplemented  # several axes are flattened into one in the matrix
         own["delta"] = [*own["delta"][:-2], *ends]
         return quaxify(add)(rows, found("delta"))
     for name in own:

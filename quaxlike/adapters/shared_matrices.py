@@ -1,4 +1,4 @@
-"""Random matrices that all layers share, as in VeRA and RandLoRA."""
+"""Random matrices that are shared by all layers, as in VeRA and RandLoRA."""
 
 import inspect
 import math
@@ -18,7 +18,7 @@ SEED = Option(0, "an integer", lambda x: type(x) is int)
 
 
 def times(x: Any, y: Any) -> Any:
-    """Multiplies two arrays. Missing batch axes get size one."""
+    """Multiplies two arrays, without relying on implicit rank promotion."""
     n = max(x.ndim, y.ndim)
     x, y = (jnp.reshape(z, (*[1] * (n - z.ndim), *z.shape)) for z in (x, y))
     return x * y
@@ -34,10 +34,10 @@ def given_matrices(method: str, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def draws(make: Any, draw: Callable[..., Any]) -> None:
-    """Gives `make` the function `share`, which `adapt` calls first.
+    """Attaches a function `share` to `make`, which `adapt` calls first to draw the shared matrices.
 
-    It draws the matrices for all weights by `draw(generator, inputs, outputs, rank, options)`, with the
-    largest numbers of inputs and outputs.
+    This calls `draw(generator, inputs, outputs, rank, options)`, with the maximum inputs and outputs over all
+    weights.
     """
     defaults = {name: option.default for name, option in inspect.signature(make).parameters.items()}
 
@@ -66,15 +66,15 @@ def draws(make: Any, draw: Callable[..., Any]) -> None:
 def read_shared(
     part: str, draw: Callable[..., Any], layers: Sequence[Layer], given: Mapping[str, Any]
 ) -> Any:
-    """Returns the shared matrices, and their seed if the file omits them.
+    """Returns the shared matrices, along with the seed they were drawn with if the file doesn't include them.
 
-    `part` has one row per rank; `draw` is as for `draws`.
+    `part` should be a part whose leading axis is the rank, and `draw` is as in `draws`.
     """
     if not layers:
         return None
     options = layers[0].options
     for layer in layers:
-        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # before allocating this much
+        if (found := layer.shape_of(part)[:1]) != (options["r"],):  # check this before allocating any memory
             raise layer.error(part, f"the configuration gives rank {options['r']}; found {found}")
     if options["save_projection"]:
         for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""SHiRA: a sparse change."""
+"""SHiRA: adds a sparse matrix."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ from .record import Layer, Method, Weight, Written, count, flag, starts
 
 
 class SHiRAArray(MethodArray):
-    """Sparse high-rank adaptation: trains some elements of the weight.
+    """Sparse high-rank adaptation: trains a small subset of the weight's elements.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `delta`: the change, a [`quaxlike.SparseArray`][] with shape `(..., outputs, inputs)`.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `delta`: the change, as a [`quaxlike.SparseArray`][] of shape `(..., outputs, inputs)`.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -48,7 +48,7 @@ class SHiRAArray(MethodArray):
 
 @starts
 def shira(x: Weight, *, rank: int = 32) -> SHiRAArray:
-    """Starts with random elements, as many as LoRA would train at this rank."""
+    """Selects random elements, with the same number of parameters as a LoRA of this rank."""
     n, size = rank * (x.outputs + x.inputs), x.outputs * x.inputs
     if x.batch or not 0 < n <= size:
         raise ValueError(

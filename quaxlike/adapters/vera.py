@@ -1,4 +1,4 @@
-"""VeRA: trains vectors next to random matrices that all layers share."""
+"""VeRA: trains vectors that scale random matrices which are shared by all layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,19 @@ from .shared_matrices import SEED, draws, given_matrices, read_shared, times, wr
 class VeRAArray(MethodArray):
     """Vector-based random matrix adaptation: `w + diag(scale_b) b diag(scale_a) a`.
 
-    Here `a` and `b` are frozen random matrices that all layers share. We train one vector for each.
+    Here `a` and `b` are frozen random matrices that are shared by all layers, so only the two vectors are
+    trained.
 
     **Arguments:**
 
-    - `w`: the base, an array or a Value.
-    - `a`: shape `(..., rank, n)`. The layer uses the first columns, one per input.
-    - `b`: shape `(..., m, rank)`. The layer uses the first rows, one per output.
-    - `scale_a`: shape `(..., rank)`.
-    - `scale_b`: shape `(..., *outputs)`.
-    - `seed`: the seed with which PEFT draws these `a` and `b`, so its files can omit them. Default:
-        None, for any other matrices.
-    - `out_axes`, `in_axes`, `gradients`: as for [`quaxlike.LoraArray`][].
+    - `w`: the base, as an array or Value.
+    - `a`: of shape `(..., rank, n)`. Only the first `num_inputs` columns are used.
+    - `b`: of shape `(..., m, rank)`. Only the first `num_outputs` rows are used.
+    - `scale_a`: of shape `(..., rank)`.
+    - `scale_b`: of shape `(..., *outputs)`.
+    - `seed`: the seed with which PEFT draws these `a` and `b`, so that they can be omitted from its files.
+        Default: None, for arbitrary matrices.
+    - `out_axes`, `in_axes`, `gradients`: as in [`quaxlike.LoraArray`][].
 
     !!! example
 
@@ -70,9 +71,9 @@ def vera(
     x: Weight, *, rank: int = 256, d_initial: float = 0.1, seed: int | None = None, a: Any = None,
     b: Any = None,
 ) -> VeRAArray:  # fmt: skip
-    """Starts with random matrices `a` and `b` that all layers share.
+    """Initialises with random matrices `a` and `b` that are shared by all layers.
 
-    By default, these are what PEFT draws with `seed`, or with a seed derived from the key.
+    By default, these are the matrices that PEFT would draw with `seed`, or with a seed derived from the key.
     """
     a, b = given_matrices("VeRA", a, b)
     return x.on(VeRAArray, a, b, d_initial * x.ones(a.shape[-2]), x.zeros(*x.out), seed=seed)
@@ -101,7 +102,7 @@ def _write_vera(layer: Written) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _fits_vera(layers: Sequence[Written]) -> bool:
-    """Returns whether PEFT would draw the same matrices for these layers."""
+    """Returns whether the shared matrices have the same shapes as those that PEFT draws for these layers."""
     sizes = zip(*((x.array.num_inputs, x.array.num_outputs) for x in layers), strict=True)
     n, m = map(max, sizes)
     return (layers[0].array.a.shape[-1], len(layers[0].array.b)) == (n, m)

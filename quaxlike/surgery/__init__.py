@@ -1,1 +1,1 @@
-"""Operations on a whole model: find its weights, adapt, quantise, merge and count them."""
+"""Transformations of whole models: selecting, adapting, quantising, merging and counting their weights."""

@@ -1,4 +1,4 @@
-"""`adapt`: puts adapters of any type on a model's weights."""
+"""`adapt`: adds adapters of any type to the weights of a model."""
 
 import functools
 import inspect
@@ -32,39 +32,43 @@ def adapt(
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
     layout: Layouts = None,
 ) -> PyTree:
-    """Puts adapters of your own type on weights of a model, and leaves everything else unchanged.
+    """Adds custom adapters to the weights of a model, leaving everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][], and train the leaves that [`quaxlike.trainable`][]
-    selects. A weight that appears several times in the model (the same array object) gets one adapter.
+    Call the result through [`quaxlike.quaxify`][], and train the leaves selected by
+    [`quaxlike.trainable`][]. Tied weights, i.e. those that are the same array object, share a single adapter.
 
     **Arguments:**
 
-    - `model`: any pytree. Weights may be Values, such as 4-bit arrays.
-    - `make`: a function. This is called as `make(w, key=..., layout=...)` for each weight, and must return a
-        [`quaxlike.AdaptedArray`][] with the same shape as `w`. The [`quaxlike.Layout`][] says which axes of
-        `w` are outputs and which are inputs. If `make` has a parameter `bias=None`, then it also receives the
-        layer's bias, or None. If all adapters should share some arrays, give `make` an attribute `share`.
-        This is called first, as `share(weights, key=key)` with all pairs `(w, layout)`, and returns a dict of
-        further keywords for `make`. If `make` is a `functools.partial`, `share` receives its keywords too.
-    - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
+    - `model`: any pytree. Weights can be Values, for example 4-bit arrays.
+    - `make`: a function called as `make(w, key=..., layout=...)` for each weight, which should return a
+        [`quaxlike.AdaptedArray`][] of the same shape as `w`. Here `layout` is a [`quaxlike.Layout`][], which
+        specifies the output and input axes of `w`. If `make` has a parameter `bias=None`, then the layer's
+        bias (or `None`) is passed as well.
+
+        To share arrays between all adapters, set an attribute `make.share`. This is called beforehand as
+        `share(weights, key=key)`, where `weights` is a list of pairs `(w, layout)`, and should return a dict
+        of additional keyword arguments for `make`. If `make` is a `functools.partial`, then its keyword
+        arguments are passed to `share` as well.
+
+    - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
-    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence
-        of names or their last components. Default: none.
-    - `key`: a PRNG key. It is split, and each call of `make` receives one key. Default: None, which is passed
-        on to `make`.
-    - `modules_to_save`, `trainable_token_indices`: what else to train, as for [`quaxlike.loraify`][].
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
+    - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
+        or of their last components. Default: none.
+    - `key`: a PRNG key, which is split so that every call to `make` receives a different key. Default:
+        `None`, in which case `make` receives `None`.
+    - `modules_to_save`, `trainable_token_indices`: as in [`quaxlike.loraify`][].
+    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
-    The model with each weight replaced by its adapted array.
+    The model with each selected weight replaced by an adapted array.
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
-    adapter; if a weight's layout is unknown; or if `make` returns anything but an adapted array with
-    the weight's shape. `TypeError` if `make` cannot be called with these arguments.
+    `ValueError` if a pattern matches nothing (the message includes close matches), if a weight already has an
+    adapter, if a weight's layout is unknown, or if `make` returns anything other than an adapted array of the
+    weight's shape. `TypeError` if `make` cannot be called with these arguments.
 
     !!! example
 
@@ -119,7 +123,7 @@ def check_make(make: Any) -> None:
 def _with_shared(
     make: Callable[..., Any], weights: Sequence[tuple[Any, Layout]], key: Any
 ) -> Callable[..., Any]:
-    """Binds the keywords that `make.share` returns, if there is such a function."""
+    """Binds the keyword arguments returned by `make.share`, if that exists."""
     inner, options = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
     share = getattr(inner, "share", None)
     return make if share is None else functools.partial(make, **share(weights, key=key, **options))
@@ -135,10 +139,10 @@ def weights_to_adapt(
     modules_to_save: Sequence[str] = (),
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = (),
 ) -> tuple[PyTree, dict[str, Record], dict[str, Any]]:
-    """Selects the weights to adapt, without any that are trained directly.
+    """Selects which weights to adapt, excluding any that are trained directly.
 
-    **Returns:** the model, the selected weights, and the arrays trained directly. A tied output
-    layer is separated from its embedding if only one of the two is chosen.
+    **Returns:** the model, the selected weights, and the arrays that are trained directly. If only one of a
+    tied output layer and its embedding is selected, then the two are untied.
     """
     tied, (model, head, embedding) = model, _with_own_head(model)
     records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -147,10 +151,10 @@ def weights_to_adapt(
     inside = {name: TrainableArray(x) for name, x in _inside(arrays, modules_to_save).items()}
     taken = {**inside, **_token_rows(arrays, trainable_token_indices)}
     targets = {name: record for name, record in targets.items() if name not in taken}
-    if embedding in targets:  # one array, and one adapter
+    if embedding in targets:  # if both are selected, then keep them tied, with a single adapter
         targets.pop(head, None)
     both = [jax.tree.structure(taken[name]) for name in (embedding, head) if name in taken]
-    if len(both) == 2 and both[0] == both[1]:  # in full, or in the same rows
+    if len(both) == 2 and both[0] == both[1]:  # both in full, or both in the same rows
         taken.pop(head)
     if head not in targets and head not in taken:
         model = tied
@@ -162,8 +166,8 @@ def weights_to_adapt(
 def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
     """Unties the output layer from the embedding.
 
-    Returns the model, and the names of both weights if they were tied. A model supports this with a method
-    `with_separate_head`.
+    Returns the model, along with the names of both weights if they were tied. Models opt into this by
+    defining a `with_separate_head` method.
     """
     if not hasattr(model, "with_separate_head"):
         return model, "", ""
@@ -175,7 +179,7 @@ def _with_own_head(model: PyTree) -> tuple[PyTree, str, str]:
 
 
 def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]:
-    """Returns all floating-point arrays inside the modules with these names."""
+    """Returns all floating-point arrays within the modules of these names."""
     inside: dict[str, Any] = {}
     for module in modules:
         pattern = re.compile(rf"(.*\.)?{re.escape(module)}(\..*)?")
@@ -191,7 +195,7 @@ def _inside(arrays: Mapping[str, Any], modules: Sequence[str]) -> dict[str, Any]
 def _token_rows(
     arrays: Mapping[str, Any], tokens: Sequence[int] | Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Makes the rows of these tokens trainable in their embeddings."""
+    """Makes the embedding rows of these tokens trainable."""
     if not isinstance(tokens, Mapping):
         tokens = {"embed_tokens": tokens} if len(tokens) else {}
     out: dict[str, Any] = {}
@@ -212,12 +216,12 @@ def _token_rows(
 def adapters_on(
     targets: Mapping[str, Record], key: Any, make: Callable[[str, Any, Layout, Any], Any]
 ) -> dict[str, Any]:
-    """Calls `make(name, w, layout, key)` for each weight, with a separate key if `key` is given."""
+    """Calls `make(name, w, layout, key)` for each weight, splitting `key` between them if it is given."""
     keys: dict[str, Any] = {}
     if key is not None:
-        # Keys follow the order of names, so the same model starts from the same adapters in every
-        # framework, whatever its order of fields. We index the keys instead of iterating over them, as JAX
-        # compiles a separate program for each length to iterate.
+        # We assign keys in the order of names, so that the same model is initialised with the same adapters
+        # regardless of the order in which a framework happens to flatten its fields. We then index into the
+        # keys, as iterating over an array compiles a separate program for every length.
         split = jax.random.split(key, len(targets))
         keys = {name: split[i] for i, name in enumerate(sorted(targets, key=_natural))}
 
@@ -233,5 +237,5 @@ def adapters_on(
 
 
 def _natural(name: str) -> list[Any]:
-    """A sort key that compares numbers inside names as numbers."""
+    """Returns a sort key for natural ordering, e.g. so that `layers.2` precedes `layers.10`."""
     return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]

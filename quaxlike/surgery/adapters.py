@@ -1,4 +1,4 @@
-"""Several adapters on one base, and dropout on adapters."""
+"""Serving and combining several adapters on a single base, plus dropout and activation of adapters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -19,23 +19,24 @@ from .trees import difference, named_arrays, replace
 
 @checked(options=("models",))
 def stack_adapters(models: Sequence[PyTree]) -> PyTree:
-    """Puts the adapters of several models side by side on the base of the first.
+    """Stacks the adapters of several models, on top of the base of the first model.
 
-    Use this to serve many adapters with one copy of the weights, each request with its own adapter.
+    This can be used to serve many adapters, one per request, from a single copy of the weights.
 
     **Arguments:**
 
-    - `models`: models with the same base and different adapters. Ranks and adapted layers may differ.
+    - `models`: models with the same base but different adapters, which can have different ranks and be on
+        different layers.
 
     **Returns:**
 
-    A model whose adapters have a leading axis with one entry per model; the weights are stored once. Pick an
-    adapter with [`quaxlike.choose_adapter`][].
+    A model whose adapters have an additional leading axis, with one entry per model. The weights are only
+    stored once. To pick an adapter, use [`quaxlike.choose_adapter`][].
 
     **Raises:**
 
-    `ValueError` if the models differ in anything but their adapters. Arrays are compared by identity, then by
-    value. Traced arrays have no values to compare, so they are assumed to be equal.
+    `ValueError` if the models differ in anything other than their adapters. Arrays are compared first by
+    identity and then by value, except that traced arrays are always assumed to be equal.
 
     !!! example
 
@@ -63,23 +64,24 @@ def stack_adapters(models: Sequence[PyTree]) -> PyTree:
 
 @checked
 def choose_adapter(model: PyTree, adapter_index: ArrayLike) -> PyTree:
-    """Picks one of the adapters that [`quaxlike.stack_adapters`][] has stacked.
+    """Picks one of the adapters that were stacked by [`quaxlike.stack_adapters`][].
 
-    Every index runs the same compiled program. Under `jax.vmap` over indices and samples, each sample gets
-    its own adapter, and the product with the base is computed once for all of them.
+    The index can be traced, so switching between adapters doesn't require recompilation. Under `jax.vmap`
+    over both indices and samples, every sample uses a different adapter, whilst the product with the base is
+    still computed as a single batch.
 
     **Arguments:**
 
     - `model`: a model with stacked adapters.
-    - `adapter_index`: an integer. This may be traced.
+    - `adapter_index`: an integer. Can be traced.
 
     **Returns:**
 
-    The model with only that adapter.
+    The model with just this adapter.
 
     **Raises:**
 
-    `ValueError` if there are no stacked adapters, `IndexError` if the index is concrete and out of range.
+    `ValueError` if there are no stacked adapters. `IndexError` if the index is concrete and out of range.
     """
     if not jnp.issubdtype(jnp.asarray(adapter_index).dtype, jnp.integer) or jnp.ndim(adapter_index) != 0:
         raise ValueError(
@@ -117,29 +119,29 @@ def combine_adapters(
     method: Literal["linear", "cat", "svd"] = "cat",
     rank: int | None = None,
 ) -> PyTree:
-    """Combines several adapters into one: their weighted sum, on the base of the first model.
+    """Combines several adapters into their weighted sum, on top of the base of the first model.
 
-    Use this to serve several trained adapters as one, or to interpolate between them.
+    This can be used to serve several trained adapters as one, or to interpolate between them.
 
     **Arguments:**
 
-    - `models`: models with the same base and different adapters. Their type must implement
-        `AdaptedArray.combined`. The options below are for LoRA.
-    - `weights`: one number per model, or an array of them, which may be traced.
-    - `method`: `"cat"` is exact, and its rank is the sum of all ranks. `"svd"` is the best approximation of
-        the sum by an adapter with rank `rank`. `"linear"` adds up the factors, each scaled by the square root
-        of its weight; it needs equal ranks and is not exact. Default: `"cat"`.
-    - `rank`: the rank for `"svd"`. Default: the largest rank.
+    - `models`: models with the same base but different adapters, of a type which implements
+        `AdaptedArray.combined`. The options below are the ones supported by LoRA.
+    - `weights`: a sequence or array with one weight per model. Can be traced.
+    - `method`: `"cat"` is exact, with a rank equal to the sum of all ranks. `"svd"` is the best approximation
+        of the sum by an adapter of rank `rank`. `"linear"` sums the factors, each scaled by the square root
+        of its weight; this is inexact, and requires all ranks to be equal. Default: `"cat"`.
+    - `rank`: the rank to use for `"svd"`. Default: the largest rank of the adapters.
 
     **Returns:**
 
-    The model with the combined adapter. Its `scaling` is 1.
+    The model with the combined adapter, which has a `scaling` of 1.
 
     **Raises:**
 
-    `ValueError` if the number of weights is wrong, the method is unknown, `"linear"` meets different ranks,
-    or the adapters cannot be combined. Also if the models differ in anything but their adapters, as for
-    [`quaxlike.stack_adapters`][].
+    `ValueError` if the number of weights is wrong, if the method is unknown, if `"linear"` is used with
+    different ranks, or if the adapters cannot be combined. Also raised if the models differ in anything other
+    than their adapters, as in [`quaxlike.stack_adapters`][].
 
     The methods follow PEFT's `add_weighted_adapter`.
     """
@@ -162,14 +164,14 @@ def _entry(part: Any, index: ArrayLike) -> Any:
 
 
 def is_stacked(leaf: Any) -> bool:
-    """Returns whether a leaf holds several stacked adapters on one weight."""
+    """Returns whether a leaf is a stack of several adapters on a single weight."""
     return isinstance(leaf, AdaptedArray) and leaf.w is not None and len(leaf.shape) > len(leaf.w.shape)
 
 
 def _adapters(
     function: str, models: Sequence[PyTree], without: Callable[[Any, Any], Any]
 ) -> dict[str, list[Any]]:
-    """Collects the adapters of all models on each weight; `without(w, like)` stands in for a missing one."""
+    """Collects each weight's adapters over all models, filling in missing ones with `without(w, like)`."""
     if not models:
         raise ValueError(f"{function} takes at least one model; found none.")
     arrays = [named_arrays(model) for model in models]
@@ -206,7 +208,7 @@ def _adapters(
 
 
 def _parts(x: AdaptedArray) -> list[str]:
-    """Names the parts that differ between adapters; the others are shared."""
+    """Lists the parts that can differ between adapters. All others are shared."""
     return [name for name in (*x.trained(), *x.numbers) if name != "w"]
 
 
@@ -248,7 +250,7 @@ def _stacked(name: str, adapters: Sequence[AdaptedArray]) -> AdaptedArray:
 
 
 def _are_equal(numbers: Sequence[Any]) -> bool:
-    """Whether several adapters have the same number, as far as is known. Then it is stored once."""
+    """Returns whether several adapters are known to have the same value, in which case it's stored once."""
     if any(isinstance(x, jax.core.Tracer) for x in numbers):
         return False
     return all(np.array_equal(x, numbers[0]) for x in numbers)
@@ -279,19 +281,20 @@ def _combined(
 
 @checked
 def with_dropout_key(model: PyTree, key: Any) -> PyTree:
-    """Switches the dropout of a model's adapters on or off.
+    """Enables or disables dropout in a model's adapters.
 
-    The mask depends only on the key: pass a new key at each step and, under `jax.vmap`, one key per sample.
-    If a call uses an adapter several times, then it drops the same inputs each time.
+    The mask only depends on the key, so pass a new key at every step and, under `jax.vmap`, a different key
+    for every sample. An adapter which is used several times in a forward pass drops the same inputs each
+    time.
 
     **Arguments:**
 
-    - `model`: a model adapted with `dropout=`.
-    - `key`: a PRNG key, or None to switch dropout off.
+    - `model`: a model that was adapted with `dropout=`.
+    - `key`: a PRNG key, or `None` to disable dropout.
 
     **Returns:**
 
-    The model, with a separate key for each adapter.
+    The model, with a different key in each adapter.
 
     !!! example
 
@@ -313,36 +316,37 @@ def with_dropout_key(model: PyTree, key: Any) -> PyTree:
     new = {}
     for (name, x), k in zip(adapters.items(), keys, strict=False):
         if batch := [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]:
-            k = jax.random.split(k, tuple(batch))  # one for each of stacked layers
+            k = jax.random.split(k, tuple(batch))  # one per layer of a stack
         new[name] = x.replace(key=k)
     return replace(model, new)
 
 
 @checked
 def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -> PyTree:
-    """Sets on which tokens of a text the activated LoRAs of a model act.
+    """Determines which tokens of a text the activated LoRAs in a model act on.
 
-    An activated LoRA acts from the last occurrence of its invocation tokens on. If the text does not contain
-    them, then it does not act at all. Call this function for each text, outside [`quaxlike.quaxify`][];
-    use `jax.vmap` over a batch of texts. [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
-    `python -m quaxlike.lm.finetune` call it themselves.
+    An activated LoRA acts on all tokens from the last occurrence of its invocation tokens onwards, or on none
+    if there is no such occurrence. Call this function for every text, outside of [`quaxlike.quaxify`][]; for
+    a batch of texts, use `jax.vmap`. Note that [`quaxlike.lm.generate`][], [`quaxlike.lm.Conversation`][] and
+    `python -m quaxlike.lm.finetune` already do this for you.
 
     **Arguments:**
 
-    - `model`: a model with adapters from `loraify(..., invocation_tokens=)` or from an aLoRA that PEFT saved.
+    - `model`: a model with adapters from `loraify(..., invocation_tokens=)`, or from an aLoRA saved by PEFT.
         Any other model is returned unchanged.
-    - `ids`: all tokens of the text, as integers with shape `(tokens,)`. They may be padded on either side,
-        and may be traced.
-    - `segments`: the segment id of each token, counted from 0, if several texts are packed into one row.
-        Default: all tokens belong to one text.
+    - `ids`: the tokens of the text, as integers of shape `(tokens,)`. Can be padded on either side, and can
+        be traced.
+    - `segments`: the segment id of each token, starting from 0, if several texts are packed into one row.
+        Default: all tokens belong to the same text.
 
     **Returns:**
 
-    The model, to be called with this text.
+    The model to call on this text.
 
     **Raises:**
 
-    `ValueError` if `ids` are not integers of one axis, or `segments` not as many.
+    `ValueError` if `ids` is not a one-dimensional array of integers, or if `segments` is not an integer array
+    of the same shape.
 
     !!! example
 
@@ -373,7 +377,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
     def in_segments(invocation: tuple[int, ...]) -> Any:
         places = _places(ids, invocation)
-        # An occurrence counts only if it does not cross into the next text.
+        # Discard any match that crosses from one text into the next.
         whole = segments == jnp.roll(segments, 1 - len(invocation))
         last = jax.ops.segment_max(jnp.where(whole, places, -1), segments, len(ids) + 1)[segments]
         return (last >= 0) & (order >= last)
@@ -382,7 +386,7 @@ def activate(model: PyTree, ids: ArrayLike, segments: ArrayLike | None = None) -
 
 
 def activated(model: PyTree, active: Callable[[tuple[int, ...]], Any]) -> PyTree:
-    """Lets each activated LoRA act on the tokens where `active(invocation)` is True."""
+    """Makes each activated LoRA act on exactly those tokens for which `active(invocation)` is true."""
     found = {invocation: active(invocation) for invocation in invocations(model)}
     if not found:
         return model
@@ -399,12 +403,12 @@ def invocations(model: PyTree) -> set[tuple[int, ...]]:
 
 
 def last_place(ids: Any, tokens: Sequence[int]) -> Any:
-    """Finds where the last occurrence of a token sequence begins; `len(ids)` if there is none."""
+    """Returns the start of the last occurrence of a token sequence, or `len(ids)` if there is none."""
     return jnp.max(_places(ids, tokens), initial=-1) % (len(ids) + 1)
 
 
 def _places(ids: Any, tokens: Sequence[int]) -> Any:
-    """Returns `i` where an occurrence of the token sequence begins at `ids[i]`, and -1 elsewhere."""
+    """Returns an array equal to `i` at every index `i` where the token sequence starts, and -1 elsewhere."""
     n = len(ids)
     after = jnp.pad(ids, (0, len(tokens) - 1), constant_values=-1)
     same = [after[i : i + n] == token for i, token in enumerate(tokens)]

@@ -1,8 +1,7 @@
-"""`balance`: rescale the inputs of layers before quantisation (AWQ).
+"""`balance`: rescales the inputs of layers before quantisation (AWQ).
 
-Each factor is applied twice, to a weight's columns and inversely to the rows of the layer before it.
-Hence the model computes the same function before and after; a factor applied to only one of them would change
-it.
+Every factor is applied twice: to the columns of a weight, and its inverse to the rows of the preceding layer.
+The two cancel, so that the model still computes the same function.
 """
 
 import re
@@ -19,8 +18,9 @@ from .quantize import quantize_array
 from .records import Layouts, records_of, require_layout
 from .trees import bias_of, layer_of, replace, suggestion
 
-#: Which layers feed which, in decoders with Llama's names (also Mistral, Qwen2 and Qwen3; Phi-3 differs). A
-#: factor can be moved into a norm that has a weight, and into the half of a gated unit without activation.
+#: Maps each layer to the layers it feeds, for decoders that use Llama's names (including Mistral, Qwen2 and
+#: Qwen3, but not Phi-3). A factor can be folded into any norm with a weight, and into the half of a gated
+#: unit without the activation (as it wouldn't commute with a nonlinearity).
 LLAMA_FOLDS: Mapping[str, Sequence[str]] = {
     r"(.*)\.input_layernorm": [rf"\1.self_attn.{name}_proj" for name in "qkv"],
     r"(.*)\.post_attention_layernorm": [r"\1.mlp.gate_proj", r"\1.mlp.up_proj"],
@@ -41,27 +41,29 @@ def balance(
     layout: Layouts = None,
     **scheme_options: Any,
 ) -> PyTree:
-    """Rescales the inputs of layers, so that [`quaxlike.quantize`][] makes smaller errors (AWQ).
+    """Rescales the inputs of layers to reduce the quantisation error of [`quaxlike.quantize`][] (AWQ).
 
-    This scales up the columns of a weight that multiply large activations, and scales down the preceding
-    layer's rows by the same factors. The model still computes the same. Next, quantise it with the same
-    scheme. If you calibrate as well, then measure the moments again on the balanced model.
+    The columns of a weight which multiply large activations are scaled up, and the rows of the preceding
+    layer are scaled down by the same factors. This doesn't change the function that the model computes.
+    Afterwards, quantise the model with the same scheme. If you also calibrate, then measure the moments again
+    on the balanced model.
 
     **Arguments:**
 
     - `model`: any pytree with dense weights.
     - `moments`: for each weight, the sum of `x xᵀ` over the inputs `x` of its layer, from
         [`quaxlike.input_moments`][].
-    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. The rounding error of this scheme is
-        minimised. Default: `"uint4_block"`.
-    - `activations`: as for [`quaxlike.quantize`][]: with `"int8"`, the error of rounding the inputs is
-        minimised too. Default: the inputs are not rounded.
-    - `folds`: a mapping from each layer to the layers that take its outputs. The first is a regular
-        expression for the whole name, and the others may refer to its groups. Outputs may pass only through
-        elementwise operations, and must go nowhere else. The first layer is linear, or a norm that multiplies
-        by a `weight` with one axis. Default: the result of the model's method `folds`
-        ([`quaxlike.lm.models.Decoder`][] has one), or else `quaxlike.surgery.balance.LLAMA_FOLDS`.
-    - `layout`: as for [`quaxlike.quantize`][].
+    - `scheme`, `scheme_options`: as in [`quaxlike.quantize`][]. The factors are chosen to minimise the
+        rounding error of this scheme. Default: `"uint4_block"`.
+    - `activations`: as in [`quaxlike.quantize`][]. If `"int8"`, then the rounding error of the inputs is
+        taken into account as well. Default: the inputs are not rounded.
+    - `folds`: a mapping from each layer to the layers that consume its outputs. Keys are regular expressions
+        that must match the whole name, and values can refer to their groups. Only elementwise operations are
+        allowed in between, and the outputs must not be used elsewhere. Keys should match either linear layers
+        or norms that multiply by a one-dimensional `weight`. Default: the result of the model's `folds`
+        method, if it has one (as [`quaxlike.lm.models.Decoder`][] does), and otherwise
+        `quaxlike.surgery.balance.LLAMA_FOLDS`.
+    - `layout`: as in [`quaxlike.quantize`][].
 
     **Returns:**
 
@@ -69,8 +71,8 @@ def balance(
 
     **Raises:**
 
-    `ValueError` if no layer matches `folds`, if a layer in `folds` is missing or not dense, if sizes do not
-    match, or if `moments` lacks a weight.
+    `ValueError` if no layer matches `folds`, if a layer in `folds` is missing or not dense, if sizes don't
+    match, or if a weight is missing from `moments`.
 
     !!! example
 
@@ -85,8 +87,9 @@ def balance(
         quantised = ql.quantize(balanced, "int4")
         ```
 
-    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>, uses the mean magnitude of activations; this
-    function uses the root of their mean square. With `activations`, this is SmoothQuant (Xiao et al., 2023).
+    Lin et al., AWQ (2023), <https://arxiv.org/abs/2306.00978>. Note that we use the root mean square of the
+    activations instead of their mean magnitude. If `activations` is set then this corresponds to SmoothQuant
+    (Xiao et al., 2023).
     """
     if folds is None:
         folds = model.folds() if hasattr(model, "folds") else LLAMA_FOLDS
@@ -119,7 +122,7 @@ def balance(
                 rounded = materialise(quantize_array(name, scaled, scheme, into[name], **scheme_options))
                 error = _columns(name, rounded, into[name].in_axes) / factor - w
                 total += float(np.sum(error @ moment * error))
-                if activations == "int8":  # if the largest input is three times its usual size
+                if activations == "int8":  # assuming that the largest input is three times the RMS
                     step = 3 / 127 * np.max(magnitude / factor)
                     total += float(step**2 / 12 * np.sum((w * factor) ** 2))
             return total
@@ -144,7 +147,7 @@ def balance(
 
 
 def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
-    """Returns a dense matrix as a float64 array with axes `(out, in)`."""
+    """Returns a dense matrix as a float64 array of shape `(out, in)`."""
     if is_value(w) or w.ndim != 2 or len(in_axes) != 1:
         found = f"of type {type(w).__name__} and shape {w.shape}"
         raise ValueError(f"balance takes dense matrices; {name} is {found}.")
@@ -152,7 +155,7 @@ def _columns(name: str, w: Any, in_axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _moment_of(columns: Mapping[str, np.ndarray], moments: Mapping[str, ArrayLike]) -> np.ndarray:
-    """Returns the second moments of the inputs, which all these layers share."""
+    """Returns the second moments of the inputs, which are shared by all of these layers."""
     for name, w in columns.items():
         if name not in moments:
             raise ValueError(f"balance has no moments for {name}; it has those for {', '.join(moments)}.")

@@ -1,9 +1,9 @@
-"""Quantisation that minimises the error of a layer's outputs: GPTQ, then coordinate descent.
+"""Calibrated quantisation, which minimises the error in a layer's outputs: GPTQ plus coordinate descent.
 
-GPTQ rounds a weight's columns one after the other, starting from the largest inputs. Each rounding error
-is compensated in the remaining columns, as far as the inputs are correlated. Coordinate descent over columns
-and scales then refines the result. Every step is accepted only if the cost does not increase, so the result
-is never worse than GPTQ or plain rounding.
+GPTQ rounds the columns of a weight sequentially, starting with those that multiply the largest inputs. Each
+rounding error is compensated for by adjusting the remaining columns, to the extent that the inputs are
+correlated. The result is then refined by coordinate descent over both columns and scales. We only accept
+steps that don't increase the cost, so the result is never worse than GPTQ or plain rounding.
 
 Source: Frantar et al., GPTQ, <https://arxiv.org/abs/2210.17323>.
 """
@@ -19,18 +19,18 @@ from ..arrays.quantized import AbstractQuantizedArray, BlockArray, NestedScales
 from ..arrays.quantized.grid import Grid, grid_of, with_codes
 from ..arrays.quantized.search import SEARCHED
 
-_DAMPING = 0.01  # times the diagonal's mean; without damping, correlated inputs make the matrix singular
-_AT_ONCE = 128  # columns per block; errors are propagated once per block
-_SWEEPS = 2  # coordinate descent over the columns
-_ROUNDS = 2  # optimising scales, then codes
+_DAMPING = 0.01  # relative to the mean of the diagonal; the matrix can be singular if inputs are correlated
+_AT_ONCE = 128  # columns per block; errors are only propagated to the other columns once per block
+_SWEEPS = 2  # of coordinate descent over the columns
+_ROUNDS = 2  # each optimises first the scales, and then the codes
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
 def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> AbstractQuantizedArray:
-    """Quantises a matrix in the same format as `like`, such that its products with inputs change least.
+    """Quantises a matrix to the format of `like`, minimising the error in its products with the inputs.
 
-    `moments` is the sum of `x xᵀ` over these inputs, `(in, in)`. For codecs that search for scales, this may
-    be its diagonal, `(in,)`: the importance of each input.
+    `moments` is the sum of `x xᵀ` over these inputs, of shape `(in, in)`. For codecs that search for their
+    scales, it can also be just the diagonal of this sum, of shape `(in,)`, i.e. the importance of each input.
     """
     searches = isinstance(like, BlockArray) and like.codec in SEARCHED
     if jnp.ndim(moments) < 2:
@@ -49,7 +49,7 @@ def fit(name: str, dense: Any, like: AbstractQuantizedArray, moments: Any) -> Ab
     order = None if not isinstance(start, BlockArray) or start.order is None else np.asarray(start.order)
     if order is not None:
         w, h = w[:, order], h[np.ix_(order, order)]
-    candidates = [like, _with_best_scales(start, w, np.diag(h))]  # the present scales may fit already
+    candidates = [like, _with_best_scales(start, w, np.diag(h))]  # the existing scales might already be best
     if searches and order is None:
         candidates.append(like.requantized(dense, jnp.asarray(np.diag(h), jnp.float32)))
     return min((_fitted(scales, w, h) for scales in candidates), key=lambda pair: pair[1])[0]
@@ -74,9 +74,9 @@ def _shapes(name: str, inputs: int, found: tuple[int, ...]) -> str:
 
 
 def _fitted(start: Any, w: np.ndarray, h: np.ndarray) -> tuple[Any, float]:
-    """Alternates between codes and scales from `start` on; returns the best pair and its cost."""
+    """Alternates between optimising codes and scales, and returns the best result along with its cost."""
     grid = grid_of(start)
-    firsts = [_rounded(w, h, grid), grid.places(w)]  # plain rounding is better if `w` is almost on the grid
+    firsts = [_rounded(w, h, grid), grid.places(w)]  # plain rounding wins if `w` is almost on the grid
     firsts = [_improved(places, w, h, grid) for places in firsts]
     places = min(firsts, key=lambda places: _cost(grid.values(places) - w, h))
     best, least = start, np.inf
@@ -95,7 +95,7 @@ def _cost(error: np.ndarray, h: np.ndarray) -> float:
 
 
 def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Rounds by GPTQ, from the columns with the largest inputs on; returns indices into the grid's table."""
+    """Rounds by GPTQ, largest inputs first. Returns indices into the grid's table."""
     order = np.argsort(-np.diag(h), kind="stable")
     w, n, h = w[:, order], len(h), h[np.ix_(order, order)]
     grid = grid._replace(scale=grid.scale[:, order], shift=grid.shift[:, order])
@@ -115,9 +115,9 @@ def _rounded(w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
 
 
 def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> np.ndarray:
-    """Coordinate descent over the columns (QuantEase).
+    """Performs coordinate descent over the columns (QuantEase).
 
-    Each column is rounded to its optimum with the others fixed, so the cost never increases.
+    Each column is rounded optimally whilst the others are held fixed, so the cost never increases.
 
     Source: Behdin et al., QuantEase, <https://arxiv.org/abs/2309.01885>.
     """
@@ -142,7 +142,7 @@ def _improved(places: np.ndarray, w: np.ndarray, h: np.ndarray, grid: Grid) -> n
 
 
 def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.ndarray) -> Any:
-    """Coordinate descent over the scales, with the codes fixed, if the format has free scales."""
+    """Performs coordinate descent over the scales with the codes held fixed, if the scales are free."""
     rows, count = w.shape
     if not _are_free(start) or start.codes.ndim < 2 or start.codes.shape[0] != rows:  # or blocks cross rows
         return start
@@ -160,10 +160,10 @@ def _with_fitting_scales(start: Any, places: np.ndarray, w: np.ndarray, h: np.nd
 
 
 def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
-    """Shrinks each scale by the factor with the least cost, if the format has free scales."""
+    """Shrinks each scale by whichever factor minimises the cost, if the scales are free."""
     if not _are_free(start):
         return start
-    rows = math.prod(start.codes.shape[:-1])  # one for all where blocks may cross the matrix's rows
+    rows = math.prod(start.codes.shape[:-1])  # 1 for formats whose blocks can span several rows of the matrix
     if isinstance(start, BlockArray):
         rows = len(w)
     best, least = None, None
@@ -182,14 +182,17 @@ def _with_best_scales(start: Any, w: np.ndarray, weight: np.ndarray) -> Any:
 
 
 def _are_free(w: Any) -> bool:
-    """Returns whether each block has one float as its scale, and nothing else."""
+    """Returns whether the only metadata of each block is a single floating-point scale.
+
+    If so, scales can be optimised independently of each other.
+    """
     if not isinstance(w, BlockArray):
         return not isinstance(w.scale, NestedScales)
     return w.codec.scales == "float" and w.codec.zeros is None and w.codec.group is None
 
 
 def _scaled(w: Any, scale: Any) -> Any:
-    """Replaces the scales of `w`, stored in the same way."""
+    """Replaces the scales of `w`, stored in the same format as before."""
     if not isinstance(w, BlockArray):
         return dataclasses.replace(w, scale=scale.reshape(w.scale.shape))
     old = w.scale.scale

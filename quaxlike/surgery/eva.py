@@ -1,4 +1,4 @@
-"""Statistics about layers' inputs, and `eva`, an initialisation from their principal directions."""
+"""Statistics of layers' inputs, and `eva`, an initialisation based on their principal directions."""
 
 import functools
 import math
@@ -35,21 +35,21 @@ def input_moments(
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Measures the second moments of each layer's inputs: the sum of `x xᵀ` over all inputs `x`.
+    """Measures the second moments of each layer's inputs, i.e. the sum of `x xᵀ` over all inputs `x`.
 
-    Use this for `calibrate` in [`quaxlike.quantize`][], for [`quaxlike.balance`][] and for
-    [`quaxlike.eva`][].
+    These are used by [`quaxlike.balance`][], [`quaxlike.eva`][] and the `calibrate` argument of
+    [`quaxlike.quantize`][].
 
     **Arguments:**
 
-    - `fn`: a function. This is called as `fn(model, ...)` with data, and runs without compilation.
-    - `where`: which layers to measure, as for [`quaxlike.select`][]. Default: every linear layer.
-    - `fan_in_fan_out`, `layout`: as for [`quaxlike.loraify`][].
+    - `fn`: a function `fn(model, ...)` that runs the model on some data. Note that it is not compiled.
+    - `where`: which layers to measure, as in [`quaxlike.select`][]. Default: every linear layer.
+    - `fan_in_fan_out`, `layout`: as in [`quaxlike.loraify`][].
 
     **Returns:**
 
-    A function with the same arguments. It returns a dict from names to sums with shape `(in, in)`. With
-    several batches, add up the results with `jax.tree.map`.
+    A function taking the same arguments, and returning a dict from names to sums of shape `(in, in)`. To use
+    several batches, sum the results with `jax.tree.map`.
 
     !!! example
 
@@ -73,17 +73,16 @@ def input_maxima(
     fan_in_fan_out: bool = False,
     layout: Layouts = None,
 ) -> Callable[..., dict[str, jax.Array]]:
-    """Measures the largest magnitude of each layer's inputs, for the `maxima` of [`quaxlike.quantize`][].
+    """Measures the largest magnitude of each layer's inputs, for use as `maxima` in [`quaxlike.quantize`][].
 
-    With this, a layer uses one static scale for its inputs, and does not search for their maximum in every
-    call.
+    A layer then uses a single static scale for its inputs, rather than computing their maximum on every call.
 
-    **Arguments:** as for [`quaxlike.input_moments`][].
+    **Arguments:** as [`quaxlike.input_moments`][].
 
     **Returns:**
 
-    A function with the same arguments. It returns a dict from names to scalars. With several batches, take
-    the maximum: `jax.tree.map(jnp.maximum, …)`.
+    A function taking the same arguments, and returning a dict from names to scalars. To use several batches,
+    combine the results with `jax.tree.map(jnp.maximum, …)`.
 
     !!! example
 
@@ -107,7 +106,7 @@ def _measured(
     label: str, fn: Callable[..., Any], where: Where, fan_in_fan_out: bool, layout: Layouts,
     of_rows: Callable[[jax.Array], Any], joined: Callable[[Any, Any], Any],
 ) -> Callable[..., dict[str, jax.Array]]:  # fmt: skip
-    """Applies `of_rows` to a layer's inputs, and combines its calls with `joined`."""
+    """Applies `of_rows` to the inputs of each layer, accumulating over repeated calls with `joined`."""
 
     def measured(model: PyTree, *args: Any, **kwargs: Any) -> dict[str, jax.Array]:
         records = records_of(model, layout, fan_in_fan_out=fan_in_fan_out)
@@ -131,7 +130,8 @@ def _measured(
                 raise ValueError(f"fn does not multiply by {', '.join(missing)}.")
             return dict(found)
         finally:
-            # JAX's caches keep the structure of the probes, and so `tell`, and so whatever it has collected.
+            # JAX's caches hold on to the treedef of the probes, which contains `tell`. As that closes over
+            # `found`, we clear it here to avoid leaking the arrays.
             found.clear()
 
     return measured
@@ -139,10 +139,10 @@ def _measured(
 
 @checked
 def eva(moments: Mapping[str, ArrayLike]) -> Init:
-    """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros.
+    """Initialises `a` with the principal directions of each layer's inputs, and `b` with zeros (EVA).
 
-    Adapters then learn first about the directions in which inputs vary most. In the paper, this takes
-    fewer steps than a random start. It needs a few batches of data.
+    The adapters then start by learning about the directions along which the inputs vary most. The paper
+    reports that this converges in fewer steps than a random initialisation. A few batches of data suffice.
 
     **Arguments:**
 
@@ -150,7 +150,7 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
     **Returns:**
 
-    An initialisation to pass to [`quaxlike.loraify`][] as `init`. EVA also chooses ranks: see
+    An initialisation to pass to [`quaxlike.loraify`][] as `init`. EVA also adapts the ranks; for this see
     [`quaxlike.eva_ranks`][].
 
     Paischer et al., EVA (2024).
@@ -168,13 +168,13 @@ def eva(moments: Mapping[str, ArrayLike]) -> Init:
 
 @checked(options=("moments", "rank", "most"))
 def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None = None) -> dict[str, int]:
-    """Distributes ranks among layers, by the share of variance that each direction explains.
+    """Distributes a budget of ranks over layers, based on the fraction of variance explained per direction.
 
     **Arguments:**
 
-    - `moments`: as for [`quaxlike.eva`][].
-    - `rank`: the average rank. Every layer gets at least rank 1.
-    - `most`: a layer's largest rank. Default: twice `rank`.
+    - `moments`: as in [`quaxlike.eva`][].
+    - `rank`: the average rank. Every layer has a rank of at least 1.
+    - `most`: the maximum rank of any layer. Default: twice `rank`.
 
     **Returns:**
 
@@ -207,7 +207,7 @@ def eva_ranks(moments: Mapping[str, ArrayLike], rank: int, *, most: int | None =
 
 
 class _Probe(ArrayValue):
-    """A factor `a` of zeros that passes its inputs to `tell`, as rows with shape (n, in)."""
+    """A factor `a` of zeros, which calls `tell` with whatever it multiplies, as rows of shape (n, in)."""
 
     zeros: Any
     tell: Callable[[Any], None] = eqx.field(static=True)

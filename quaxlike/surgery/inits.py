@@ -1,4 +1,4 @@
-"""`loftq`: an initialisation of adapters on quantised weights."""
+"""`loftq`: an initialisation for adapters on quantised weights."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from .quantize import quantize_array
 
 @checked
 def loftq(scheme: str = "nf4", *, iterations: int = 1, **scheme_options: Any) -> Init:
-    """Quantises the base, and initialises the adapter with an approximation of the rounding error.
+    """Quantises the base, and initialises the adapter to approximate the rounding error (LoftQ).
 
-    The adapted model then starts closer to the unquantised one. This helps most with few bits.
+    The adapted model then starts closer to the unquantised one, which helps most at low bit widths.
 
     **Arguments:**
 
-    - `scheme`, `scheme_options`: as for [`quaxlike.quantize`][]. Default: `"nf4"`.
-    - `iterations`: how often to alternate between quantising the weight minus its adapter, and fitting the
-        adapter to the error. Default: 1.
+    - `scheme`, `scheme_options`: as in [`quaxlike.quantize`][]. Default: `"nf4"`.
+    - `iterations`: the number of times to alternate between quantising the weight minus its adapter and
+        fitting the adapter to the resulting error. Default: 1.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""`loraify`: puts adapters on a model's weights."""
+"""`loraify`: adds low-rank adapters to the weights of a model."""
 
 import math
 import warnings
@@ -50,56 +50,56 @@ def loraify(
     train_base: bool = False,
     dtype: Any = None,
 ) -> PyTree:
-    """Puts low-rank adapters on weights of a model, and leaves everything else unchanged.
+    """Adds low-rank adapters to the weights of a model, leaving everything else unchanged.
 
-    Call the result through [`quaxlike.quaxify`][], and train the leaves that [`quaxlike.trainable`][]
-    selects. A weight that appears several times in the model (the same array object) gets one adapter.
+    Call the result through [`quaxlike.quaxify`][], and train the leaves selected by
+    [`quaxlike.trainable`][]. Tied weights, i.e. those that are the same array object, share a single adapter.
 
     **Arguments:**
 
-    - `model`: any pytree. Weights may be Values: over 4-bit weights this is QLoRA.
-    - `rank`: the adapters' rank. If this is larger than both sizes of a weight, there is a warning, as in
-        PEFT.
-    - `alpha`: adapters are scaled with `alpha / rank`. Default: the rank.
-    - `where`: which weights to adapt, as for [`quaxlike.select`][]. Biases and norms are skipped. Default:
+    - `model`: any pytree. Weights can be Values; for example, adapting 4-bit weights is QLoRA.
+    - `rank`: the rank of the adapters. As in PEFT, a warning is issued if this exceeds both dimensions of a
+        weight.
+    - `alpha`: adapters are scaled by `alpha / rank`. Default: `rank`.
+    - `where`: which weights to adapt, as in [`quaxlike.select`][]. Biases and norms are skipped. Default:
         every linear layer.
-    - `key`: a PRNG key for the initial adapters.
-    - `init`: `"kaiming"` or `"gaussian"` start from an adapter that adds zero. `"pissa"`, `"pissa_niter_4"`
-        (randomised, with 4 iterations) and `"olora"` move a part of the weight into the adapter. Or pass the
-        result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
-    - `rslora`: scale with `alpha / sqrt(rank)` instead. Default: False.
-    - `dora`: train the norms of the rows separately from their directions. Default: False.
-    - `dropout`: the dropout rate of the adapters' inputs. Dropout is off until
-        [`quaxlike.with_dropout_key`][] gives the adapters a key, which should be a new one at each step.
-        Training without a key warns. Default: 0.
-    - `rank_pattern`, `alpha_pattern`: different ranks and alphas for some layers. The keys are the last
-        components of their names, or regular expressions for these. The first match is used.
-    - `exclude`: layers to leave out. This is either a regular expression for the whole name, or a sequence
-        of names or their last components.
-    - `modules_to_save`: modules to train directly, by the last components of their names.
-    - `bias`: which biases to train: `"all"`, `"lora_only"` (in adapted layers) or `"none"`. Default:
+    - `key`: a PRNG key used to initialise the adapters.
+    - `init`: either `"kaiming"` or `"gaussian"`, for adapters which initially add zero; or `"pissa"`,
+        `"pissa_niter_4"` (randomised, with 4 iterations) or `"olora"`, which move part of the weight into the
+        adapter; or the result of [`quaxlike.loftq`][] or [`quaxlike.eva`][]. Default: `"kaiming"`.
+    - `rslora`: whether to scale by `alpha / sqrt(rank)` instead. Default: False.
+    - `dora`: whether to train the norm of each row separately from its direction. Default: False.
+    - `dropout`: the dropout rate for the inputs of the adapters. This only takes effect if they are given a
+        key with [`quaxlike.with_dropout_key`][], which you should do at every step. Training without a key
+        issues a warning. Default: 0.
+    - `rank_pattern`, `alpha_pattern`: override the rank and alpha of particular layers. Keys are the last
+        components of layer names, or regular expressions for them; the first match is used.
+    - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
+        or of their last components.
+    - `modules_to_save`: modules to train directly, given by the last components of their names.
+    - `bias`: which biases to train: `"all"`, `"lora_only"` (only in adapted layers) or `"none"`. Default:
         `"none"`.
-    - `lora_bias`: whether adapters have biases of their own. Default: False.
-    - `invocation_tokens`: makes activated LoRAs. They act only from the last occurrence of these tokens in a
-        text on, which [`quaxlike.activate`][] finds. Default: adapters act on all tokens.
-    - `trainable_token_indices`: a few tokens to train in the embedding called `embed_tokens`, or a mapping
-        from names of embeddings to tokens. Default: none.
-    - `fan_in_fan_out`: whether matrices with no other information are `(in, out)`, as in GPT-2, instead of
-        `(out, in)`. Default: False.
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
+    - `lora_bias`: whether to add a bias to each adapter. Default: False.
+    - `invocation_tokens`: creates activated LoRAs, which only act on the tokens from the last occurrence of
+        this sequence onwards, as found by [`quaxlike.activate`][]. Default: adapters act on all tokens.
+    - `trainable_token_indices`: tokens to train in the embedding called `embed_tokens`, or a mapping from the
+        names of embeddings to tokens. Default: none.
+    - `fan_in_fan_out`: whether to treat matrices as `(in, out)`, as in GPT-2, instead of `(out, in)` if
+        nothing else is known about them. Default: False.
+    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
-    - `train_base`: whether to train the weights themselves too. Default: False.
-    - `dtype`: the dtype of the adapters. Default: the weight's dtype, or float32 for 16-bit weights.
+    - `train_base`: whether to train the weights themselves as well. Default: False.
+    - `dtype`: the dtype of the adapters. Default: the dtype of the weight, or float32 for 16-bit weights.
 
     **Returns:**
 
     The model with each weight replaced by a [`quaxlike.LoraArray`][], or by an
-    [`ALoRAArray`][quaxlike.adapters.ALoRAArray] if there are `invocation_tokens`.
+    [`ALoRAArray`][quaxlike.adapters.ALoRAArray] if `invocation_tokens` are given.
 
     **Raises:**
 
-    `ValueError` if a pattern matches nothing (the message lists near misses); if a weight already has an
-    adapter; if a weight's layout is unknown; or if `invocation_tokens` do not support another option.
+    `ValueError` if a pattern matches nothing (the message includes close matches), if a weight already has an
+    adapter, if a weight's layout is unknown, or if an option is incompatible with `invocation_tokens`.
 
     !!! example
 
@@ -113,7 +113,7 @@ def loraify(
         ql.quaxify(adapted)(jnp.ones(2))
         ```
 
-    The conventions and the names of options follow PEFT.
+    Conventions and option names follow PEFT.
     """
     if not isinstance(init, str) and not callable(init):
         raise TypeError(
@@ -161,7 +161,7 @@ def loraify(
 
 
 def _check_activated(**options: Any) -> None:
-    """Raises `ValueError` for options that would change the weight for all tokens."""
+    """Raises `ValueError` for options that also affect tokens before the invocation."""
     found = next((name for name in ("dora", "lora_bias") if options[name]), None)
     if options["init"] not in ("kaiming", "gaussian"):
         found = f"init={options['init']!r}"
@@ -172,7 +172,7 @@ def _check_activated(**options: Any) -> None:
 
 
 def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> LoraArray:
-    """Puts an adapter of zeros on `w`."""
+    """Creates an adapter on `w` whose factors are zero."""
     out_axes, in_axes, batch = layout.out_axes, layout.in_axes, layout.batch_shape(tuple(w.shape))
     if dtype is None:
         dtype = jnp.float32 if jnp.dtype(w.dtype).itemsize < 4 else w.dtype
@@ -182,7 +182,10 @@ def blank(w: Any, layout: Layout, rank: int, *, dtype: Any, **options: Any) -> L
 
 
 def with_magnitude(lora: LoraArray) -> LoraArray:
-    """Makes a DoRA, with the rows' norms as a parameter. These are bitwise equal in every layout."""
+    """Turns a LoRA into a DoRA, by adding the row norms of its weight as a parameter.
+
+    We compute the norms of the equivalent matrix, so that they're bitwise identical for every layout.
+    """
     batch, *out = lora.b.shape[: -1 - len(lora.out_axes)], *lora.b.shape[-1 - len(lora.out_axes) : -1]
     matrix = LoraArray(
         as_matrix(lora, materialise(lora.w)),
@@ -201,7 +204,7 @@ def with_trained_extras(
     bias: str,
     lora_bias: bool,
 ) -> PyTree:
-    """Puts the adapters into the model, together with everything else that is trained."""
+    """Adds the adapters to the model, along with any other arrays that are trained."""
     arrays = named_arrays(model)
     biases = {
         bias_of(name, arrays) or f"{layer_of(name)}.bias": lora
@@ -223,7 +226,7 @@ def with_trained_extras(
 
 
 def checked_patterns(option: str, patterns: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a pattern that matches none of the adapted arrays."""
+    """Raises `ValueError` if any pattern doesn't match any of the adapted arrays."""
     for pattern in patterns:
         try:
             found = any(matches_layer(pattern, layer_of(name)) for name in arrays)

@@ -1,4 +1,4 @@
-"""`merge` and `unmerge`: add adapters into the weights, and subtract them again."""
+"""`merge` and `unmerge`: fold adapters into the weights they adapt, and take them out again."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -19,25 +19,25 @@ from .trees import difference, map_arrays, named_arrays, replace
 
 @checked
 def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyTree:
-    """Adds a model's adapters into its weights. This makes inference as fast as without adapters.
+    """Merges a model's adapters into its weights, so that inference is as fast as without adapters.
 
     **Arguments:**
 
-    - `model`: the result of [`quaxlike.loraify`][], trained or not.
-    - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, from
-        [`quaxlike.input_moments`][] on the adapted model. GPTQ then chooses the codes and scales which
-        minimise the outputs' error. Default: the nearest codes.
+    - `model`: the result of [`quaxlike.loraify`][], typically after training.
+    - `exact`: for quantised weights, the sum of `x xᵀ` over the inputs `x` of their layers, as measured by
+        [`quaxlike.input_moments`][] on the adapted model. The codes and scales are then chosen by GPTQ to
+        minimise the error in the outputs. Default: round to the nearest codes.
 
     **Returns:**
 
-    A model with the same structure as before it was adapted. A quantised weight is quantised again. Since
-    this rounds what the adapter has learned, there is a warning unless `exact` contains this weight. A model
-    without adapters is returned as it is, with a warning.
+    A model with the same structure as before it was adapted. Quantised weights are requantised. As this
+    rounds off part of what the adapter has learned, a warning is issued for such weights that aren't in
+    `exact`. A model without adapters is returned unchanged, also with a warning.
 
     **Raises:**
 
-    `ValueError` if an adapter has batch axes, but its weight does not: these are several adapters on one
-    base. Pick one of them with [`quaxlike.choose_adapter`][].
+    `ValueError` if an adapter has batch axes but its weight does not, i.e. if there are several adapters on
+    one base. In this case, pick one of them with [`quaxlike.choose_adapter`][] first.
 
     !!! example
 
@@ -69,24 +69,24 @@ def merge(model: PyTree, *, exact: Mapping[str, ArrayLike] | None = None) -> PyT
 
 @checked
 def unmerge(merged: PyTree, adapted: PyTree) -> PyTree:
-    """Subtracts adapters from the weights they were merged into.
+    """Undoes [`quaxlike.merge`][], by subtracting the adapters from the weights they were merged into.
 
-    This undoes [`quaxlike.merge`][], for example to exchange the adapter of a model that is running.
+    For example, this can be used to swap out the adapter of a running model.
 
     **Arguments:**
 
-    - `merged`: the model that [`quaxlike.merge`][] returned.
-    - `adapted`: the model with the adapters that were merged.
+    - `merged`: the result of [`quaxlike.merge`][].
+    - `adapted`: the model that was merged, with its adapters.
 
     **Returns:**
 
-    `adapted`, with the weights of `merged` minus the adapters. This is exact up to rounding.
+    `adapted`, with the base of each adapter recovered from `merged`. This is exact up to rounding.
 
     **Raises:**
 
-    `ValueError` if `merged` is not the result of merging `adapted`: if names differ, if a weight is not near
-    the sum of base and adapter, or if anything else differs. Traced arrays are not compared. Also if an
-    adapter does not implement `AdaptedArray.unmerged`.
+    `ValueError` if `merged` is not the result of merging `adapted`, i.e. if any weight is not close to the
+    sum of its base and its adapter, or if the models differ in any other way. (Traced arrays can't be
+    compared, so they aren't checked.) Also raised if an adapter does not implement `AdaptedArray.unmerged`.
     """
     weights = named_arrays(merged)
     adapters = {name: x for name, x in named_arrays(adapted).items() if isinstance(x, AdaptedArray)}
@@ -107,7 +107,7 @@ def _check_merged(
 ) -> None:
     """Raises `ValueError` unless `merged` is the result of merging `adapted`, up to rounding.
 
-    Adapters that replace their weight instead of changing it must be equal.
+    Adapters that replace their weight outright, instead of modifying it, must be equal.
     """
     found = None
     for name in taken_out:
@@ -125,7 +125,7 @@ def _check_merged(
 
 
 def _is_near(weight: Any, lora: AdaptedArray) -> bool:
-    """Returns whether a weight is the sum of base and adapter, up to rounding; True for traced arrays."""
+    """Returns whether a weight equals its base plus its adapter, up to rounding. Always true when tracing."""
     if tuple(weight.shape) != tuple(lora.shape):
         return False
     dense, whole = (jnp.asarray(x, jnp.float32) for x in (materialise(weight), lora.merged()))
@@ -137,7 +137,7 @@ def _is_near(weight: Any, lora: AdaptedArray) -> bool:
 
     eps = max(float(jnp.finfo(x.dtype).eps) for x in (weight, lora))
     allowed = 8 * eps * norm(jnp.abs(dense) + jnp.abs(whole))
-    if isinstance(weight, AbstractQuantizedArray):  # `exact` may have chosen other codes
+    if isinstance(weight, AbstractQuantizedArray):  # `exact` doesn't necessarily pick the nearest codes
         allowed += 3 * norm(materialise(weight.requantized(whole)).astype(jnp.float32) - whole)
     return bool(norm(dense - whole) <= allowed)
 
@@ -154,7 +154,7 @@ def _merged(name: str, leaf: AdaptedArray, requantised: list[str], moments: Mapp
     if base is None or is_value(whole):
         return whole
     if not is_value(base):
-        return whole.astype(base.dtype)  # parts with another dtype may have promoted it
+        return whole.astype(base.dtype)  # might have been promoted by an adapter of a different dtype
     if isinstance(base, AbstractQuantizedArray) and name in moments:
         return fit(name, whole, base, moments[name])
     if isinstance(base, AbstractQuantizedArray):

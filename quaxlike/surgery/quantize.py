@@ -1,4 +1,4 @@
-"""`quantize`: replace a model's weights by quantised arrays."""
+"""`quantize`: replaces the weights of a model by quantised arrays."""
 
 import dataclasses
 import functools
@@ -57,56 +57,62 @@ def quantize(
     head: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Quantises a model's weights, and leaves everything else unchanged.
+    """Quantises the weights of a model, leaving everything else unchanged.
 
     Call the result through [`quaxlike.quaxify`][]. If a weight has an adapter, then its base is quantised.
-    Hence a model can be adapted first, with an init that needs dense weights, and quantised afterwards. If a
-    weight is block-sparse, then its blocks are quantised. A weight that appears several times in the model
-    (the same array object) is quantised once.
+    This makes it possible to adapt a model first, e.g. with an initialisation that requires dense weights,
+    and to quantise it afterwards. If a weight is block-sparse, then its blocks are quantised. Tied weights,
+    i.e. those that are the same array object, are only quantised once.
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `scheme`: `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or a codec for [`quaxlike.BlockArray`][]: `"mxfp4"`,
-        `"nvfp4"`, `"fp8"`, `"q4_k"`, `"uint4_block"` … Default: `"nf4"`. This may also be a recipe: a mapping
-        from anything that `where` accepts to a scheme, to a pair of a scheme and its options, or to None for
-        weights that stay unchanged. A weight follows the first rule that selects it. Recipes with a name are
-        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but leave out embeddings,
-        and `"nf4_qlora"`, which is NF4 with nested scales. `quantize.plan` shows the effect of a recipe
-        without computing anything; `quantize.from_file` reads one.
-    - `where`: which weights, as for [`quaxlike.select`][]. Biases and norms are skipped. Recipes do not need
-        this. Default: the weights of all linear layers.
-    - `exclude`: layers to leave out: a regular expression for the whole name, or a sequence of names or their
-        last components.
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][]. Default: none.
+    - `scheme`: either `"nf4"`, `"fp4"`, `"int8"` or `"int4"`; or any [`quaxlike.BlockArray`][] codec, such as
+        `"mxfp4"`, `"nvfp4"`, `"fp8"`, `"q4_k"` or `"uint4_block"`. Default: `"nf4"`.
+
+        Alternatively, this can be a recipe: a mapping whose keys are anything accepted by `where`, and whose
+        values are either a scheme, a pair of a scheme and its options, or `None` to leave these weights
+        unchanged. If several rules select a weight, then the first is used. Predefined recipes are
+        `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`, which follow llama.cpp's presets but exclude embeddings; and
+        `"nf4_qlora"`, i.e. NF4 with nested scales. Use `quantize.plan` to preview a recipe without computing
+        anything, and `quantize.from_file` to read one from disk.
+
+    - `where`: which weights to quantise, as in [`quaxlike.select`][]. Biases and norms are skipped. Not
+        supported for recipes. Default: the weights of all linear layers.
+    - `exclude`: layers to leave out. Either a regular expression for the whole name, or a sequence of names
+        or of their last components.
+    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
+        Default: none.
     - `calibrate`: for each weight, the sum of `x xᵀ` over its layer's inputs, from
-        [`quaxlike.input_moments`][]. GPTQ then chooses the codes that change the layer's outputs least. For
-        llama.cpp's schemes, you may pass the diagonal of this sum instead, as weights for errors in the
-        search for scales (llama.cpp's importance matrix). Default: the nearest codes.
-    - `activations`: `"int8"` for the scheme `"int8"`, or `"fp8"` for `"fp8"`. A layer then rounds its inputs
-        to 8 bits too, with a scale per token, and multiplies codes with codes, for which GPUs have special
-        units. Gradients and adapters use the unrounded inputs. Default: inputs are not rounded.
-    - `maxima`: with `activations`, the largest magnitude of each layer's inputs, from
-        [`quaxlike.input_maxima`][]. All tokens then share one static scale, and larger inputs are clipped.
-        Default: one dynamic scale per token.
-    - `rounds_gradients`: with `activations`, whether gradients with respect to the inputs use products of
-        codes too. Cotangents are then rounded token by token. This supports only reverse mode. Default:
+        [`quaxlike.input_moments`][]. Codes are then chosen by GPTQ to minimise the change in the layer's
+        outputs. For llama.cpp's schemes you can pass just the diagonal of this sum, which is then used to
+        weight errors when searching for scales (llama.cpp's importance matrix). Default: round to the nearest
+        codes.
+    - `activations`: `"int8"` for the `"int8"` scheme, or `"fp8"` for `"fp8"`. Each layer's inputs are then
+        also rounded to 8 bits, with one scale per token, and matrices are multiplied in 8 bits, for which
+        GPUs have specialised units. Gradients and adapters use the unrounded inputs. Default: inputs are not
+        rounded.
+    - `maxima`: the largest magnitude of each layer's inputs, from [`quaxlike.input_maxima`][], for use with
+        `activations`. All tokens then share a single static scale, and larger inputs are clipped. Default:
+        one dynamic scale per token.
+    - `rounds_gradients`: whether to also compute gradients with respect to the inputs in 8 bits, for use with
+        `activations`. Cotangents are rounded for each token separately. Only supports reverse mode. Default:
         False.
-    - `head`: whether to quantise the output layer (`lm_head`) too, which `"all-linear"` leaves out. If it is
-        tied to an embedding, then the embedding is quantised. Default: False.
-    - `scheme_options`: passed on to the type's `quantize`: `block_size`, `double_quant`, `axis`, `stacked`,
-        `train_scales`. Without `axis`, blocks run along the inputs.
+    - `head`: whether to also quantise the output layer (`lm_head`), which is excluded by `"all-linear"`. If
+        it is tied to an embedding, then the embedding is quantised. Default: False.
+    - `scheme_options`: passed on to the `quantize` method of the type: `block_size`, `double_quant`, `axis`,
+        `stacked`, `train_scales`. By default, blocks run along the input axes.
 
     **Returns:**
 
-    The model with each weight replaced by a quantised array, such as [`quaxlike.NF4Array`][].
+    The model with each selected weight replaced by a quantised array, such as [`quaxlike.NF4Array`][].
 
     **Raises:**
 
-    `ValueError` for an unknown scheme; if a pattern matches nothing (the message lists near misses); if a
-    rule of a recipe has no effect; if a weight is neither a dense array nor an adapter over one; if `maxima`
-    lacks a layer, or is 0 for a layer; if a weight's layout is unknown; or if `head` is True and the
-    model has no output layer.
+    `ValueError` if the scheme is unknown, if a pattern matches nothing (the message includes close matches),
+    if a rule in a recipe has no effect, if a weight is neither a dense array nor an adapter over one, if a
+    layer is missing from `maxima` or its maximum is 0, if a weight's layout is unknown, or if `head=True` but
+    the model has no output layer.
 
     !!! example
 
@@ -118,7 +124,7 @@ def quantize(
         ql.quaxify(model)(jnp.ones(64))
         ```
 
-    The schemes and their names follow bitsandbytes.
+    Schemes and their names follow bitsandbytes.
     """
     options = {"where": where, "exclude": exclude, "layout": layout, "head": head, **scheme_options}
     chosen = quantizers(model, scheme, **options)
@@ -135,7 +141,10 @@ def quantize(
 def quantizers(
     model: PyTree, scheme: str | Recipe = "nf4", **options: Any
 ) -> dict[str, Callable[[Any], Any]]:
-    """Returns a function per weight that quantises it as `quantize` would. `model` may contain shapes."""
+    """Returns a function for each weight, which quantises it in the same way as `quantize`.
+
+    `model` can contain `jax.ShapeDtypeStruct`s instead of arrays.
+    """
     return {name: _quantizer(name, choice) for name, choice in choices_of(model, scheme, **options).items()}
 
 
@@ -154,7 +163,7 @@ def choices_of(
     head: bool = False,
     **scheme_options: Any,
 ) -> dict[str, SchemeOfWeight]:
-    """Returns the scheme of each weight that `quantize` would choose."""
+    """Returns the scheme that `quantize` would choose for each weight."""
     records = records_of(model, layout)
     if isinstance(scheme, str) and not is_recipe(scheme):
         chosen = select_matrices(model, records, where, exclude, head)
@@ -173,11 +182,11 @@ def choices_of(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRow:
-    """One weight in a plan of `quantize`."""
+    """A row of a `Plan`, which describes a single weight."""
 
     path: str
     rule: str
-    """The recipe's rule for this weight."""
+    """The rule in the recipe that selected this weight."""
     scheme: str
     options: Mapping[str, Any]
     shape: tuple[int, ...]
@@ -187,7 +196,7 @@ class PlannedRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """A preview of `quantize`. Prints as text."""
+    """A printable preview of what `quantize` would do."""
 
     rows: Sequence[PlannedRow]
 
@@ -209,21 +218,22 @@ def _bytes(rows: Sequence[PlannedRow]) -> str:
 
 
 def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
-    r"""Shows what [`quaxlike.quantize`][] would do: each rule's weights, and sizes before and after.
+    r"""Previews the effect of [`quaxlike.quantize`][], without computing any arrays.
 
-    No arrays are computed.
+    This lists which weights are selected by each rule, and their sizes before and after.
 
-    **Arguments:** as for [`quaxlike.quantize`][], without `calibrate`, `activations`, `maxima` and
-    `rounds_gradients`, as these do not change the size. `model` may contain `jax.ShapeDtypeStruct`s.
+    **Arguments:** as [`quaxlike.quantize`][], except for `calibrate`, `activations`, `maxima` and
+    `rounds_gradients`, as these don't affect the size. `model` can contain `jax.ShapeDtypeStruct`s instead of
+    arrays.
 
     **Returns:**
 
-    A table with `rows`, each with `path`, `rule`, `scheme`, `options`, `shape`, `dense_bytes` and
-    `stored_bytes`. Print this.
+    A printable table with attribute `rows`. Each row has a `path`, `rule`, `scheme`, `options`, `shape`,
+    `dense_bytes` and `stored_bytes`.
 
     **Raises:**
 
-    As for [`quaxlike.quantize`][].
+    As [`quaxlike.quantize`][].
 
     !!! example
 
@@ -248,7 +258,7 @@ def plan(model: PyTree, scheme: str | Recipe = "nf4", **options: Any) -> Plan:
     return Plan([row(name, choice) for name, choice in choices_of(model, scheme, **options).items()])
 
 
-# Users find these as attributes of `quantize`.
+# These are exposed to users as attributes of `quantize`, rather than as separate top-level functions.
 quantize.plan = plan  # pyright: ignore[reportFunctionMemberAccess]
 quantize.from_file = from_file  # pyright: ignore[reportFunctionMemberAccess]
 
@@ -292,22 +302,22 @@ def fake_quantize(
     rounds_gradients: bool = False,
     **scheme_options: Any,
 ) -> PyTree:
-    """Rounds weights of a model as `quantize` would, but keeps them dense and trainable.
+    """Rounds the weights of a model as `quantize` would, but keeps them dense and trainable.
 
-    This is for quantisation-aware training: call it in the loss function, and train the weights you pass
-    in. Gradients ignore the rounding (the straight-through estimator).
+    This is intended for quantisation-aware training: call it inside the loss function, and train the weights
+    that are passed in. Gradients ignore the rounding, i.e. we use the straight-through estimator.
 
-    **Arguments:** as for [`quaxlike.quantize`][]. With `activations`, inputs are rounded too, with the same
-    estimator.
+    **Arguments:** as [`quaxlike.quantize`][]. If `activations` is set then inputs are rounded as well, using
+    the same estimator.
 
     **Returns:**
 
-    The model with rounded weights. With `activations` they are Values, so call the model through
-    [`quaxlike.quaxify`][].
+    The model with rounded weights. If `activations` is set then these are Values, so the model must be called
+    through [`quaxlike.quaxify`][].
 
     **Raises:**
 
-    As for [`quaxlike.quantize`][].
+    As [`quaxlike.quantize`][].
 
     !!! example
 
@@ -328,7 +338,7 @@ def fake_quantize(
         "maxima": maxima, "rounds_gradients": rounds_gradients,
     }  # fmt: skip
     quantized = quantize(model, scheme, **options, **scheme_options)
-    rounded: dict[int, Any] = {}  # tied weights stay tied
+    rounded: dict[int, Any] = {}  # keyed by `id`, so that tied weights stay tied
 
     def estimate(q: Any, w: Any) -> Any:
         if id(w) not in rounded:
@@ -344,7 +354,7 @@ def fake_quantize(
 
 
 def is_quantised(model: PyTree) -> bool:
-    """Returns whether any weight, or the base of any adapter, is quantised."""
+    """Returns whether any weight is quantised, including the bases of adapters."""
 
     def is_one(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -353,27 +363,28 @@ def is_quantised(model: PyTree) -> bool:
 
 
 def scheme_of(text: str | Path) -> str | Recipe:
-    """Parses a scheme or recipe as commands take it: a name, or the path of a file with a recipe.
+    """Parses a scheme or recipe from the command line, given as either a name or the path of a recipe file.
 
-    **Raises:** `ValueError` for an unknown name, with similar names, or a damaged file.
+    **Raises:** `ValueError` if the name is unknown (the message includes close matches), or if the file is
+    invalid.
     """
     return from_file(text) if is_recipe_file(text) else require_scheme(str(text))
 
 
 def is_recipe(scheme: Any) -> bool:
-    """Returns whether this is a recipe, which chooses weights itself."""
+    """Returns whether this is a recipe, as opposed to a single scheme."""
     return not isinstance(scheme, str) or scheme in RECIPES
 
 
 def is_recipe_file(text: str | Path) -> bool:
-    """Returns whether a command's option is the path of a recipe file, and not a name."""
+    """Returns whether a command-line option is the path of a recipe file, rather than a name."""
     return Path(text).suffix in RECIPE_FILES
 
 
 def require_scheme(name: str, *, recipes: bool = True) -> str:
-    """Returns the name if there is such a scheme or recipe.
+    """Checks that a scheme or recipe of this name exists, and returns the name.
 
-    **Raises:** `ValueError` otherwise, with similar names.
+    **Raises:** `ValueError` if it doesn't; the message includes close matches.
     """
     if name in _SCHEMES or (recipes and name in RECIPES):
         return name
@@ -386,14 +397,16 @@ def require_scheme(name: str, *, recipes: bool = True) -> str:
 
 
 def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: Any) -> Any:
-    """Quantises a weight along its inputs. For an adapter this quantises its base, and for a sparse array its
-    blocks."""
+    """Quantises a weight in blocks along its inputs.
+
+    For an adapter, this quantises its base; for a block-sparse array, this quantises its blocks.
+    """
     require_scheme(scheme, recipes=False)
     if _has_parts(w):
         return w.with_base(quantize_array(name, w.w, scheme, layout, **options))
     if isinstance(w, BlockSparseArray):
-        # Nested scales would span the whole array. With separate ones per block, rows of blocks can be
-        # sliced.
+        # By default nested scales are shared across the whole array. Use separate ones per block, so that we
+        # can still slice the rows of blocks.
         stacked = {"stacked": w.num_batch + 2} if options.get("double_quant") else {}
         return w.replace(blocks=quantize_array(name, w.elements, scheme, MATRIX, **options | stacked))
     if isinstance(w, AbstractQuantizedArray):
@@ -408,7 +421,7 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
         )
     quantized, order = _SCHEMES[scheme], _stored_order(layout, len(w.shape))
     stacked = len(layout.batch_shape(tuple(w.shape)))
-    if stacked and options.get("double_quant"):  # nested scales must not span a stack
+    if stacked and options.get("double_quant"):  # don't share nested scales between layers of a stack
         options = {"stacked": stacked} | options
     if "axis" in options or order == list(range(len(order))):
         return quantized(w, **options)
@@ -417,15 +430,15 @@ def quantize_array(name: str, w: Any, scheme: str, layout: Layout, **options: An
 
 
 def _has_parts(w: Any) -> bool:
-    """Returns whether a leaf is an adapter, and not a weight trained directly."""
+    """Returns whether a leaf is an adapter with parameters of its own (unlike e.g. `TrainableArray`)."""
     return isinstance(w, AdaptedArray) and bool(jtu.tree_leaves(w.with_base(None)))
 
 
 def _stored_order(layout: Layout, n: int) -> list[int]:
-    """Returns the order of axes with inputs last, so blocks run along them.
+    """Returns the permutation that moves the input axes last, so that blocks run along them.
 
-    Embeddings are stored by row, because lookups read rows. A convolution's window precedes its
-    channels, so the window can be reversed without splitting blocks.
+    Embeddings are exempt, as lookups read whole rows. For convolutions, the window precedes the input
+    channels, so that it can be reversed without splitting any blocks.
     """
     if layout.kind == "embedding":
         return list(range(n))

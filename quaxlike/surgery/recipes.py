@@ -1,4 +1,4 @@
-"""Recipes for `quantize`, which map weights to schemes."""
+"""Recipes for `quantize`, i.e. mappings from weights to schemes."""
 
 import dataclasses
 import json
@@ -24,18 +24,18 @@ from ..arrays.quantized import (
 from .records import Record
 from .select import Where, output_layer, select_matrices
 
-#: A scheme, a scheme with its options, or None for weights that stay dense.
+#: A scheme, a pair of a scheme and its options, or `None` for weights that should stay dense.
 Scheme = str | tuple[str, Mapping[str, Any]] | None
-#: A mapping from values of `where` to schemes. A weight follows the first rule that selects it.
+#: A mapping from values of `where` to schemes. If several rules select a weight, then the first is used.
 Recipe = Mapping[Any, Scheme]
 
 
 @dataclasses.dataclass(frozen=True)
 class SchemeOfWeight:
-    """The scheme that a recipe chooses for one weight."""
+    """The scheme chosen by a recipe for a particular weight."""
 
     rule: str
-    """The rule for this weight, as written in the recipe."""
+    """The rule that selected this weight, as written in the recipe."""
     record: Record
     scheme: str
     options: Mapping[str, Any]
@@ -49,11 +49,12 @@ def choices(
     *,
     is_general: bool = False,
 ) -> dict[str, SchemeOfWeight]:
-    """Applies a recipe. Returns the scheme of each weight that it quantises, by name.
+    """Applies a recipe, and returns the schemes of the weights that it quantises, by name.
 
-    Rules that match nothing are allowed only in a recipe that `is_general`, that is, made for any model.
+    If the recipe `is_general`, i.e. not written for a particular model, then rules are allowed to have no
+    effect.
 
-    **Raises:** `ValueError` if a rule matches nothing, or has an invalid scheme.
+    **Raises:** `ValueError` if a rule has no effect, or has an invalid scheme.
     """
     if not recipe:
         raise ValueError("A recipe has at least one rule; found none.")
@@ -91,7 +92,7 @@ def _scheme_of(where: Where, scheme: Any) -> tuple[str | None, Mapping[str, Any]
 
 
 def told_scheme(scheme: Scheme) -> str:
-    """Formats a scheme and its options for users."""
+    """Formats a scheme and its options for display."""
     name, options = _scheme_of("", scheme)
     return ", ".join([str(name), *(f"{option}={value}" for option, value in options.items())])
 
@@ -102,7 +103,7 @@ def _text(where: Any) -> str:
     return getattr(where, "__name__", None) or f"{where[0]} and {len(where) - 1} more"
 
 
-#: The key in a safetensors header for the model's recipe, as JSON.
+#: The key under which a safetensors header stores the model's recipe, as JSON.
 RECIPE_ENTRY = "recipe"
 
 
@@ -125,10 +126,10 @@ _TYPES: dict[type, str] = {NF4Array: "nf4", FP4Array: "fp4", Int8Array: "int8", 
 
 
 def recipe_of(arrays: Mapping[str, Any]) -> dict[str, Scheme]:
-    """Reconstructs a recipe from quantised arrays, or from the quantised bases of adapters.
+    """Reconstructs a recipe from arrays which are quantised, or are adapters with a quantised base.
 
-    Applied to dense arrays with the same names, it gives the same types again. Layers with the same scheme
-    share a rule. The recipe is empty if nothing is quantised.
+    Applying the recipe to dense arrays of the same names reproduces the same types. Layers with the same
+    scheme share a rule. The recipe is empty if nothing is quantised.
     """
     groups: dict[str, dict[str, tuple[str, Mapping[str, Any]] | None]] = {}
     for name, x in arrays.items():
@@ -164,11 +165,12 @@ def _found_scheme(x: Any) -> tuple[str, Mapping[str, Any]] | None:
 
 
 def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
-    """llama.cpp's `_M` presets (`llama-quant.cpp`).
+    """Returns the recipe for one of llama.cpp's `_M` presets (`llama-quant.cpp`).
 
-    The head gets 6 bits. So do values and down projections in the first and last layers, and in every third
-    layer between them. Where queries, keys and values are one array, it gets one more bit in every layer. In
-    a mixture of eight experts, keys and values get 8 bits.
+    This uses 6 bits for the head, as well as for the values and down projections in the first eighth of
+    layers, the last eighth, and every third layer in between. If queries, keys and values are fused into one
+    array, then this has an extra bit in every layer. For a mixture of eight experts, keys and values use 8
+    bits.
     """
 
     def recipe(records: Mapping[str, Record]) -> Recipe:
@@ -182,7 +184,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
         more = [name for name, i in layers.items() if matters(i) and _MORE_BITS.fullmatch(name)]
         fused = [name for name in layers if _FUSED.fullmatch(name)]
         keys = output = list[str]()
-        if _num_experts(records) == 8:  # llama.cpp's rule for Mixtral
+        if _num_experts(records) == 8:  # llama.cpp has a special case for Mixtral
             keys = [name for name in layers if _KEYS_AND_VALUES.fullmatch(name)]
             output = [name for name in layers if ".o_proj." in name] if most == "q4_k" else []
         rules = {
@@ -198,7 +200,7 @@ def _k_quants(most: str) -> Callable[[Mapping[str, Record]], Recipe]:
 
 
 def _num_experts(records: Mapping[str, Record]) -> int:
-    """Counts the experts of a layer, whether they are stacked or separate."""
+    """Returns the number of experts per layer, which can be either stacked or separate."""
     stacks = [x.array.shape[0] for name, x in records.items() if _STACK.search(name) and x.layout is not None]
     single = [1 + int(m[1]) for name in records if (m := _EXPERT.search(name))]
     return max([*stacks, *single], default=0)
@@ -217,12 +219,12 @@ _LAYER = re.compile(r"\.([0-9]+)\.")
 _STACK = re.compile(r"\.experts\.(gate_up|down)_proj$")
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.")
 _KEYS_AND_VALUES = re.compile(r".*\.[kv]_proj\..*")
-# As Llama, BERT, GPT-2 and ModernBERT name them.
+# These are the names used by Llama, BERT, GPT-2 and ModernBERT.
 _MORE_BITS = re.compile(r".*\.(v_proj|value|down_proj|[0-9]+\.output\.dense|mlp\.c_proj|mlp\.Wo)(\..*)?")
 _FUSED = re.compile(r".*\.(qkv_proj|c_attn|Wqkv)(\..*)?")
 _ONE_BIT_MORE = {"q4_k": "q5_k", "q5_k": "q6_k"}
 
-#: Named recipes: functions from a model's records to a recipe.
+#: Named recipes, as functions mapping a model's records to a recipe.
 RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
     "q4_k_m": _k_quants("q4_k"),
     "q5_k_m": _k_quants("q5_k"),
@@ -235,13 +237,13 @@ RECIPES: dict[str, Callable[[Mapping[str, Record]], Recipe]] = {
 def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a recipe for [`quaxlike.quantize`][] from a JSON or TOML file.
 
-    The file has a single table. It maps each pattern to a scheme, or to a list of a scheme and a table of
-    options, or (only in JSON) to null. Rules keep their order. Files from
-    [`quaxlike.files.safetensors.save`][] contain the recipe by which their model was quantised.
+    The file should contain a single table, which maps each pattern to either a scheme, a list of a scheme and
+    a table of options, or (in JSON only) null. The order of rules is preserved. The recipe of a quantised
+    model can also be read from the file written by [`quaxlike.files.safetensors.save`][].
 
     **Arguments:**
 
-    - `path`: a file with the suffix `.json`, `.toml` or `.safetensors`.
+    - `path`: the path of a `.json`, `.toml` or `.safetensors` file.
 
     **Returns:**
 
@@ -249,8 +251,8 @@ def from_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     **Raises:**
 
-    `FileNotFoundError` if there is no such file; `ValueError` for another suffix, or if the file has no valid
-    recipe.
+    `FileNotFoundError` if the file doesn't exist. `ValueError` if it has any other suffix, or doesn't contain
+    a valid recipe.
 
     !!! example
 

@@ -1,8 +1,8 @@
-"""A record for each array in a model: its layout and its bias.
+"""Records of the layout and bias associated with each array in a model.
 
-All of surgery reads layouts from here. Two functions that disagreed about which axes are inputs would
-silently train or quantise along the wrong ones. Linen and Haiku keep their parameters in dicts without any
-modules; `traced_layouts` finds their layouts by tracing a call.
+This is the only source of layouts for the other functions in `surgery`: if any two of them disagreed about
+which axes are inputs, then we would silently train or quantise along the wrong axes. Linen and Haiku store
+parameters separately from the modules, so for them `traced_layouts` infers layouts by tracing a call.
 """
 
 import dataclasses
@@ -27,40 +27,41 @@ Layouts = LayoutLike | Mapping[str, LayoutLike]
 
 @checked
 def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
-    """Finds out for each array in a model which axes are outputs and which are inputs.
+    """Determines which axes of each array in a model are outputs, and which are inputs.
 
-    The argument `layout` takes precedence. Next comes the layer's class, if it is from Equinox or Flax's
-    NNX, or has an attribute `weight_layouts`, which maps fields to layouts. Last comes the array's name,
-    together with the shape of its layer's bias:
+    The `layout` argument takes precedence. Otherwise we use the layer's class, if this comes from Equinox or
+    Flax NNX, or has an attribute `weight_layouts` that maps fields to layouts. Failing that, the layout is
+    inferred from the name of the array, and the shape of its layer's bias:
 
     | name | layout |
     | --- | --- |
-    | `….weight` with two axes (PyTorch) | `"oi"`, a mere convention: see `fan_in_fan_out` |
+    | `….weight` with two axes (PyTorch) | `"oi"`, by convention (see `fan_in_fan_out`) |
     | `….kernel` with two axes (Flax) | `"io"` |
     | `query.kernel`, `key.kernel`, `value.kernel` with three | `"ioo"`: (in, heads, dim) |
     | `out.kernel` with three | `"iio"`: (heads, dim, out) |
     | `kernel`, `weight` in a layer whose name contains `conv` | `"hwio"`, `"oihw"` |
-    | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` and the like |
+    | `w` in a Haiku module | `"io"`, or `"hwio"` for `conv2_d` etc. |
     | `embedding`, `embeddings`, and all arrays in a layer named `embed…`, `wte`, `wpe` | `"vo"` |
-    | an array that is the whole name, such as `w` | `"oi"`, by the same convention |
-    | `bias`, `scale` and the like, and all arrays in a layer with the name of a norm | no weight |
+    | a name with a single component, such as `w` | `"oi"`, by the same convention |
+    | `bias`, `scale` etc., and all arrays in a layer that is named like a norm | not a weight |
 
     **Arguments:**
 
     - `model`: any pytree.
-    - `layout`: a mapping from names to layouts, or to None for an array that is not a layer's weight. The
-        last components of a name suffice, as in [`quaxlike.select`][]. A single layout applies to all
-        matrices about which nothing else is known. [`quaxlike.Layout`][] explains the notation.
+    - `layout`: a mapping from names to layouts, or to `None` for arrays that aren't the weight of a layer.
+        The last components of a name suffice, as in [`quaxlike.select`][]. Can also be a single layout, which
+        is used for all matrices whose layout is otherwise undetermined. See [`quaxlike.Layout`][] for the
+        notation.
 
     **Returns:**
 
-    A dict from names to layouts, or to None for an array that is not a layer's weight. A layout that cannot
-    be determined has `kind="unknown"`.
+    A dict from names to layouts, or to `None` for arrays that aren't the weight of a layer. If a layout can't
+    be determined, then it has `kind="unknown"`.
 
     **Raises:**
 
-    `ValueError` if a name matches nothing (the message lists near misses), or if a layout has more axes than
-    its array or contradicts the bias.
+    `ValueError` if a name matches nothing (the message includes close matches), or if a layout has more axes
+    than its array, or contradicts the bias.
 
     !!! example
 
@@ -77,19 +78,19 @@ def layouts(model: PyTree, layout: Layouts = None) -> dict[str, Layout | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What surgery knows about one array. A Value counts as one array."""
+    """The metadata associated with an array. A Value counts as a single array."""
 
     array: Any
     layout: Layout | None
-    """Which axes are outputs and which are inputs; None if this is not a layer's weight."""
+    """Which axes are outputs and which are inputs, or `None` if this is not a layer's weight."""
     bias: str | None
     """The name of the layer's bias, if there is one."""
 
 
 def records_of(model: PyTree, layout: Layouts = None, *, fan_in_fan_out: bool = False) -> dict[str, Record]:
-    """Returns the record of each array by name.
+    """Returns the records of all arrays, by name.
 
-    With `fan_in_fan_out`, the convention for matrices is `(in, out)` instead of `(out, in)`.
+    If `fan_in_fan_out` then matrices are `(in, out)` by convention, instead of `(out, in)`.
     """
     found = {path_of(path, model): (path, leaf) for path, leaf in leaves_with_path(model)}
     arrays = {name: leaf for name, (_, leaf) in found.items()}
@@ -115,7 +116,7 @@ def _stated(arrays: Mapping[str, Any], layout: Layouts) -> dict[str, LayoutLike]
         if not names:
             hint = suggestion(pattern, arrays)
             raise ValueError(f"{pattern!r} in `layout` matches none of the arrays of the model. {hint}")
-        # A layer's name stands for its weight; an array's name takes precedence over it.
+        # The name of a layer refers to its weight, but the full name of an array takes precedence.
         stated |= {name: value for name in names if name not in stated or name.endswith(pattern)}
     return stated
 
@@ -134,7 +135,7 @@ def _found(name: str, leaf: Any, owner: Any, bias: str | None, arrays: Mapping[s
 def _checked(
     name: str, leaf: Any, layout: LayoutLike, bias: str | None, arrays: Mapping[str, Any]
 ) -> Layout | None:
-    """Checks the user's layout against the shapes of array and bias."""
+    """Validates a layout provided by the user against the shapes of the array and its bias."""
     if layout is None:
         return None
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
@@ -150,7 +151,7 @@ def _checked(
 
 
 def require_layout(name: str, record: Record) -> Layout:
-    """Returns the layout of a weight to adapt or quantise; raises if it is not known."""
+    """Returns the layout of a weight that is to be adapted or quantised, raising if it isn't known."""
     layout = record.layout
     if layout is not None and layout.is_known:
         return layout
@@ -164,7 +165,7 @@ def require_layout(name: str, record: Record) -> Layout:
 
 
 def _is_open(layout: Layout | None, leaf: Any) -> bool:
-    """Returns whether a matrix's axes are known only by convention, or not at all."""
+    """Returns whether the layout of a matrix is unknown, or based on nothing more than convention."""
     if layout is None:
         return False
     return layout.kind == "matrix" or (not layout.is_known and len(leaf.shape) == 2)
@@ -178,25 +179,25 @@ def how_to_state_layout(name: str, shape: tuple[int, ...]) -> str:
 
 
 def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Layout]:
-    """Finds the layout of each parameter from the Linen or Haiku module that uses it.
+    """Determines the layout of each parameter from the Linen or Haiku module that uses it.
 
-    Linen and Haiku keep parameters in dicts, without the modules that made them. Names suffice for most
-    layers (see [`quaxlike.layouts`][]). This function covers the rest, such as `DenseGeneral` and layers with
-    names of your own.
+    Linen and Haiku store parameters in plain dicts, separate from the modules that created them. For most
+    layers the names are sufficient (see [`quaxlike.layouts`][]), but this function is needed for e.g.
+    `DenseGeneral`, or layers with custom names.
 
     **Arguments:**
 
-    - `fn`: `module.apply` in Linen, or `transformed.apply` in Haiku. It is traced, not run.
-    - `args`, `kwargs`: its arguments. `jax.ShapeDtypeStruct`s may stand for arrays.
+    - `fn`: `module.apply` for Linen, or `transformed.apply` for Haiku. It is only traced, not run.
+    - `args`, `kwargs`: the arguments to call it with. Arrays can be replaced by `jax.ShapeDtypeStruct`s.
 
     **Returns:**
 
-    A dict from names of parameters, without the collection (`params`), to layouts. Pass this as `layout=` to
-    [`quaxlike.loraify`][] and similar functions.
+    A dict from parameter names, excluding the collection (`params`), to layouts. This can be passed as the
+    `layout` argument of [`quaxlike.loraify`][] etc.
 
     **Raises:**
 
-    `ValueError` if `fn` calls no module of Linen or Haiku with parameters.
+    `ValueError` if `fn` doesn't call any Linen or Haiku module with parameters.
 
     !!! example
 
@@ -212,7 +213,7 @@ def traced_layouts(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     def note(module: Any, path: str, params: Any) -> None:
         for name, x in named_arrays(params).items():
-            if len(x.shape) < 2 or "." in name:  # this belongs to an inner module
+            if len(x.shape) < 2 or "." in name:  # dotted names belong to a submodule
                 continue
             layout = weight_axes.by_class(module, name, tuple(x.shape))
             if isinstance(layout, Layout):

@@ -1,4 +1,4 @@
-"""`select`: find a model's weights by their dotted names."""
+"""`select`: looks up the weights of a model by their dotted names."""
 
 import re
 import warnings
@@ -14,47 +14,49 @@ from .weight_axes import FUSED
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 
-# "all-linear" leaves out the projection onto the vocabulary, as PEFT and bitsandbytes do. They leave out
-# routers too, and programs that read quantised models expect routers in full precision.
+# For consistency with PEFT and bitsandbytes, "all-linear" excludes the projection onto the vocabulary, as
+# well as routers. (Programs that load quantised models also expect routers in full precision.)
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)(\..*)?")
 _TOKENS = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in)(\..*)?")
 
 
 @checked
 def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None) -> dict[str, Any]:
-    """Selects a model's arrays by name.
+    """Selects arrays from a model by name.
 
-    Call this to check what `where` means in [`quaxlike.loraify`][], [`quaxlike.quantize`][] and similar
-    functions, before you use it there.
+    This can be used to check which weights the `where` argument of [`quaxlike.loraify`][],
+    [`quaxlike.quantize`][] etc. will select.
 
     **Arguments:**
 
-    - `model`: any pytree, such as an Equinox module, or a flat or nested dict of arrays. A Value counts as
-        one array.
-    - `where`: one of
+    - `model`: any pytree, for example an Equinox module or a (possibly nested) dict of arrays. A Value counts
+        as a single array.
+    - `where`: can be any of the following.
 
-        - `"all-linear"`: the weights of all linear layers and experts, except the output head (`lm_head`)
-            and routers (`gate` or `router` beside `experts`). Embeddings and convolutions do not count as
-            linear layers; select them by name. [`quaxlike.layouts`][] decides what a layer is.
-        - any other string: a regular expression that must match the whole name;
-        - a sequence of names, or of their last components, such as `["q_proj", "v_proj"]`;
-        - a callable. It is called with a name and an array, and returns whether to select the array.
+        - `"all-linear"`: the weights of all linear layers and experts, except for the output head (`lm_head`)
+            and routers (`gate` or `router` next to `experts`). Embeddings and convolutions don't count as
+            linear layers, so these must be selected by name. Layers are classified by
+            [`quaxlike.layouts`][].
+        - Any other string: a regular expression that must match the whole name.
+        - A sequence of names, or of their last components, such as `["q_proj", "v_proj"]`.
+        - A callable, taking a name and an array, which returns whether to select the array.
 
-        A layer's name means its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If this model
-        fuses several layers into one, such as `gate_proj` and `up_proj` into `gate_up_proj`, then naming all
-        of them selects the fused layer. Naming only some of them warns.
+        The name of a layer refers to its weight (`weight`, `kernel`, `embedding`, or Haiku's `w`). If the
+        model fuses several layers into one (e.g. `gate_proj` and `up_proj` into `gate_up_proj`), then the
+        fused layer is selected by naming all of them. Naming only some of them issues a warning.
 
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
+    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
-    A dict from names to arrays, in the order of the model.
+    A dict from names to arrays, ordered as in the model.
 
     **Raises:**
 
-    `ValueError` if `where`, or an entry of it, matches nothing (the message lists near misses). With
-    `"all-linear"`, also if it is not known whether an array is a weight of a linear layer, or its layout.
+    `ValueError` if `where`, or any entry of it, matches nothing (the message includes close matches). For
+    `"all-linear"`, also if we can't determine the layout of an array, or whether it is the weight of a linear
+    layer.
 
     !!! example
 
@@ -72,7 +74,7 @@ def select(model: PyTree, where: Where = "all-linear", *, layout: Layouts = None
 def _chosen(
     model: PyTree, records: Mapping[str, Record], where: Where, excluded: Container[str] = ()
 ) -> Collection[str]:
-    """Returns the selected names, in the order of the model."""
+    """Returns the selected names, ordered as in the model."""
     if where == "all-linear":
         return _all_linear(records, excluded)
     arrays = {name: record.array for name, record in records.items()}
@@ -89,7 +91,7 @@ def _chosen(
 
 
 def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str]) -> list[str]:
-    """Returns the arrays that match a regular expression or a sequence of names."""
+    """Returns the names of the arrays that match a regular expression or a sequence of names."""
 
     def hits(pattern: Any, names: Any) -> Any:
         return {x for x in names if matches(pattern, x, regex=isinstance(where, str))}
@@ -118,7 +120,7 @@ def _by_name(model: PyTree, arrays: Mapping[str, Any], where: str | Sequence[str
 
 
 def _parts(model: PyTree, name: str, arrays: Container[str]) -> list[list[str]]:
-    """Names the arrays fused or stacked into this one, as other checkpoints name them."""
+    """Lists the names that arrays fused or stacked into this one have in other checkpoints."""
     layer = layer_of(name)
     above, dot, last = layer.rpartition(".")
     own = [f"{above}{dot}{part}{name.removeprefix(layer)}" for part in FUSED.get(last, ())]
@@ -134,7 +136,7 @@ def _in_one(name: str, parts: Iterable[str]) -> str:
 
 
 def is_router(layer: str, arrays: Iterable[str]) -> bool:
-    """Returns whether a layer is a router, next to experts."""
+    """Returns whether a layer is a router, i.e. whether it is next to some experts."""
     module, _, own = layer.rpartition(".")
     return own in ("gate", "router") and any(name.startswith(f"{module}.experts.") for name in arrays)
 
@@ -163,14 +165,14 @@ def _all_linear(records: Mapping[str, Record], excluded: Container[str]) -> list
 
 
 def _not_selected(records: Mapping[str, Record]) -> dict[str, Any]:
-    """Returns the weights that "all-linear" leaves out, and that could be named."""
+    """Returns the weights that "all-linear" excludes, and which must be named to select them."""
     chosen = {*_all_linear(records, records)}
     weights = {name: record.array for name, record in records.items() if record.layout is not None}
     return {name: array for name, array in weights.items() if name not in chosen}
 
 
 def output_layer(records: Mapping[str, Record]) -> list[str]:
-    """Returns the weights of the output head; for a tied head, the embedding; none if there is neither."""
+    """Returns the weights of the output head, or the embedding it is tied to; empty if there is neither."""
     matrices = [name for name, record in records.items() if record.layout is not None]
     own = [name for name in matrices if _HEAD.fullmatch(name)]
     return own or [name for name in matrices if _TOKENS.fullmatch(name)]
@@ -184,9 +186,9 @@ def select_matrices(
     head: bool = False,
     may_exclude_all: bool = False,
 ) -> dict[str, Record]:
-    """Returns the selected weights that can be adapted or quantised: no biases, norms or integers.
+    """Returns those selected weights that can be adapted or quantised, i.e. no biases, norms or integers.
 
-    With `head`, this includes the output layer.
+    The output layer is included if `head=True`.
     """
     excluded = _chosen(model, records, exclude) if exclude else ()
     also = output_layer(records) if head else []

@@ -1,7 +1,7 @@
-"""Equal layers stacked into one module, for `jax.lax.scan` to compile only once.
+"""Stacking identical layers into a single module, so that `jax.lax.scan` only compiles them once.
 
-Only layers with the same structure, shapes and dtypes are stacked. A scan runs the same program for each of
-them, so any other difference would be ignored silently.
+All layers must have the same structure, shapes and dtypes: a scan runs the same program for each layer, so
+any other difference between them would be silently ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,24 +22,24 @@ from .trees import path_of
 
 @checked
 def stack_layers(layers: Sequence[PyTree]) -> PyTree:
-    """Stacks layers into one layer, along a new leading axis of each array.
+    """Stacks layers into a single layer, along a new leading axis of every array.
 
-    Use this with `jax.lax.scan`: the compile time then does not depend on the number of layers. This also
-    stacks the parts of adapters and quantised weights, without any computation. Parts that all adapters share
-    and do not train, such as VeRA's random matrices, are stored once.
+    This is typically used with `jax.lax.scan`, so that compile time does not depend on the number of layers.
+    Adapters and quantised weights are stacked part by part, without merging or dequantising them.
+    Untrained parts that all adapters share, such as VeRA's random matrices, are only stored once.
 
     **Arguments:**
 
-    - `layers`: modules, or any other pytrees, with the same structure, shapes and dtypes. Leaves that are not
-        arrays, such as activation functions, must be equal in all layers.
+    - `layers`: modules (or any other pytrees) with the same structure, shapes and dtypes. Non-array leaves,
+        such as activation functions, must be equal across layers.
 
     **Returns:**
 
-    A layer with the same type.
+    A layer of the same type.
 
     **Raises:**
 
-    `ValueError` if there are no layers, or if they differ. The message says where and how.
+    `ValueError` if there are no layers, or if they differ (the message includes the first difference).
 
     !!! example
 
@@ -78,20 +78,20 @@ def stack_layers(layers: Sequence[PyTree]) -> PyTree:
 
 @checked
 def unstack_layers(stacked: PyTree) -> list[Any]:
-    """Splits the result of [`quaxlike.stack_layers`][] into its layers.
+    """Splits the result of [`quaxlike.stack_layers`][] back into individual layers.
 
     **Arguments:**
 
-    - `stacked`: a layer. All its arrays must have a leading axis with the same size.
+    - `stacked`: a stacked layer. All of its arrays must have a leading axis of the same size.
 
     **Returns:**
 
-    The layers.
+    A list of layers.
 
     **Raises:**
 
-    `ValueError` if the arrays have no leading axis, or leading axes with different sizes. Also if a row of a
-    Value is not a Value with the same type.
+    `ValueError` if any array lacks a leading axis, if their sizes differ, or if indexing into the leading
+    axis of a Value doesn't produce a Value of the same type.
     """
     leaves, structure = jtu.tree_flatten_with_path(stacked, is_leaf=is_value)
     sizes = {path_of(path): leaf.shape[0] if leaf.shape else None for path, leaf in leaves if _is_array(leaf)}
@@ -130,7 +130,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
     out: Any = jtu.tree_map(_stack, *own)
     out = out.replace(**shared) if shared else out
     wanted = (len(leaves), *first.shape)
-    if tuple(out.shape) != wanted:  # the Value's shape does not depend on its parts
+    if tuple(out.shape) != wanted:  # the Value's shape isn't derived from the shapes of its parts
         out = quaxify(jnp.stack)(leaves)
     if type(out) is not type(first) or out.leading_axis() is NotImplemented:
         raise ValueError(f"{name}: {type(first).__name__} of shape {first.shape} cannot be stacked.")
@@ -138,7 +138,7 @@ def _stacked(name: str, leaves: list[Any]) -> Any:
 
 
 def _shared(leaves: Sequence[Any]) -> dict[str, Any]:
-    """Returns the untrained parts that are the same array in all layers: they are stored once."""
+    """Returns the untrained parts which are the same array in every layer, so are only stored once."""
     first = leaves[0]
     if not isinstance(first, AdaptedArray) or not knows_axes(first):
         return {}
@@ -185,4 +185,4 @@ def _rows(name: str, leaf: Any, n: int) -> list[Any]:
 def _row(part: Any, i: int, axis: int = 0) -> Any:
     if isinstance(part, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(part.shape[:axis] + part.shape[axis + 1 :], part.dtype)
-    return part[(*(slice(None),) * axis, i, ...)]  # not a scalar of NumPy, which is no array
+    return part[(*(slice(None),) * axis, i, ...)]  # the `...` makes NumPy return an array, not a scalar

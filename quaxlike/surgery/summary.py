@@ -24,60 +24,60 @@ from .trainable import trained_leaves
 
 @dataclasses.dataclass(frozen=True)
 class SummaryRow:
-    """One array of a model."""
+    """A row of a [`quaxlike.summary`][], which describes a single array of the model."""
 
     path: str
     type: str
     shape: tuple[int, ...]
     dtype: str
     size: int
-    """How many elements the array has."""
+    """The number of elements in the array."""
     adapter_size: int
-    """How many elements its adapter has."""
+    """The number of elements in its adapter."""
     trainable: int
-    """How many of these elements are trained."""
+    """The number of trained elements, including its adapter."""
     logical_bytes: int
-    """The dense array's size, in bytes."""
+    """The size in bytes of the equivalent dense array."""
     stored_bytes: int
-    """The size as stored, including its adapter, in bytes."""
+    """The size in bytes as actually stored, including the adapter."""
     layout: Layout | None = None
-    """Which axes are outputs and which are inputs; None for an array that is not a weight of a layer."""
+    """Which axes are outputs and which are inputs, or `None` if the array is not a layer's weight."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Summary:
-    """A table of a model's arrays, with totals. It prints as text, and as a table with `rich`."""
+    """A table of a model's arrays, along with their totals. Can be printed as plain text or with `rich`."""
 
     rows: Sequence[SummaryRow]
     recipe: Recipe = dataclasses.field(default_factory=dict[str, Any])
-    """The recipe of [`quaxlike.quantize`][] by which its arrays are quantised; empty if none is."""
+    """The [`quaxlike.quantize`][] recipe that describes the quantised arrays; empty if there are none."""
 
     def _total(self, field: str) -> int:
         return sum(getattr(row, field) for row in self.rows)
 
     @property
     def size(self) -> int:
-        """How many elements this model's arrays have, without adapters."""
+        """The total number of elements in the model's arrays, excluding adapters."""
         return self._total("size")
 
     @property
     def trainable(self) -> int:
-        """How many elements are trained."""
+        """The total number of trained elements."""
         return self._total("trainable")
 
     @property
     def trainable_share(self) -> float:
-        """The trained share of all elements, including adapters."""
+        """The fraction of all elements, including adapters, that are trained."""
         return self.trainable / max(1, self.size + self._total("adapter_size"))
 
     @property
     def logical_bytes(self) -> int:
-        """The dense arrays' size, in bytes."""
+        """The total size in bytes of the equivalent dense arrays."""
         return self._total("logical_bytes")
 
     @property
     def stored_bytes(self) -> int:
-        """The size as stored, including adapters, in bytes."""
+        """The total size in bytes as actually stored, including adapters."""
         return self._total("stored_bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -94,7 +94,7 @@ class Summary:
     def __str__(self) -> str:
         *rows, total = self._cells()
         longest = [max(map(len, column)) for column in zip(*rows, total, strict=True)]
-        # A heading is wrapped if it is wider than its column.
+        # Wrap each heading that is wider than its column.
         heads = [
             textwrap.wrap(name, max(n, *map(len, name.split())))
             for name, n in zip(_HEADER, longest, strict=True)
@@ -139,19 +139,19 @@ def _axes(layout: Layout | None) -> str:
 
 @checked
 def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
-    """Tabulates a model's arrays: type, shape, dense and stored size, and how much of each is trained.
+    """Tabulates the type, shape, size and number of trained elements of each array in a model.
 
-    Print this after each step of surgery, to see that it did what you meant.
+    This is useful for checking that a transformation did what you intended.
 
     **Arguments:**
 
-    - `model`: any pytree. A Value in it counts as one array.
-    - `layout`: as for [`quaxlike.layouts`][], where the model does not say. Default: none.
+    - `model`: any pytree. A Value counts as a single array.
+    - `layout`: layouts that cannot be inferred from the model, as in [`quaxlike.layouts`][]. Default: none.
 
     **Returns:**
 
-    A table with `rows` and the totals `size`, `trainable`, `trainable_share`, `logical_bytes` and
-    `stored_bytes`, and with the `recipe` by which weights are quantised. Print this.
+    A printable table, with attributes `rows`, the totals `size`, `trainable`, `trainable_share`,
+    `logical_bytes` and `stored_bytes`, and the `recipe` which describes how weights are quantised.
 
     !!! example
 
@@ -169,14 +169,14 @@ def summary(model: PyTree, *, layout: Layouts = None) -> Summary:
 
 
 def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> SummaryRow:
-    """Makes one array's row. Arrays in `counted` are shared with adapters in earlier rows."""
-    stored = without_numbers(x)  # which nobody counts as parameters
+    """Builds the row for a single array. Arrays in `counted` have been included in an earlier row."""
+    stored = without_numbers(x)  # hyperparameters such as `alpha` aren't usually counted as parameters
     again = [leaf for leaf in _adapters(stored) if id(leaf) in counted]
     counted |= {id(leaf) for leaf in _adapters(stored)}
     spec = trained_leaves(x)
     leaves = zip(jtu.tree_leaves(x), jtu.tree_leaves(spec), strict=True)
     base = innermost(x)
-    size = math.prod((x if base is None else base).shape)  # one base for several adapters
+    size = math.prod((x if base is None else base).shape)  # stacked adapters share a single base
     return SummaryRow(
         path=path,
         type=_type(x),
@@ -193,7 +193,7 @@ def _row(path: str, x: Any, layout: Layout | None, counted: set[int]) -> Summary
 
 
 def _adapters(x: Any) -> list[Any]:
-    """Collects the arrays of all adapters on a weight, without PRNG keys."""
+    """Collects the arrays of all adapters on a weight, excluding PRNG keys."""
     if not isinstance(x, AdaptedArray):
         return []
     own = jtu.tree_leaves(x.with_base(None))

@@ -1,4 +1,4 @@
-"""`to_lora`: approximate adapters by LoRA, for programs that support nothing else."""
+"""`to_lora`: approximates other adapters by LoRA, for programs that only support the latter."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from .trees import layer_of, map_arrays, replace
 
 
 class LowRankError(NamedTuple):
-    """The error of approximating the change of a weight by one with low rank."""
+    """The error incurred by approximating the change to a weight by a low-rank matrix."""
 
     lost: float
     """The Frobenius norm of the error, relative to the change's norm."""
@@ -27,34 +27,34 @@ class LowRankError(NamedTuple):
 def to_lora(
     model: PyTree, rank: int, *, rank_pattern: Mapping[str, int] = {}, layout: Layouts = None
 ) -> tuple[PyTree, dict[str, LowRankError]]:
-    """Replaces a model's adapters by the closest low-rank ones.
+    """Replaces each adapter of a model by its closest low-rank approximation.
 
-    Programs such as vLLM and llama.cpp support only LoRA. With this function they can run models that were
-    trained with other adapters.
+    This is useful for programs such as vLLM and llama.cpp, which only support LoRA.
 
     **Arguments:**
 
     - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
     - `rank`: the rank of the new adapters.
-    - `rank_pattern`: different ranks for some layers, as for [`quaxlike.loraify`][].
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
+    - `rank_pattern`: overrides the rank for particular layers, as in [`quaxlike.loraify`][].
+    - `layout`: layouts that cannot be inferred from the layer or the name, as in [`quaxlike.layouts`][].
         Default: none.
 
     **Returns:**
 
     The model with a [`quaxlike.LoraArray`][] in place of each adapter, and a dict from names to errors
-    `(lost, change)`. `lost` is the Frobenius norm of the error relative to the change's norm, and
-    `change` is the change's norm relative to the weight's norm.
+    `(lost, change)`. Here `lost` is the Frobenius norm of the error relative to the norm of the change, and
+    `change` is the norm of the change relative to the norm of the weight.
 
-    The approximation is the best one, from the largest singular values of the change. A LoRA with at most
-    this rank is kept as it is. DoRA does not change a weight by a matrix with low rank, so it is approximated
-    like any other adapter. Arrays trained directly (`modules_to_save`, biases, rows of embeddings)
-    are kept. Adapted biases become biases of the LoRA (`lora_bias`). Dropout is removed.
+    Each approximation is optimal, as it is obtained from the largest singular values of the change. A LoRA of
+    at most this rank is left unchanged. The change made by a DoRA isn't low-rank, so it is approximated like
+    that of any other adapter. Arrays that are trained directly (`modules_to_save`, biases, rows of
+    embeddings) are left unchanged, and adapted biases become biases of the LoRA (`lora_bias`). Dropout is
+    removed.
 
     **Raises:**
 
-    `ValueError` if the model has no adapters, if the rank is less than 1 or larger than a weight allows,
-    or if a weight's layout is unknown.
+    `ValueError` if the model has no adapters, if the rank is less than 1 or exceeds the size of a weight, or
+    if a weight's layout is unknown.
 
     !!! example
 
@@ -85,7 +85,7 @@ def to_lora(
         raise ValueError(f"to_lora takes a rank of at least 1; found {least}.")
 
     def converted(name: str, x: AdaptedArray) -> tuple[Any, LowRankError | None]:
-        if records[name].layout is None:  # no weight of a layer, but a bias or a norm's scale
+        if records[name].layout is None:  # not a layer's weight, but a bias or the scale of a norm
             return x, None
 
         def axes() -> tuple[Sequence[int], Sequence[int]]:
@@ -106,7 +106,7 @@ def to_lora(
         records[name].bias or f"{layer_of(name)}.bias": new[name] for name in errors if name != layer_of(name)
     }
     arrays = {name: record.array for name, record in records.items()}
-    # PEFT's files have a bias for every adapter, or for none.
+    # PEFT's checkpoint format requires that either all adapters have a bias or none do.
     if any(is_other_bias(arrays.get(name)) for name in biases):
         new |= {name: as_lora_bias(arrays.get(name), lora) for name, lora in biases.items()}
     return replace(model, new), errors

@@ -1,4 +1,4 @@
-"""A model's trained part: adapters, and quantised weights' scales."""
+"""The trainable part of a model: its adapters, and the scales of its quantised weights."""
 
 import dataclasses
 import warnings
@@ -19,29 +19,31 @@ from .trees import listing, named_arrays, replace
 
 @checked
 def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
-    """Says which leaves of an adapted model to train.
+    """Returns a filter spec that marks which leaves of an adapted model to train.
 
-    Pass this to `eqx.partition` before you differentiate. Gradients and optimiser states then exist for the
-    adapters only.
+    Typically this is passed to `eqx.partition` before differentiating, so that gradients and optimiser states
+    only exist for the adapters.
 
     **Arguments:**
 
-    - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. This warns if the model
-        has nothing to train.
-    - `freeze`: names of adapter fields that are not trained. For example, `freeze=["a"]` trains only the
-        second matrix of each LoRA (LoRA-FA). The backward pass then stores `x @ a.T` instead of a layer's
-        inputs `x`. Default: none.
+    - `model`: the result of [`quaxlike.loraify`][] or [`quaxlike.train_scales`][]. A warning is issued if
+        there is nothing to train.
+    - `freeze`: names of adapter fields to leave untrained. For example, `freeze=["a"]` only trains the second
+        matrix of each LoRA (LoRA-FA), in which case `x @ a.T` is stored for the backward pass instead of the
+        layer's inputs `x`. Default: none.
 
     **Returns:**
 
-    The model with True or False in place of each leaf: a filter spec for `eqx.partition`. True marks
+    The model with each leaf replaced by `True` or `False`, for use with `eqx.partition`. `True` marks
     adapters, `modules_to_save`, trained biases and bases, and the scales of quantised weights with
-    `gradients="train"`. If the optimiser takes the whole model, and all arrays are floating-point, then pass
-    the function itself as labels: `optax.partition({True: optimiser, False: optax.set_to_zero()},
-    ql.trainable)`. Do not use `optax.masked` alone, as it returns all other leaves' raw gradients as
-    their updates.
+    `gradients="train"`.
 
-    **Raises:** `ValueError` if `freeze` names a part that no adapter trains.
+    If the optimiser is applied to the whole model, and all of its arrays are floating-point, then you can
+    also pass this function itself as labels: `optax.partition({True: optimiser, False:
+    optax.set_to_zero()}, ql.trainable)`. Don't use `optax.masked` on its own, as it returns the raw gradients
+    of all other leaves as their updates.
+
+    **Raises:** `ValueError` if `freeze` includes a field that no adapter trains.
 
     !!! example
 
@@ -82,25 +84,24 @@ def trainable(model: PyTree, *, freeze: Sequence[str] = ()) -> PyTree:
 
 @checked
 def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
-    """Makes quantised weights' scales differentiable; their codes stay fixed.
+    """Makes the scales of quantised weights differentiable, whilst their codes stay fixed.
 
-    Next, train the leaves that [`quaxlike.trainable`][] selects. Training does not change the size of the
-    model.
+    Afterwards, train the leaves selected by [`quaxlike.trainable`][]. The model stays quantised, so its size
+    doesn't change.
 
     **Arguments:**
 
     - `model`: any pytree with quantised weights.
-    - `where`: which weights, as for [`quaxlike.select`][]. For a weight with an adapter, this means its base.
-        Default: all.
+    - `where`: which weights to train the scales of, as in [`quaxlike.select`][]. If a weight has an adapter,
+        then this refers to its base. Default: all quantised weights.
 
     **Returns:**
 
-    The model, with `gradients="train"` in these weights.
+    The model, with `gradients="train"` set on these weights.
 
     **Raises:**
 
-    `ValueError` if none of the weights is quantised, or if a weight's scales are not floating-point
-    numbers.
+    `ValueError` if none of the weights are quantised, or if the scales of any of them are not floating-point.
 
     !!! example
 
@@ -132,12 +133,12 @@ def train_scales(model: PyTree, where: Where | None = None) -> PyTree:
 
 
 def _parts_of(x: Any) -> list[str]:
-    """Names the trained fields of an adapter, and of any adapters beneath it."""
+    """Lists the trained fields of an adapter, and of any adapters that it wraps."""
     return [*x.trained(), *_parts_of(x.w)] if isinstance(x, AdaptedArray) else []
 
 
 def trained_leaves(leaf: Any, freeze: Sequence[str] = ()) -> Any:
-    """Marks an array's trained leaves, except the fields in `freeze`."""
+    """Marks the trained leaves of an array, except for the fields in `freeze`."""
     spec, floats = (jtu.tree_map(mark, leaf) for mark in (lambda _: False, eqx.is_inexact_array))
     if isinstance(leaf, AdaptedArray):
         spec = spec.with_base(trained_leaves(leaf.w, freeze))

@@ -1,8 +1,8 @@
-"""Models as trees of named arrays, from any framework.
+"""Tools for treating models from any framework as trees of named arrays.
 
-An array has the same name here as in the state dict of its framework. Users select layers by these names, and
-checkpoints are matched by them. Flax keeps arrays in boxes (`nnx.Variable`, and Linen's axis metadata), so
-boxes must not appear in names.
+Names are used both for selecting layers and for loading checkpoints, so they must be the same as in the
+framework's state dict. In particular Flax wraps arrays in boxes (`nnx.Variable`, or Linen's axis metadata),
+which must not appear in names.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from ..core.values import is_value
 
 @checked
 def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
-    """Turns a key path into the dotted name of the leaf, as in state dicts.
+    """Converts a key path to the dotted name of the leaf, as used in state dicts.
 
-    All functions that take names of arrays or layers use these names.
+    All functions that look up arrays or layers use these names.
 
     **Arguments:**
 
     - `key_path`: a key path, for example from `jax.tree_util.tree_flatten_with_path`.
-    - `model`: the tree that the path belongs to. This is only needed with Flax, where the path of an array in
-        an `nnx.Param` ends with `.value`, which is not part of the name. Without `model`, this ending is
-        dropped if Flax has been imported.
+    - `model`: the tree that the path belongs to. Only needed for Flax, in which the path to an array inside
+        an `nnx.Param` ends in `.value`, which isn't part of its name. If not passed, then a trailing `.value`
+        is dropped whenever Flax has been imported.
 
     **Returns:**
 
@@ -58,7 +58,7 @@ def path_of(key_path: Sequence[Any], model: PyTree = None) -> str:
 
 
 def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
-    """Returns the node that holds a leaf, ignoring boxes; None if the pytree type hides it."""
+    """Returns the node containing a leaf, ignoring boxes, or `None` if we can't access it by its key path."""
     owner: Any = None
     for node, _ in _steps(model, key_path):
         owner = owner if _is_box(node) else node
@@ -66,7 +66,7 @@ def owner_of(model: PyTree, key_path: Sequence[Any]) -> Any:
 
 
 def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Lists a path's keys, each with the node it is applied to."""
+    """Pairs each key along a path with the node to which it is applied."""
     steps: list[tuple[Any, Any]] = []
     node: Any = model
     for key in key_path:
@@ -87,7 +87,7 @@ def _steps(model: PyTree, key_path: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _flax_type(module: str, name: str) -> Any:
-    """Returns a class from Flax, or an empty tuple (for `isinstance`) if Flax has not been imported."""
+    """Returns a class from Flax or, if this hasn't been imported, an empty tuple for use in `isinstance`."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -100,7 +100,7 @@ def _is_box(node: Any) -> bool:
 
 
 def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
-    """All arrays and Values of a model with their key paths."""
+    """Returns all arrays and Values in a model, along with their key paths."""
 
     def is_array(leaf: Any) -> Any:
         return is_value(leaf) or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
@@ -110,16 +110,17 @@ def leaves_with_path(model: PyTree) -> list[tuple[Any, Any]]:
 
 
 def named_arrays(model: PyTree) -> dict[str, Any]:
-    """All arrays and Values of a model by name."""
+    """Returns all arrays and Values in a model, by name."""
     return {path_of(path, model): leaf for path, leaf in leaves_with_path(model)}
 
 
 def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Calls `change(name, array)` for each array.
 
-    If an array appears several times, such as a tied weight, then it is changed once, and stays tied.
+    If an array appears several times, e.g. because it is a tied weight, then `change` is only called once, so
+    the results are tied as well.
     """
-    done: dict[int, Any] = {}  # by identity: `arrays` keeps the arrays alive
+    done: dict[int, Any] = {}  # `id` is safe to use as a key, as `arrays` keeps them alive
     for name, array in arrays.items():
         if id(array) not in done:
             done[id(array)] = change(name, array)
@@ -127,9 +128,9 @@ def map_arrays(change: Callable[[str, Any], Any], arrays: Mapping[str, Any]) -> 
 
 
 def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
-    """Replaces arrays of a model by name. Leaves that are None can be replaced too."""
+    """Replaces arrays in a model by name. This includes leaves that are `None`."""
     if isinstance(model, _flax_type("flax.nnx", "Module")):
-        # `nnx.split` keeps a variable one variable if the module holds it in several places.
+        # Use `nnx.split` so that variables which appear several times in the module stay shared.
         nnx: Any = sys.modules["flax.nnx"]
         graph, state = nnx.split(model)
         return nnx.merge(graph, replace(state, new))
@@ -141,30 +142,33 @@ def replace(model: PyTree, new: Mapping[str, Any]) -> PyTree:
 
 
 def tensors_of(model: PyTree, name: str) -> list[str]:
-    """The tensors of published files that make up an array, as the model's method `tensors_of` says."""
+    """Returns the names of the tensors in a published checkpoint that make up an array.
+
+    Models override this by defining a `tensors_of` method.
+    """
     return model.tensors_of(name) if hasattr(model, "tensors_of") else [name]
 
 
 def unstacked(model: PyTree) -> PyTree:
-    """The model with its layers one by one, if it has a method `unstacked`."""
+    """Returns the model with its layers unstacked, if it defines an `unstacked` method."""
     return model.unstacked() if hasattr(model, "unstacked") else model
 
 
 # Layers by name -----------------------------------------------------------------------------------
 
-# The field with a layer's weight in PyTorch and Equinox, Flax, and Haiku. The layer's name means this
-# weight, so the same name works in every framework.
+# The names used for the weight of a layer by PyTorch, Equinox, Flax and Haiku. As the name of a layer refers
+# to this weight, users can pass the same name regardless of the framework.
 _WEIGHT = re.compile(r"(?P<layer>.+)\.(weight|kernel|embedding|embeddings|w)")
 
 
 def layer_of(name: str) -> str:
-    """Returns the name of the layer with this weight (PEFT's "module")."""
+    """Returns the name of the layer that a weight belongs to (the "module" in PEFT)."""
     found = _WEIGHT.fullmatch(name)
     return found["layer"] if found else name
 
 
 def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
-    """Returns the name of the bias in a weight's layer, if it has one."""
+    """Returns the name of the bias in the same layer as a weight, if there is one."""
     layer, dot, field = name.rpartition(".")
     if not _WEIGHT.fullmatch(f"_.{field}"):
         return None
@@ -172,7 +176,7 @@ def bias_of(name: str, arrays: Mapping[str, Any]) -> str | None:
 
 
 def matches(pattern: str, name: str, *, regex: bool) -> bool:
-    """Returns whether a name or its layer's name matches, in full or by its last components."""
+    """Returns whether a pattern matches a name or its layer's name, in full or by its last components."""
     names = {name, layer_of(name)}
     if regex:
         try:
@@ -184,7 +188,7 @@ def matches(pattern: str, name: str, *, regex: bool) -> bool:
 
 
 def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
-    """Suggests names for a pattern that matches nothing."""
+    """Suggests alternatives for a pattern that doesn't match anything."""
     plain = re.sub(r"[\\^$()*+?\[\]{}|]|\.(?=[*+])", "", pattern).strip(".")
     inside = {name: leaf for name, leaf in arrays.items() if f".{plain}." in f".{name}."}
     if plain and inside:
@@ -199,21 +203,21 @@ def suggestion(pattern: str, arrays: Mapping[str, Any]) -> str:
 
 
 def listing(arrays: Mapping[str, Any]) -> str:
-    """Returns the first few of these names, with shapes."""
+    """Formats the first few names for use in error messages, along with their shapes."""
     at_most = 8
     names = [f"{name} {tuple(leaf.shape)}" for name, leaf in arrays.items()]
     more = len(names) - at_most
     return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "") or "no arrays"
 
 
-# Whether models agree in what they must share -----------------------------------------------------
+# Comparing models ---------------------------------------------------------------------------------
 
 
 def difference(x: PyTree, y: PyTree) -> str | None:
-    """Describes the first difference between two trees; None if they are equal.
+    """Describes the first difference between two trees, or returns `None` if they are equal.
 
-    Arrays are equal if they are the same object, or have the same shape, dtype and values (NaN equals NaN).
-    Traced arrays have no known values, so they count as equal.
+    Arrays are equal if they are the same object, or have the same shape, dtype and values. NaNs are treated
+    as equal to each other, as are traced arrays, since their values aren't known.
     """
     return _difference(x, y, ())
 
@@ -251,8 +255,10 @@ def _is_plain_array(x: Any) -> bool:
 
 
 def same_values(x: Any, y: Any) -> bool:
-    """Returns whether two arrays with the same shape and dtype have the same values; True if they are
-    unknown."""
+    """Returns whether two arrays of the same shape and dtype have the same values.
+
+    This is always true for traced arrays, since their values aren't known.
+    """
     if x is y or any(isinstance(z, jax.core.Tracer | jax.ShapeDtypeStruct) for z in (x, y)):
         return True
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -281,10 +287,10 @@ def _of_statics(x: Any, y: Any, path: tuple[Any, ...], name: str) -> str:
 
 
 def _same_object(x: Any, y: Any) -> bool:
-    """Returns whether two objects other than arrays are equal.
+    """Returns whether two non-array objects are equal.
 
-    Functions are equal if they have the same code and equal closures, because a layer may create its
-    activation function anew for each model.
+    Functions are compared by their code and closures, as some layers define their activation function inside
+    `__init__`, so that every model has a new one.
     """
     if isinstance(x, types.FunctionType) and isinstance(y, types.FunctionType):
         parts = [(f.__code__, f.__defaults__, [c.cell_contents for c in f.__closure__ or ()]) for f in (x, y)]

@@ -1,8 +1,8 @@
-"""Conventions about which axes of a weight are outputs and which are inputs.
+"""Conventions for which axes of a weight are outputs and which are inputs.
 
-We look up the layer's class, or else the array's name. Classes are recognised by their name and
-package, so none of these packages is imported. A wrong layout trains a wrong adapter without any error:
-where two layouts are possible, the answer is `UNKNOWN` and the user has to state the layout.
+We look up the class of the layer or, failing that, the name of the array. Classes are identified by name and
+package, so that we don't need to import any of these packages. As using the wrong layout would silently train
+the wrong adapter, ambiguous layouts are reported as `UNKNOWN`, and must be specified by the user.
 """
 
 import re
@@ -24,9 +24,9 @@ OTHER = Layout((), (), "other")
 
 
 def _conv(order: str, *, groups: str | None = None, plain: bool = True) -> Callable[[Any, _Shape], Layout]:
-    """Returns the kernel of a convolution with axes in this order, where `*` stands for the window.
+    """Creates the entry for a convolution kernel with this order of axes, where `*` denotes the window.
 
-    `groups` names the attribute that holds the number of channel groups.
+    `groups` is the name of the attribute with the number of channel groups.
     """
 
     def layout(layer: Any, shape: _Shape) -> Layout:
@@ -46,7 +46,7 @@ def _transposed(order: str, swapped: str) -> Callable[[Any, _Shape], Layout]:
 
 
 def _general(layer: Any, shape: _Shape) -> Layout:
-    """`LinearGeneral` and `DenseGeneral`: (batch, in, out), each with several axes."""
+    """Returns the layout of `LinearGeneral` and `DenseGeneral`: (batch, in, out), each with several axes."""
 
     def count(x: Any) -> Any:
         return len(x) if isinstance(x, tuple | list) else 1
@@ -56,7 +56,10 @@ def _general(layer: Any, shape: _Shape) -> Layout:
 
 
 def _einsum(layer: Any, shape: _Shape) -> Layout:
-    """`Einsum`: contracted axes are inputs; axes in both operands and in the result are batch axes."""
+    """Returns the layout of an `Einsum`.
+
+    Contracted axes are inputs, whilst axes present in both operands and the result are batch axes.
+    """
     equation = layer.einsum_str
     if equation is None:
         return UNKNOWN
@@ -80,7 +83,7 @@ _FLAX: dict[str, Mapping[str, _Entry]] = {
     **_NORMS,
 }
 
-# For each class, the fields with weights. All other fields are biases, scales and statistics.
+# The fields of each class that contain weights. All other fields are biases, scales or statistics.
 _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
     "equinox": {
         "Linear": {"weight": "oi"},
@@ -106,7 +109,7 @@ _CLASSES: dict[str, dict[str, Mapping[str, _Entry]]] = {
 
 
 def by_class(owner: Any, field: str, shape: _Shape) -> Layout | Literal["not known"] | None:
-    """Returns the layout that a layer's class implies; "not known" for any other class."""
+    """Returns the layout implied by the layer's class, or "not known" if we don't recognise the class."""
     stated = getattr(owner, "weight_layouts", None)
     if isinstance(stated, Mapping):
         return _read(stated[field], owner, shape) if field in stated else None
@@ -132,16 +135,16 @@ def _read(entry: _Entry | None, owner: Any, shape: _Shape) -> Layout | None:
 
 _BESIDE = re.compile(r"bias.*|b|scale|offset|beta|gamma|alpha|mean|var|average|hidden|counter")
 _NORM = re.compile(r"(.*_)?((layer|rms|batch|group|instance)_?norm|norm|ln|bn)_?\w*", re.IGNORECASE)
-# In models made of plain arrays, only the name distinguishes an embedding from a linear layer.
+# In a model made of plain arrays, embeddings can only be distinguished from linear layers by name.
 _EMBEDDING = re.compile(r"(.*[._])?(wte|wpe|emb|embed\w*)([._].*)?")
 _CONV = re.compile(r"(.*_)?(sep|depthwise_?)?conv(?!.*transpose)[^.]*", re.IGNORECASE)
 _HEADS = {"ioo": re.compile(r"query|key|value"), "iio": re.compile(r"out")}
 
 
 def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]) -> Layout | None:
-    """Returns the layout that an array's name implies, together with the shape of its bias.
+    """Returns the layout implied by the name of an array and the shape of its bias.
 
-    The array has at least two axes. `shapes` contains all arrays' shapes.
+    The array must have at least two axes. `shapes` are the shapes of all arrays in the model.
     """
     *above, field = re.split(r"[./]", name)
     layer = above[-1] if above else ""
@@ -160,12 +163,12 @@ def by_name(name: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, 
         if _CONV.fullmatch(layer) and window:
             return _by_bias([Layout.parse(f"oi{window}")], shape, bias, alone=True)
         return _by_bias([MATRIX, *([Layout.parse(f"oi{window}")] if window else [])], shape, bias)
-    if not above:  # an array by itself, such as the factors of a `LoraArray`
+    if not above:  # a standalone array, e.g. a factor of a `LoraArray`
         return MATRIX if len(shape) == 2 else OTHER
     return UNKNOWN if len(shape) == 2 else OTHER
 
 
-#: Fused layers: their weights are several layers' weights, concatenated.
+#: Fused layers, whose weights are the concatenated weights of several layers.
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
@@ -188,7 +191,7 @@ def _window(shape: _Shape) -> str:
 def _kernel(
     name: str, layer: str, shape: _Shape, bias: _Shape | None, shapes: Mapping[str, _Shape]
 ) -> Layout:
-    """Returns the layout of a kernel from Flax or Haiku."""
+    """Returns the layout of a Flax or Haiku kernel."""
     plain = Layout.parse("io")
     if len(shape) == 2:
         return plain
@@ -210,7 +213,10 @@ def _kernel(
 
 
 def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, alone: bool = False) -> Layout:
-    """Returns the only candidate that fits the bias. Without a bias, `alone` accepts a single candidate."""
+    """Returns the candidate that fits the bias, if this is unique.
+
+    If there is no bias, then a sole candidate is accepted only if `alone=True`.
+    """
     if bias is None:
         return candidates[0] if alone and len(candidates) == 1 else UNKNOWN
     left = [x for x in candidates if x.fits(shape, bias)]
@@ -218,13 +224,13 @@ def _by_bias(candidates: list[Layout], shape: _Shape, bias: _Shape | None, *, al
 
 
 def _by_neighbour(name: str, layer: str, shape: _Shape, shapes: Mapping[str, _Shape]) -> Layout:
-    """Compares the kernels of query and output without biases: both have the axes of the heads."""
+    """Disambiguates attention kernels without biases, using that query and output share their head axes."""
     neighbour = "query" if layer == "out" else "out"
     other = shapes.get(name.removesuffix(f"{layer}.kernel") + f"{neighbour}.kernel", ())
     if len(other) != len(shape):
         return UNKNOWN
     first, last = (other, shape) if layer == "out" else (shape, other)
-    if layer in ("key", "value"):  # may have fewer heads
+    if layer in ("key", "value"):  # these can have fewer heads than the query
         in_heads = first[-1] == last[-2] and first[:-3] == last[:-3]
     else:
         in_heads = first[-2:] == last[-3:-1] and first[:-3] == last[:-3]
