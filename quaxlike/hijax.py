@@ -118,6 +118,7 @@ class ValueType(HiType):
     # Derivatives
 
     def to_tangent_aval(self) -> Any:
+        # Values that don't form a vector space, or that have non-differentiable leaves, need a separate type.
         is_space = self.value_class.linear and all(map(has_tangent, self.avals))
         return self if is_space else dataclasses.replace(self, is_tangent=True)
 
@@ -186,6 +187,7 @@ class HiValue:
         leaves, treedef = jtu.tree_flatten(value)
         if not any(isinstance(x, Tracer) for x in leaves):
             return _instance(cls, value)
+        # Inside a transform we must return a tracer, rather than an actual instance.
         return Wrap(ValueType(treedef, tuple(jax.typeof(x) for x in leaves)))(*leaves)
 
     def __repr__(self) -> str:
@@ -281,6 +283,7 @@ def _install_operators() -> None:
         forward = quaxify(plain)
         reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
         setattr(HiValue, f"__{name}__", forward)
+        # JAX looks up the operators of a tracer as attributes of its type, using names with an underscore.
         setattr(ValueType, f"_{name}", staticmethod(forward))
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(HiValue, f"__r{name}__", reverse)

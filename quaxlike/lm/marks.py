@@ -103,7 +103,7 @@ def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
         text, spans = ChatTemplate(folder).learned(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
-    except (ModuleNotFoundError, CheckpointError, ValueError):  # the template rejects this conversation
+    except (ModuleNotFoundError, CheckpointError, ValueError):  # no jinja2, or the template rejects this
         return []
     start, end = spans[-1]
     ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids

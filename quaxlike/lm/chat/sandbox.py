@@ -74,6 +74,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, *, tojson: Callable[..., str], **options: Any) -> None:
         super().__init__(**options)
+        # This generates texts of any length.
         del self.globals["lipsum"]
         self.filters["tojson"] = tojson  # unlike jinja2's own, this doesn't escape HTML
         self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})

@@ -211,6 +211,7 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
     free: list[tuple[int, int]] = []  # (room, index) of each row, sorted
     for example in sorted(examples, key=lambda example: -len(example.texts[0])):
         needed = len(example.texts[0])
+        # Sorted by remaining space, so this is the fullest row in which the text still fits.
         at = bisect.bisect_left(free, (needed, -1))
         room, row = free.pop(at) if at < len(free) else (length, len(rows))
         if row == len(rows):

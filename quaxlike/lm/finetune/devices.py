@@ -186,6 +186,7 @@ class Devices:
         """Copies a tree to host memory in every process. Must be called by all processes together."""
         if self.mesh is None:
             return tree
+        # Arrays sharded over several processes can't be read by any one of them.
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
         return jax.tree.map(
             lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
@@ -198,6 +199,7 @@ class Devices:
         leaves, structure = jax.tree.flatten(tree)
         kinds = [type(leaf) for leaf in leaves]
         arrays = [np.asarray(leaf) for leaf in leaves]
+        # Send raw bytes, since JAX implements broadcasting as a sum, for which e.g. -0.0 becomes 0.0.
         raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
         sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
         out = [

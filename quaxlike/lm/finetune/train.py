@@ -116,6 +116,7 @@ def stored_for(model: PyTree, dtype: str | None) -> PyTree:
     """Casts the frozen arrays of a model to the compute dtype, without changing any trainable arrays."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, trainable(model))
+    # Casting can change the static fields of Values, and hence the structure that leaves belong to.
     places, frozen = eqx.partition(converted, trainable(converted))
     trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
     return eqx.combine(trained, frozen)
@@ -302,6 +303,7 @@ class Training:
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
         devices, settings, keys = self._devices, self.settings, None
         if self._drops:
+            # Derived from the index of the batch, so that resuming a run doesn't change its dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
         return *placed, self._teacher

@@ -99,6 +99,7 @@ def generate(
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
     for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
+        # Reading the token blocks until it has been computed, so only do this if necessary.
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -169,6 +170,7 @@ class _Sampling(eqx.Module):
         if self.top_p is not None:
             order = jnp.sort(logits, axis=-1, descending=True)
             mass = jax.nn.softmax(order, axis=-1)
+            # A token is kept if the total probability of all tokens before it is less than `top_p`.
             inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
             least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -238,6 +240,7 @@ class _Leaves:
 
 def _likeliest(logits: Array) -> Array:
     """As `argmax` over the last axis, but faster: XLA doesn't vectorise its implementation on CPUs."""
+    # As in `argmax`, NaNs take precedence over the maximum.
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
@@ -282,6 +285,7 @@ class _Reader:
             ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
             if more:
                 self._compile_both(ids, rest)
+        # The memory is donated, so it must not be used again if we are interrupted.
         self.memory = None
         token, self.memory = _next(self._leaves, ids, self._seen, memory, *rest)
         return token
@@ -326,6 +330,7 @@ def _next(
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
         room = _room(memory)
         seen = jnp.ones(room, bool) if seen is None else seen
+        # Mask out padding, along with anything that has not been written yet.
         seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
@@ -454,6 +459,7 @@ class Conversation:
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
         whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
+        # On the other side of a switch, the cache would have been computed using different frequencies.
         if self._cached and whole and not any(kept <= x < len(self._cached) for x in switches):
             # This must be a copy, since each step donates its memory.
             other._cached = self._cached[:kept]
@@ -475,15 +481,18 @@ class Conversation:
         """Processes all tokens after the cached prefix, and samples the next token."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # The cache is invalid from the first position at which a LoRA is newly active, or no longer active.
         if since != self._since:
             start = min(start, since, self._since)
         switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
             start = 0  # this length changes the rotary frequencies
+        # Recurrent states can't be rewound, so start from scratch.
         if start < len(self._cached) and not _is_by_place(self._reader.memory):
             start, self._reader.memory = 0, None
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
+            # Leave space for rounding up the number of tokens.
             part, room = part[None], max(most, start + _rounded(len(part)))
         self._reader.grow(_rounded(room))
         self._cached = []  # donated, so it's lost if we are interrupted

@@ -129,13 +129,16 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
     ) -> tuple[Hidden, Memory | None]:
         c, n, gate = self.config, len(x), None
         if c.family.fused:
+            # The fused projection is the concatenation of queries, keys and values, in that order.
             kv, fused = c.num_key_value_heads * c.head_dim, each(self.part("qkv_proj"), x)
             parts = jnp.split(fused, [fused.shape[-1] - 2 * kv, fused.shape[-1] - kv], axis=-1)
         else:
             parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
         if c.family.gated_attention:
+            # Within each head, queries are followed by gates.
             query, gate = jnp.split(parts[0].reshape(n, -1, 2 * c.head_dim), 2, axis=-1)
             parts[0], gate = query.reshape(n, -1), gate.reshape(n, -1)
+        # Either normalise over all heads at once (e.g. OLMo 2), or over each head separately (e.g. Qwen3).
         if c.family.qk_norm == "whole":
             parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
         query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
@@ -146,6 +149,7 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
         if context.factor is not None:
             query = query * context.factor[:, None, None]
         if memory is not None:
+            # Rotating both leaves scores unchanged, but makes the keys easier to quantise.
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
             memory, key, value = memory.write(key, value, start, query.dtype)
@@ -206,6 +210,7 @@ def attend(
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
+    # If there is a cache then queries and keys belong to different tokens, which we don't shard.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

@@ -164,6 +164,7 @@ def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> A
     """
     sight, reach = case.sight, case.sight.reach
     assert reach is not None
+    # A stable sort moves padding to the end without otherwise changing the order of tokens.
     order = jnp.argsort(~sight.seen, stable=True)
     count = jnp.maximum(jnp.sum(sight.seen, dtype=jnp.int32), 1)[None]
 
@@ -187,6 +188,7 @@ def by_splash(case: Case) -> Array:
     mask: Any = splash.FullMask((tokens, tokens))
     if reach != _EVERYTHING:
         mask = splash.LocalMask((tokens, tokens), (reach.before, reach.after), offset=0)
+    # The largest supported block size that divides the number of tokens.
     block = next(size for size in (512, 384, 256, 128) if tokens % size == 0)
     sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks: Any = {f"block_{side}": block for side in sides}

@@ -113,6 +113,7 @@ class Sums(NamedTuple):
         return cls(zeros, weight if sinks is None else jnp.exp(sinks - most), most)
 
     def plus(self, scores: Array, value: Array) -> "Sums":
+        # The result doesn't depend on which maximum we subtract, so there's no need to differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
         part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
@@ -176,6 +177,7 @@ def scores_of(
 def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
     def by(products: _Products, query: Array, key: Array, value: Array) -> Array:
         found = scores(query, key, sight.mask(), products=products)
+        # A sink is an additional score, whose weight is dropped again after the softmax.
         if sinks is not None:
             sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
             found = jnp.concatenate([found, sink], axis=-1)
@@ -195,6 +197,7 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
     of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
     of_keys = jax.tree.map(in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
 
+    # Rematerialise both loops, since otherwise every block's scores would be stored for the backward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(queries: Any) -> Array:
         query, places, text = queries

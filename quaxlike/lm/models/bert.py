@@ -187,6 +187,7 @@ class BertForSequenceClassification(AbstractBertClassifier):
     """A BERT classifier that computes the class logits of a whole text."""
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
+        # Only the first token, [CLS], is passed to the pooler.
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))

@@ -51,6 +51,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     def __call__(
         self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
     ) -> tuple[Hidden, AbstractMemory | None]:
+        # Architectures that lack one of these norms have an empty name for it.
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
@@ -289,12 +290,14 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
         if isinstance(self.layers, list):
             return [empty(mixer) for mixer in c.mixers]
+        # Scanned layers all have the same mixer, so it suffices to stack copies of the first layer's memory.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":
         """Unties the output layer. Initially, its weight is the same array as the embedding's."""
         if self.part("lm_head") is not None:
             return self
+        # We only need its structure, since the weight is replaced.
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
@@ -324,6 +327,7 @@ def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " roo
         # As in transformers, trailing padding continues the positions of the text before it.
         return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+    # Subtract the index of the first token in each segment.
     places = order - lax.cummax(jnp.where(first, order, 0))
     return places, jnp.max(jnp.where(seen, places, 0))
 

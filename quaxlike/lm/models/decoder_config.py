@@ -173,6 +173,7 @@ class DecoderConfig(Config):
         architecture, head = found[0]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        # Some entries only have an effect for a few families, and are ignored by all others.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
@@ -230,6 +231,7 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
+    # Every layer has a window, except for every `every`-th one.
     every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
@@ -304,6 +306,7 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
     if config.family.unrotated:
         rope = read(full)
+        # Frequencies of zero correspond to not rotating at all.
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(map(read, [full, sliding] if windows else [full]))
 

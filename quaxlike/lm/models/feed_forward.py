@@ -115,6 +115,7 @@ class Experts(eqx.Module):
             return self._sum(x, chosen, share, count)
 
         def of_device(own: Experts, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
+            # Index into this device's experts, and give zero weight to those on other devices.
             chosen = chosen - numbers[0]
             is_own = (chosen >= 0) & (chosen < len(numbers))
             chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)

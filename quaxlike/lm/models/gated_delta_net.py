@@ -103,6 +103,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         s, sight = _Sizes(self.config), context.sight
         seen, texts = sight.seen[sight.places], None if sight.texts is None else sight.texts[0]
         mixed, gate, corrects, forgets = self.projected(x)
+        # Padding must leave the state unchanged, so its inputs, learning rates and log-decays are all zero.
         mixed = jnp.where(seen[:, None], mixed, 0)
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         if memory is None:
@@ -125,6 +126,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         out = jax.vmap(jax.vmap(self.norm))(out.astype(x.dtype)).astype(dtype)
         out = out * jax.nn.silu(gate.astype(dtype)).reshape(out.shape)
         if memory is not None:
+            # The most recent inputs, not counting trailing padding.
             end = jnp.max(jnp.where(seen, jnp.arange(1, len(x) + 1), 0))
             memory = memory.written(state, lax.dynamic_slice_in_dim(inputs, end, s.width - 1))
         return each(self.out_proj, out.reshape(len(x), -1).astype(x.dtype)), memory
@@ -230,6 +232,7 @@ def _convolved(
     for i in range(width - 1):
         part = inputs[i : i + tokens]
         if age is not None:
+            # Ignore inputs that belong to a previous text.
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
         out = out + part * weight[None, :, i]
     return out
@@ -276,6 +279,9 @@ def gated_delta_rule(
     fade = jnp.exp(jnp.where(sees, total[..., :, None] - total[..., None, :], -jnp.inf))
     since_start = jnp.where((text == 0)[:, None], jnp.exp(total), 0)
     to_end = jnp.where((text == text[:, -1:])[:, None], jnp.exp(total[..., -1:] - total), 0)
+    # The corrections of a chunk depend on each other (via a unit triangular system) and on the initial state
+    # of the chunk. This dependence is affine, so we can solve for its offset `new` and its matrix `read` in
+    # parallel over all chunks, and then scan over the chunks to obtain their states.
     shared = share[..., None] * key
     system = (shared @ jnp.swapaxes(key, -1, -2)) * fade
     sides = jnp.concatenate([share[..., None] * value, since_start[..., None] * shared], axis=-1)

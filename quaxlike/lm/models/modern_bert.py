@@ -171,6 +171,7 @@ class ModernBert(eqx.Module):
                 linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, wide),
                 linear(c.intermediate_size, c.hidden_size, c.mlp_bias, narrow),
             )
+            # There is no attention norm in the first layer, as the embeddings have just been normalised.
             return ModernBertLayer(norm() if i else None, attention, norm(), mlp)
 
         table = eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed)

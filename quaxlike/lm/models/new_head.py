@@ -84,6 +84,7 @@ def with_classifier(
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
+            # Only the hidden size matters, as the encoder itself will be replaced.
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
             bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
             new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)
@@ -98,6 +99,7 @@ def with_classifier(
             )
     dtype = next(iter(named_arrays(model).values())).dtype
     started: dict[str, Any] = {}
+    # Any array not taken from the existing model is still abstract, and so has to be initialised.
     for name, x in named_arrays(new).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             key, own = jax.random.split(key)

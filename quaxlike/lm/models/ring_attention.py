@@ -113,6 +113,7 @@ class _Ring:
                 return dqueries, dkeys
 
             dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
+            # Cotangents travel with their keys and values, and so end up on the device that owns them.
             return (dqueries, self._passed(keys), self._passed(dkeys)), None
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))

@@ -133,6 +133,7 @@ def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
     new = jnp.broadcast_to(jnp.expand_dims(mean, axis), (*x.shape[:axis], n - size, *x.shape[axis + 1 :]))
     if is_value(x):
         assert axis == 0
+        # Use existing rows as a template for how to quantise the new ones.
         like: Any = quaxify(lambda x: jnp.broadcast_to(x[:1], new.shape))(x)
         new = like.requantized(new)
     return quaxify(lambda x, new: jnp.concatenate([x, new], axis=axis))(x, new)

@@ -130,6 +130,8 @@ def losses_of_text(
     otherwise a large vocabulary would dominate the memory of a step. Chunks are strided slices, so that if
     tokens are sharded then every device has a part of every chunk.
     """
+    # Pair each token with its successor. The last token has none, but wraps around to the first one, which is
+    # never trained on.
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
     def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:

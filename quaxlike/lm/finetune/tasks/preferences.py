@@ -79,6 +79,7 @@ class Preferences(AbstractTextTask):
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
         if teacher is not None:
             return model, teacher
+        # Without a teacher, the model before training is given by the weights underneath the adapters.
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
