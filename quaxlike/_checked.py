@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
-    PyTree = Any  # pyright does not know jaxtyping's PyTree
+    PyTree = Any  # pyright doesn't understand jaxtyping's PyTree
 else:
     from jaxtyping import PyTree as PyTree
 
