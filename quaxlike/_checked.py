@@ -48,7 +48,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
     **Arguments:**
 
     - `options`: names of arguments to check before the call, because an invalid value would not fail, or
-        would only fail much later. (For example `"no"` is truthy.) See `check_option`.
+        would only fail much later, e.g. `"no"` is truthy. See `check_option`.
     """
     if fn is None:
         return functools.partial(checked, options=options)

@@ -219,7 +219,7 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """Creates a hijax type from a Value type. (Either one of ours or your own.)
+    """Creates a hijax type from a Value type, either one of ours or your own.
 
     **Arguments:**
 

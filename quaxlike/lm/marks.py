@@ -71,8 +71,8 @@ class Marks:
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
         """Adds the end token that the model is trained to produce, unless the text already ends with it.
 
-        For answers, this is the chat template's, provided that generation stops there. (E.g. for Llama 3.1 it
-        is `<|eot_id|>`, which is the last of three such tokens.)
+        For answers, this is the chat template's, provided that generation stops there. For example, Llama 3.1
+        uses `<|eot_id|>`, which is the last of three such tokens.
         """
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]

@@ -233,7 +233,7 @@ def _packed(texts: Sequence[Example]) -> Example:
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
     """Splits examples into a training set and a held-out set, both in their original order.
 
-    If there is more than one example then at least one is held out. (Unless `share` is zero.)
+    If there is more than one example then at least one is held out, unless `share` is zero.
     """
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())

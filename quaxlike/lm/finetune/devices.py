@@ -90,7 +90,7 @@ class Devices:
 
     Mesh axes named model, tensor or tp are used for tensor parallelism, and all others for data parallelism.
     In addition, expert or ep is used for expert parallelism, and seq, context or cp for context parallelism.
-    Raises `FinetuneError` if the mesh doesn't match `devices`. (Default: all that are available.)
+    Raises `FinetuneError` if the mesh doesn't match `devices`, which default to all that are available.
     """
 
     def __init__(self, settings: RunSettings, devices: Sequence[Any] | None = None) -> None:

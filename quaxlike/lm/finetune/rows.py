@@ -106,8 +106,8 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """Converts a row to one of three formats: messages, prompt and completion, or text.
 
-    ShareGPT conversations and Alpaca instructions are converted to messages. (Except that without a chat
-    template, instructions are converted to prompts using Stanford Alpaca's format.)
+    ShareGPT conversations and Alpaca instructions are converted to messages. If there is no chat template
+    then instructions are converted to prompts instead, using Stanford Alpaca's format.
     """
     fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")

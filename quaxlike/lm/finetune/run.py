@@ -214,7 +214,7 @@ def _finetune(
 
 
 def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """Loads the checkpoint. With a mesh, it is quantised while being read, since it might not fit on one."""
+    """Loads the checkpoint. On a mesh it is quantised while reading, as it might not fit on one device."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)

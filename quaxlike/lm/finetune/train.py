@@ -91,7 +91,7 @@ class TrainingProgram:
         return self.compiled(*arguments)(*arguments)
 
     def lowered(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the program. Arrays can be `jax.ShapeDtypeStruct`s, also for devices that aren't present."""
+        """Lowers the program. Arrays can be `jax.ShapeDtypeStruct`s, even on unavailable devices."""
         return self._jitted.lower(*arguments)
 
     def compiled(self, *arguments: Any) -> Any:

@@ -62,8 +62,8 @@ def generate(
     - `top_k`: only samples from the `top_k` most likely tokens. Default: all tokens.
     - `top_p`: only samples from the most likely tokens with this total probability. Default: all tokens.
     - `key`: a PRNG key, used for sampling.
-    - `on_token`: a function called with the new tokens of all texts, `(batch,)`, after every step. (And
-        whilst the device is already running the next step.)
+    - `on_token`: a function called with the new tokens of all texts, `(batch,)`, after every step. The device
+        already runs the next step during this call.
     - `cache`: how to store keys and values: either `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][],
         e.g. `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. For codecs with at
         most 4 bits, keys are first rotated so that a few outliers don't reduce the precision of all other

@@ -30,7 +30,7 @@ _BLOCK = 512  # number of queries or keys per block
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """The attention window before and after each token. (None for unlimited.)"""
+    """The attention window before and after each token, where None means unlimited."""
 
     before: int | None
     after: int | None

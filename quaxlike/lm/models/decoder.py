@@ -64,7 +64,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
 
 
 class Body(Part, roles="embed_tokens wpe layers norm"):
-    """A decoder without its output layer. (Everything up to and including the final norm.)"""
+    """A decoder without its output layer, i.e. everything up to and including the final norm."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -290,7 +290,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
         if isinstance(self.layers, list):
             return [empty(mixer) for mixer in c.mixers]
-        # Scanned layers all have the same mixer, so it suffices to stack copies of the first layer's memory.
+        # Scanned layers all have the same mixer, so their memories can be stacked.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":

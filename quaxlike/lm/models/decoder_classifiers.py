@@ -1,4 +1,4 @@
-"""Decoders with a classification head, for classifying texts or tokens. (Including reward models.)"""
+"""Decoders with a classification head for either texts or tokens. This includes reward models."""
 
 from typing import Any, ClassVar
 

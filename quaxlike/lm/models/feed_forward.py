@@ -66,7 +66,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
 
 
 class Experts(eqx.Module):
-    """The experts of a layer, stacked as `(experts, out, in)`. (Or `(experts, in, out)` for GPT-OSS.)"""
+    """The experts of a layer, stacked as `(experts, out, in)`, or `(experts, in, out)` for GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]

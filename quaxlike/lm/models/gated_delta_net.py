@@ -37,7 +37,7 @@ class RecurrentState(AbstractMemory):
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
     places: int = eqx.field(static=True)
-    """The capacity of the other layers' caches. (The state itself is of constant size.)"""
+    """The capacity of the other layers' caches, as the state itself is of constant size."""
     layer: Int[Array, ""] | None = None
 
     @property

@@ -46,7 +46,7 @@ class AbstractMixer(eqx.Module):
     """Abstract base class for mixers. Weights are loaded by name, so fields are named as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The field of the layer containing this mixer. (Unless renamed by `Family.parts`.)"""
+    """The field of the layer containing this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...

@@ -1,4 +1,4 @@
-"""Ring attention, for tokens sharded over an axis of a mesh. (Also known as context parallelism.)
+"""Ring attention, for tokens sharded over an axis of a mesh (i.e. context parallelism).
 
 Each device keeps the queries of its own tokens, whilst keys and values are passed around a ring of devices.
 After a full rotation each device has attended to every key, using a running softmax, without ever having
@@ -160,6 +160,6 @@ class _Ring:
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)
 
     def _passed(self, tree: Any) -> Any:
-        """Passes arrays on to the next device in the ring. (A collective permute.)"""
+        """Passes arrays on to the next device in the ring, using a collective permute."""
         along = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, along), tree)

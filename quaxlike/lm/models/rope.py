@@ -68,7 +68,7 @@ ENTRIES = (
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Parses an entry of `rope_parameters`. (Or of `rope_scaling`, with `rope_theta` added to it.)
+    """Parses an entry of `rope_parameters`, or of `rope_scaling` with `rope_theta` added to it.
 
     The head size and text lengths are taken from `config`. As in transformers, `partial_rotary_factor` is
     ignored unless `partial` is set.
@@ -148,7 +148,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Applies a rotation to the first features of each head. (Those beyond its size are left unchanged.)"""
+    """Rotates each head's features. Any features beyond the size of the rotation are left unchanged."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)

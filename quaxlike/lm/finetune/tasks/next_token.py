@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders that generate text. (Excluding those of sentence-transformers, which embed it.)"""
+    """A task for decoders that generate text, as opposed to embedding it (sentence-transformers)."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"

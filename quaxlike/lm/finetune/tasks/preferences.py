@@ -35,7 +35,7 @@ class Preferences(AbstractTextTask):
     `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
     This increases the likelihood of the chosen text compared to the rejected one, both relative to the model
-    before training. (Without adapters, or with the adapter that we continue to train.)
+    before training, i.e. without adapters, or with the adapter that we continue to train.
 
     All three entries can also be lists of messages. If there is no prompt then it is taken to be the common
     prefix of both texts.
@@ -101,7 +101,7 @@ class Preferences(AbstractTextTask):
         """Computes the loss, the accuracy, and the mean margin scaled by `beta`.
 
         A pair counts as correct if the chosen text gained more than the rejected one, and as half-correct if
-        both gained the same. (As is the case before training.)
+        both gained the same, as is the case before training.
         """
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)

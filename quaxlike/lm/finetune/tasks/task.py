@@ -29,7 +29,7 @@ class AbstractTask(eqx.Module):
     own: ClassVar[type[TaskSettings] | None] = None
     """The type of this task's settings; None if it can't be specified by `--task`."""
     needs_name: ClassVar[bool] = True
-    """Whether the task must be specified by `--task`. If not, it's also the default for suitable models.
+    """Whether the task must be specified by `--task`. If not, suitable models also default to it.
     """
     least_batch: ClassVar[int] = 1
     packs: ClassVar[bool] = False
@@ -82,7 +82,7 @@ class AbstractTask(eqx.Module):
         return ()
 
     def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
-        """Loads the teacher, if there is one. `config` is that of the checkpoint being trained."""
+        """Loads the teacher, if there is one. `config` belongs to the checkpoint being trained."""
         return None
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
@@ -91,7 +91,7 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def output(self, model: PyTree, example: Batch) -> PyTree:
-        """Computes the output for a single example. (That is, for a batch without its leading axis.)"""
+        """Computes the output for a single example, i.e. for a batch without its leading axis."""
 
     @abc.abstractmethod
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
