@@ -199,7 +199,7 @@ _MODULES = (
         "optim",
     ),
     *("primitives", "sharding", "surgery", "testing", "utils"),
-    *("interop", "models"),  # the old locations, until 0.3
+    *("interop", "models"),  # old locations, to be removed in 0.3
 )
 
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
@@ -211,7 +211,7 @@ OlderPaths(
 
 
 def _follow_plain_arrays(cls: type) -> None:
-    """Loads placeholders for plain arrays, when a new type needs them."""
+    """Loads the placeholder types for plain arrays, if a newly-defined type requires them."""
     if _takes_no_like(cls):
         from .arrays.unitful import placeholders as placeholders
 

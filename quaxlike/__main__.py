@@ -1,4 +1,4 @@
-"""The command `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
+"""The command-line interface: `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
 
 import importlib
 import sys

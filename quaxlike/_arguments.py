@@ -13,7 +13,7 @@ from ._checked import did_you_mean
 #: The packages installed by the extras `lm` and `demo`.
 _EXTRA = ("jinja2", "matplotlib", "optax", "rich", "sklearn", "tokenizers")
 
-#: The help of an option that several commands share.
+#: The help text for an option shared by several commands.
 COMPILATION_CACHE = (
     "a folder to keep compiled programs in for later runs, or off (default: in your cache, or where "
     "JAX_COMPILATION_CACHE_DIR says)"

@@ -33,7 +33,7 @@ NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that o
 
 def why_not_own(*paths: Path) -> str | None:
     """Explains why other users might be able to write to one of `paths`; None if they can't."""
-    if not hasattr(os, "getuid"):  # Windows has a cache per user
+    if not hasattr(os, "getuid"):  # on Windows, each user has their own cache
         return None
     for path in paths:
         info = path.stat()

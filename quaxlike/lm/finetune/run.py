@@ -421,7 +421,7 @@ def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> N
     if train.adapter is not None:  # `_save` falls back to our own format
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # `_save` warns
+        with warnings.catch_warnings(action="ignore"):  # `_save` will emit these
             tensors_and_config(model, task_type=task.peft_type)
     except ValueError as error:
         raise FinetuneError(str(error)) from error

@@ -231,7 +231,7 @@ def new_head(
 
 
 def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
-    from ...text import TextTokenizer  # imported late: the command line lists tasks without the extra `lm`
+    from ...text import TextTokenizer  # imported lazily, so that tasks can be listed without `lm`
 
     token = read_special_tokens(folder).get("pad_token")
     if token is not None and (folder / "tokenizer.json").is_file():

@@ -107,6 +107,6 @@ class AbstractTask(eqx.Module):
 
 
 def cross_entropy(logits: Float[Array | np.ndarray, "*batch classes"], labels: Any) -> Float[Array, "*batch"]:
-    import optax  # imported late: the command line lists tasks without the extra `lm`
+    import optax  # imported lazily, so that tasks can be listed without the extra `lm`
 
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
