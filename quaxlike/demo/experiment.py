@@ -97,7 +97,7 @@ def fit(
 ) -> Fit:
     """Trains the selected arrays using AdamW, with a warm-up followed by a cosine schedule.
 
-    `on_step` is called with the loss after each step.
+    `on_step` is called with the loss of each step.
     """
     start = time.perf_counter()
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)

@@ -15,7 +15,7 @@ def keep_memory() -> None:
     """Configures the C library to keep memory once it is freed, in order to reuse it for later allocations.
 
     On CPUs, XLA allocates a program's temporaries every time it is called. By default, glibc then returns
-    them to the kernel, which has to zero every page when they are next allocated. This must be called before
+    this memory to the kernel, which must zero each page again before its next use. Call this function before
     JAX computes anything, since each thread that allocates gets a separate arena. It affects the whole
     process, and so should only be used by commands. There is no effect for C libraries other than glibc.
     """

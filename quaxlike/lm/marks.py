@@ -1,6 +1,6 @@
 """The special tokens at the start and end of texts, and the tokens at which generation stops.
 
-This must be shared by `finetune`, `generate` and `chat`, since otherwise a model might be trained to produce
+These must be shared by `finetune`, `generate` and `chat`, since otherwise a model might be trained to produce
 one end token, whilst generation waits for another.
 """
 

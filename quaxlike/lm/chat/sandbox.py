@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _MAX = 1 << 23  # the maximum number of characters in a text, or of elements in a list
-_MAX_BITS = 1 << 16  # of an integer, since powers could otherwise exhaust memory
+_MAX_BITS = 1 << 16  # the maximum size of an integer, since powers could otherwise exhaust memory
 # Operations whose result can be much larger than their operands.
 _PADDING = (
     "center",
