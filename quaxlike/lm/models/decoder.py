@@ -195,7 +195,7 @@ class AbstractDecoder(Part, roles="model"):
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:
-        """Returns which layers [`quaxlike.balance`][] can fold scales into. See `Family.folds`."""
+        """Returns which layers [`quaxlike.balance`][] can fold into which others. See `Family.folds`."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:

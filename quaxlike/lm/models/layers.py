@@ -114,8 +114,7 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight. For plain arrays, this uses whichever form is fastest on
-    CPUs."""
+    """Computes `x @ w.T` for any type of weight, in whichever form is fastest on CPUs if both are arrays."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
