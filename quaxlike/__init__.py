@@ -79,13 +79,13 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "MaterializationWarning",
     "OperandMismatch",
     "StructureError",
-    # Seeing what happens to them
+    # Inspecting what happened
     "explain",
     "Report",
     "Row",
     "Exchange",
     "note",
-    # Types and rules of your own
+    # Defining your own types and rules
     "Value",
     "ArrayValue",
     "AdaptedArray",
@@ -104,7 +104,7 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "compare_rules",
     "RulesDiff",
     "check_ambiguities",
-    # Types that come along
+    # Built-in types
     "LoraArray",
     "LoraBias",
     "TrainableArray",
@@ -145,12 +145,12 @@ __all__ = [  # noqa: RUF022 (grouped by purpose)
     "eva_ranks",
     "input_maxima",
     "input_moments",
-    # Operations of your own
+    # Defining your own operations
     "custom_dce",
 ]
 
-# Types, and operations on whole models. They are imported on first use, so a program with its own types
-# loads only the core.
+# Types, and operations on whole models. These are imported lazily, so that programs that only define their
+# own types don't pay for anything beyond the core.
 _NAMES = {
     "arrays.adapted": ("AdaptedArray",),
     "arrays.annotated": ("AnnotatedArray",),
@@ -199,7 +199,7 @@ _MODULES = (
         "optim",
     ),
     *("primitives", "sharding", "surgery", "testing", "utils"),
-    *("interop", "models"),  # the old locations, until 0.3
+    *("interop", "models"),  # old locations, to be removed in 0.3
 )
 
 __getattr__, __dir__ = lazily(__name__, _MODULES, globals(), _NAMES)
@@ -211,7 +211,7 @@ OlderPaths(
 
 
 def _follow_plain_arrays(cls: type) -> None:
-    """Loads placeholders for plain arrays, when a new type needs them."""
+    """Loads the placeholder types for plain arrays, if a newly-defined type requires them."""
     if _takes_no_like(cls):
         from .arrays.unitful import placeholders as placeholders
 

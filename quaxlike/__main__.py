@@ -1,4 +1,4 @@
-"""The command `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
+"""The command-line interface: `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
 
 import importlib
 import sys
@@ -8,12 +8,12 @@ from ._checked import did_you_mean
 
 
 class _Command(NamedTuple):
-    module: str  # has `main(arguments, prog)`
+    module: str  # defines `main(arguments, prog)`
     about: str
-    first: tuple[str, ...] = ()  # arguments before the user's own
+    first: tuple[str, ...] = ()  # passed before the user's arguments
 
 
-#: Modules are imported only when their command runs, as importing JAX takes seconds.
+#: Each command's module is only imported when it is run, since importing JAX takes seconds.
 COMMANDS = {
     "finetune": _Command("quaxlike.lm.finetune.__main__", "trains an adapter of a checkpoint"),
     "generate": _Command("quaxlike.lm.generate.__main__", "continues texts with a checkpoint"),

@@ -1,7 +1,7 @@
 """The user's cache folder.
 
-It contains code that later runs execute. Hence nobody else may have write access: another user could
-otherwise run code as this user.
+This contains code that is executed by later runs, so we refuse to use it if anyone else has write access:
+they could otherwise run arbitrary code as this user.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ def _folder() -> Path | None:
         return Path(given) / "quaxlike"
     try:
         home = Path.home()
-    except RuntimeError:  # the machine does not know this user
+    except RuntimeError:  # no home directory is known for this user
         return None
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "quaxlike"
 
 
 FOLDER = _folder()
-"""The folder according to the environment at import time. It may not exist."""
+"""The cache folder, as determined from the environment at import time. It might not exist yet."""
 
 NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that only you may write to"
 
 
 def why_not_own(*paths: Path) -> str | None:
-    """Explains why other users may write to one of these paths; None if only the user may."""
-    if not hasattr(os, "getuid"):  # Windows has a cache per user
+    """Explains why other users might be able to write to one of `paths`; None if they can't."""
+    if not hasattr(os, "getuid"):  # on Windows, each user has their own cache
         return None
     for path in paths:
         info = path.stat()
@@ -47,17 +47,17 @@ def why_not_own(*paths: Path) -> str | None:
 
 
 def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
-    """Enables JAX's compilation cache for a command, and reports this in a line.
+    """Enables JAX's persistent compilation cache for a command, and reports its location.
 
-    Call this before JAX compiles anything. The user's settings for JAX (`JAX_COMPILATION_CACHE_DIR`,
-    `JAX_ENABLE_COMPILATION_CACHE`) take precedence unless `where` is given. Compiled programs use the
-    instruction set of the processor, but JAX's cache key does not contain it. So each kind of processor has a
-    separate folder, in case several machines share a home.
+    Must be called before JAX compiles anything. Unless `where` is given, the user's own JAX settings
+    (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) take precedence. Compiled programs use the
+    processor's instruction set, which isn't part of JAX's cache key, so we use a separate folder for each
+    kind of processor in case several machines share a home directory.
 
     **Arguments:**
 
-    - `where`: a folder, or `"off"`. Default: a folder in the user's cache. If this cannot be used, then the
-        line says why.
+    - `where`: a folder, or `"off"`. Default: a subfolder of the user's cache folder. If that is unusable then
+        the reason is reported instead.
 
     **Raises:** `OSError` if `where` cannot be used.
     """
@@ -86,13 +86,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # Many small programs add up to seconds.
+        # By default JAX only caches slow compilations, but many small ones still add up to seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tell(f"Compiled programs are kept for later runs in {folder}")
 
 
 def _processor() -> str:
-    """Returns a name for the kind of processor, including its instruction set."""
+    """Returns an identifier for the kind of processor, including its instruction set."""
     told = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}

@@ -1,7 +1,8 @@
-"""Better errors for wrong arguments of public functions, from their annotations.
+"""Better error messages for invalid arguments of public functions, derived from their annotations.
 
-Arguments are only checked after a call has failed, so successful calls and tracing stay fast. An error
-that we raise ourselves must be passed on unchanged: it knows more than the annotations.
+Arguments are only checked once a call has already failed, so that successful calls and tracing aren't slowed
+down. Errors raised by quaxlike itself must be passed on unchanged, since they are more specific than anything
+we can derive from annotations.
 """
 
 import difflib
@@ -24,7 +25,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 if TYPE_CHECKING:
-    PyTree = Any  # pyright does not know jaxtyping's PyTree
+    PyTree = Any  # pyright doesn't understand jaxtyping's PyTree
 else:
     from jaxtyping import PyTree as PyTree
 
@@ -40,14 +41,14 @@ def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]: ...
 @overload
 def checked(*, options: Sequence[str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
-    """Makes a failing function report which argument does not match its annotation.
+    """Makes the error of a failing function name the argument that doesn't match its annotation.
 
-    This costs nothing if a call succeeds. Errors that quaxlike raises itself are left unchanged.
+    There is no overhead for successful calls. Errors raised by quaxlike itself are passed on unchanged.
 
     **Arguments:**
 
-    - `options`: names of arguments checked before the call, because a wrong value would not fail, or
-        only much later. For example, `"no"` is truthy. See `check_option`.
+    - `options`: names of arguments to check before the call, because an invalid value would not fail, or
+        would only fail much later, e.g. `"no"` is truthy. See `check_option`.
     """
     if fn is None:
         return functools.partial(checked, options=options)
@@ -71,7 +72,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
 def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kwargs: Any) -> None:
     try:
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself will raise for this
+    except TypeError:  # the arguments don't match the signature, so the call itself will raise
         return
     hints = typing.get_type_hints(fn)
     for option in options:
@@ -80,10 +81,10 @@ def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kw
 
 
 def check_option(function: str, option: str, value: Any, hint: Any) -> None:
-    """Raises unless the value of an option matches its annotation.
+    """Raises an error unless the value of an option matches its annotation.
 
-    Integers must be at least 1, other numbers finite and positive. If the option is a mapping to numbers,
-    then each of its values is checked.
+    Integers must be at least 1, and other numbers must be finite and positive. If the option is a mapping to
+    numbers, then each of its values is checked.
     """
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     given: Any = value
@@ -119,7 +120,7 @@ def check_option(function: str, option: str, value: Any, hint: Any) -> None:
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
-    """Returns whether the innermost frame is a `raise` in quaxlike."""
+    """Returns whether the innermost frame is a `raise` statement in quaxlike."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
@@ -129,7 +130,7 @@ def _is_ours(traceback: TracebackType | None) -> bool:
 
 
 def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Makes the message about the first argument that does not match its annotation."""
+    """Returns an error message for the first argument that doesn't match its annotation, if any."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
         hints = typing.get_type_hints(fn)
@@ -145,14 +146,14 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
         found = reprlib.repr(value)
         kind = "" if isinstance(value, str | int | float | None) else f", of type {type(value).__name__}"
         owner = fn.__qualname__.removesuffix(".__init__")
-        if args and isinstance(args[0], type) and hasattr(args[0], fn.__name__):  # a method of the class
+        if args and isinstance(args[0], type) and hasattr(args[0], fn.__name__):  # a classmethod
             owner = f"{args[0].__name__}.{fn.__name__}"
         return f"{owner}: `{name}` must be {wanted}; found {found}{kind}."
     return None
 
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
-    """Describes what an argument must be; None if it matches."""
+    """Describes what an argument should have been; None if it matches its annotation."""
     from beartype.door import is_bearable  # slow to import
 
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
@@ -168,7 +169,7 @@ def _fits(test: Callable[[Any], Any], value: Any) -> bool:
         return test(value) is not False
     except (AttributeError, TypeError, ValueError):
         return False
-    except Exception:  # the annotation has names that do not exist at run time
+    except Exception:  # the annotation refers to names that only exist for type checkers
         return True
 
 
@@ -178,7 +179,7 @@ def _is_key(x: Any) -> bool:
     )
 
 
-# Parameters with annotations that are wider than what the function accepts.
+# Parameters whose annotations are wider than what the function actually accepts.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
     **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),
@@ -196,9 +197,9 @@ def _words(hint: Any) -> str:
 
 
 def as_array(x: Any) -> jax.Array:
-    """Converts `x` to a JAX array, for fields of public types.
+    """Converts `x` to a JAX array. This is used as a converter for the fields of public types.
 
-    **Raises:** `TypeError` if it cannot be converted.
+    **Raises:** `TypeError` if `x` cannot be converted.
     """
     try:
         return jax.numpy.asarray(x)
@@ -215,11 +216,11 @@ def did_you_mean(
     cutoff: float = 0.6,
     show: Callable[[str], str] = repr,
 ) -> str:
-    """Suggests similar names for an unknown name, to append to a message; empty if there are none."""
+    """Returns a suggestion of similar names to append to an error message; empty if nothing is similar."""
     near = dict.fromkeys(map(show, difflib.get_close_matches(name, list(known), n, cutoff)))
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def is_finite(x: Any) -> bool:
-    """Returns whether `x` is a finite Python number."""
+    """Returns whether `x` is a finite Python `int` or `float`."""
     return type(x) in (int, float) and abs(x) <= sys.float_info.max

@@ -1,8 +1,8 @@
-"""Atomic writing of files.
+"""Atomic file writes.
 
-A file only appears under its name once it is complete, so a killed process never leaves a damaged
-checkpoint. We write to a locked temporary file in the same folder, and rename it. A temporary file without a
-lock is abandoned, and may be deleted.
+A file only appears under its final name once it is complete, so that killing a process never leaves behind a
+corrupt checkpoint. To do this we write to a temporary file in the same folder, holding a lock on it, and then
+rename it. A temporary file that isn't locked has been abandoned, and can be deleted by anyone.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the name of the file to errors without one, such as for a full disk."""
+    """Adds the filename to errors that lack one, e.g. if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -37,10 +37,11 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing, which replaces `path` at the block's end.
+    """Opens a temporary file for writing, which replaces `path` at the end of the block.
 
-    After an error it is deleted instead. The file keeps the permissions of the file it replaces. If
-    `path` is a symbolic link, then the target is replaced. Temporary files of killed processes are removed.
+    If an error is raised then the temporary file is deleted, and `path` is left untouched. The permissions of
+    the existing file (if any) are kept, and if `path` is a symbolic link then its target is replaced. This
+    also cleans up temporary files left behind by killed processes.
     """
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -59,24 +60,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:
-    """Creates a file next to `target`, which is locked while it is open."""
+    """Creates a file alongside `target`, which stays locked until it is closed."""
 
     def create(name: str, flags: int) -> int:
-        # Never use wider permissions than the final ones: others could open the file in between.
+        # Never grant wider permissions than the final ones, as others could open the file in the meantime.
         return os.open(name, flags, 0o666 if mode is None else mode)
 
     while True:
         name = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         file = open(name, "xb", opener=create)  # noqa: SIM115 (the caller closes it)
         lock(file)
-        if name.exists():  # before it was locked, another process may have removed it as abandoned
+        if name.exists():  # otherwise, another process took it for abandoned before we locked it
             return file
         file.close()
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes temporary files without a lock."""
-    if fcntl is None:  # without locks, we cannot recognise them
+    """Removes temporary files that are no longer locked."""
+    if fcntl is None:  # without locks, we can't tell which files are abandoned
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
@@ -86,9 +87,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Locks an open file or folder until it is closed. Returns False if another process has locked it.
+    """Locks an open file or folder until it is closed. Returns False if another process holds the lock.
 
-    If the system or the file system does not support locks, then this always returns True.
+    Always returns True if locks aren't supported by the operating system or the file system.
     """
     if fcntl is None:
         return True
@@ -102,7 +103,7 @@ def lock(file: Any) -> bool:
 
 
 def lock_folder(path: Path) -> contextlib.ExitStack | None:
-    """Locks a folder until the result is closed. Returns None if another process has locked it."""
+    """Locks a folder until the returned stack is closed. Returns None if another process holds the lock."""
     held = contextlib.ExitStack()
     if fcntl is not None:
         folder = os.open(path, os.O_RDONLY)

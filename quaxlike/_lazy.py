@@ -1,4 +1,4 @@
-"""Imports names lazily, and finds moved modules."""
+"""Lazy imports, and redirects for modules that have moved."""
 
 import importlib
 import importlib.abc
@@ -13,14 +13,14 @@ def lazily(
     namespace: dict[str, Any],
     names: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes `__getattr__` and `__dir__` for a package with lazy imports.
+    """Creates the `__getattr__` and `__dir__` of a package whose submodules are imported lazily.
 
     **Arguments:**
 
     - `package`: the package's `__name__`.
-    - `modules`: submodules to import on first use.
-    - `namespace`: the package's `globals()`, where names are cached.
-    - `names`: a mapping from submodules to names imported from them on first use.
+    - `modules`: the submodules to import on first use.
+    - `namespace`: the package's `globals()`, used to cache what has been imported.
+    - `names`: maps submodules to the names that should be imported from them on first use.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}
@@ -41,7 +41,7 @@ def lazily(
 
 
 class OlderPaths(importlib.abc.MetaPathFinder):
-    """Lets `import` find moved modules below these paths. `_deprecated` lists them."""
+    """An import hook for modules that have moved from one of `paths`, as listed in `_deprecated`."""
 
     def __init__(self, *paths: str) -> None:
         self._paths = paths
@@ -54,6 +54,6 @@ class OlderPaths(importlib.abc.MetaPathFinder):
         return find_spec(fullname)
 
     def install(self) -> None:
-        # Python's own finders would load a second copy of a module in a moved package, so go before them.
+        # This must come before Python's own finders, which would import a second copy of any moved submodule.
         if not any(isinstance(finder, OlderPaths) for finder in sys.meta_path):
             sys.meta_path.insert(0, self)

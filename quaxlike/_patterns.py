@@ -1,8 +1,8 @@
 """Regular expressions from untrusted files, matched in bounded time.
 
-`re` backtracks, and takes exponential time for expressions such as `(.*)*!`. Instead, we simulate all
-alternatives at once (K. Thompson, "Regular expression search algorithm", 1968). Each part of an expression
-maps a set of start positions to a set of end positions. `re` only decides about single characters.
+Python's `re` uses backtracking, which takes exponential time for patterns like `(.*)*!`. Instead, we track
+all alternatives simultaneously (K. Thompson, "Regular expression search algorithm", 1968): each part of a
+pattern maps a set of start positions to a set of end positions. `re` only matches individual characters.
 """
 
 import functools
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_MOST_STEPS = 50_000  # pairs of part and position; names of layers need some hundreds
+_MOST_STEPS = 50_000  # counted as (part, position) pairs; typical layer names take a few hundred
 _MOST_CHARACTERS = 10_000
 _TOKEN = re.compile(
     r"""(?P<open>\((?:\?(?:[:=!]|<[=!]|P<\w+>)|(?!\?)))
@@ -28,7 +28,7 @@ _Part = str | Callable[["_Text", _Positions], _Positions]
 
 
 class PatternError(ValueError):
-    """A regular expression is malformed, too long, or needs too many steps."""
+    """Raised for a regular expression that is malformed, too long, or takes too many steps to match."""
 
 
 class _Text(str):
@@ -36,25 +36,25 @@ class _Text(str):
 
 
 def fullmatch(pattern: str, text: str) -> bool:
-    """Returns whether an expression matches a whole text, like `re.fullmatch`.
+    """Returns whether a pattern matches the entire text. As `re.fullmatch`, but in bounded time.
 
-    **Raises:** `PatternError`, a `ValueError`, for an expression with backreferences, flags or atomic groups,
-    or if it takes too many steps.
+    **Raises:** `PatternError` (a `ValueError`) if the pattern uses backreferences, flags or atomic groups, or
+    takes too many steps.
     """
     return _matches(pattern, text)[0]
 
 
 def startmatch(pattern: str, text: str) -> bool:
-    """Returns whether an expression matches a text's beginning, like `re.match`.
+    """Returns whether a pattern matches at the start of the text. As `re.match`, but in bounded time.
 
-    **Raises:** as for `fullmatch`.
+    **Raises:** as `fullmatch`.
     """
     return _matches(pattern, text)[1]
 
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
-    """Returns whether an expression matches the whole text, and whether it matches the beginning."""
+    """Returns whether a pattern matches the entire text, and whether it matches at its start."""
     try:
         ends = _run(compiled(pattern), _Text(text), {0})
     except RecursionError:
@@ -64,7 +64,7 @@ def _matches(pattern: str, text: str) -> tuple[bool, bool]:
 
 @functools.lru_cache(maxsize=512)
 def compiled(pattern: str) -> _Part:
-    """Compiles an expression. Raises `PatternError` if it is not supported."""
+    """Compiles a pattern. Raises `PatternError` if it is unsupported."""
     if len(pattern) > _MOST_CHARACTERS:
         raise PatternError(
             f"expressions have at most {_MOST_CHARACTERS:,} characters; this one has {len(pattern):,}"
@@ -77,14 +77,14 @@ def compiled(pattern: str) -> _Part:
         raise PatternError(f"{pattern[at : at + 20]!r} is not supported in regular expressions here")
     try:
         part = _either(tokens[::-1])
-        re.compile(pattern)  # without flags, this is quick
+        re.compile(pattern)  # this is cheap, as no flags are used
         return part
     except (re.error, OverflowError, RecursionError) as error:
         raise PatternError(f"not a regular expression: {error}") from None
 
 
 def _either(tokens: list[tuple[str | None, str]]) -> _Part:
-    """Parses alternatives up to the closing bracket, from the end of a reversed list of tokens."""
+    """Parses alternatives up to the closing bracket, from a reversed list of tokens."""
     branches: list[list[_Part]] = [[]]
     while tokens and tokens[-1][0] != "close":
         kind, token = tokens.pop()
@@ -115,7 +115,7 @@ def _either(tokens: list[tuple[str | None, str]]) -> _Part:
 
 
 def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
-    """Returns the end positions of a part, for these start positions."""
+    """Returns the set of end positions when matching a part from each of `starts`."""
     text.steps += len(starts)
     if text.steps > _MOST_STEPS:
         raise PatternError(f"takes more than {_MOST_STEPS:,} steps on {text[:80]!r}")
@@ -125,17 +125,18 @@ def _run(part: _Part, text: _Text, starts: _Positions) -> _Positions:
 
 
 def _at(pattern: re.Pattern[str], one: bool) -> _Part:
-    """Matches a single character; or a position between two characters."""
+    """Matches a single character if `one`, and otherwise a zero-width position."""
     if one:
         return lambda text, starts: {i + 1 for i in starts if pattern.fullmatch(text, i, i + 1)}
     return lambda text, starts: {i for i in starts if pattern.match(text, i)}
 
 
 def _assertion(part: _Part, token: str) -> _Part:
-    """Makes a lookahead or lookbehind, positive or negative."""
+    """Builds a positive or negative lookahead or lookbehind."""
 
     def holds(text: _Text, starts: _Positions) -> _Positions:
         if "<" in token:
+            # A lookbehind succeeds at the end of any match, regardless of where that match starts.
             found = _run(part, text, set(range(len(text) + 1))) & starts
         else:
             found = {i for i in starts if _run(part, text, {i})}
@@ -153,7 +154,7 @@ def _repeated(part: _Part, token: str) -> _Part:
     def repeated(text: _Text, starts: _Positions) -> _Positions:
         for _ in range(least):
             before, starts = starts, _run(part, text, starts)
-            if starts == before:  # further repetitions add nothing
+            if starts == before:  # a fixed point: further repetitions wouldn't change anything
                 break
         reached, new = set(starts), starts
         for _ in range(most - least):
@@ -167,7 +168,7 @@ def _repeated(part: _Part, token: str) -> _Part:
 
 
 def is_pattern(x: Any) -> bool:
-    """Returns whether `x` is a supported expression."""
+    """Returns whether `x` is a supported pattern."""
     try:
         return isinstance(x, str) and compiled(x) is not None
     except PatternError:
@@ -175,10 +176,10 @@ def is_pattern(x: Any) -> bool:
 
 
 def matches_layer(pattern: str, layer: str) -> bool:
-    """Returns whether a key of PEFT's `rank_pattern` or `alpha_pattern` matches a layer's name."""
+    """Returns whether a layer's name matches a key from PEFT's `rank_pattern` or `alpha_pattern`."""
     return fullmatch(rf"(.*\.)?({pattern})$", layer)
 
 
 def value_for(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """Returns the value of the first pattern that matches a layer's name."""
+    """Returns the value for the first pattern matching a layer's name, or `otherwise` if there is none."""
     return next((value for pattern, value in patterns.items() if matches_layer(pattern, layer)), otherwise)

@@ -1,9 +1,9 @@
-"""Values as hijax types, which `jax.jit`, `jax.grad`, `jax.vmap` and loops treat as one operand.
+"""Values as hijax types, so that `jax.jit`, `jax.grad`, `jax.vmap` and loops treat them as a single operand.
 
-[`as_hitype`][quaxlike.hijax.as_hitype] makes a JAX `HiType` from a Value type. Its instances can be passed
-through a plain `jax.jit`, without `quaxify` around it, and their operators follow the Value's rules.
+[`as_hitype`][quaxlike.hijax.as_hitype] converts a Value type to a JAX `HiType`. Its instances can be passed
+to a plain `jax.jit` without needing `quaxify`, and their operators dispatch to the Value's rules.
 
-Experimental, as hijax itself is: <https://docs.jax.dev/en/latest/hijax_types.html>. It needs JAX 0.11.
+Experimental, as is hijax itself: <https://docs.jax.dev/en/latest/hijax_types.html>. Requires JAX 0.11.
 """
 
 import dataclasses
@@ -45,13 +45,14 @@ __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes(MappingSpec):
-    """An entry for `in_axes` or `out_axes` in `jax.vmap`: an axis for each leaf, or None if it is not mapped.
+    """An entry of `in_axes` or `out_axes` for `jax.vmap`, specifying an axis for each leaf. (Or None, for
+    leaves that aren't mapped over.)
 
-    Pass `axis_size` to `jax.vmap` too, as JAX does not find it for types other than arrays.
+    `axis_size` must also be passed to `jax.vmap`, since JAX only infers it from arrays.
 
     **Arguments:**
 
-    - `axes`: one axis per leaf. Default: each leaf's first axis.
+    - `axes`: one axis per leaf. Default: each leaf's leading axis.
     """
 
     axes: tuple[int | None, ...] | None = None
@@ -62,7 +63,7 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type that Values with one pytree structure share, or their tangents do."""
+    """The type shared by all Values with a given pytree structure, or by their tangents."""
 
     treedef: Any
     avals: tuple[Any, ...]  # one per leaf
@@ -95,10 +96,10 @@ class ValueType(HiType):
     def ndim(self) -> int:
         return len(self.shape)
 
-    # The leaves
+    # Leaves
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """Returns the type of each leaf, and whether this type has that leaf too (a tangent has fewer)."""
+        """Returns each leaf's type, and whether it's present. (Tangents lack non-differentiable leaves.)"""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:
@@ -117,6 +118,7 @@ class ValueType(HiType):
     # Derivatives
 
     def to_tangent_aval(self) -> Any:
+        # Values that don't form a vector space, or that have non-differentiable leaves, need a separate type.
         is_space = self.value_class.linear and all(map(has_tangent, self.avals))
         return self if is_space else dataclasses.replace(self, is_tangent=True)
 
@@ -126,7 +128,7 @@ class ValueType(HiType):
     def vspace_add(self, x: Any, y: Any) -> Any:
         return Wrap(self)(*map(jnp.add, Unwrap(self)(x), Unwrap(self)(y)))
 
-    # Batches and loops
+    # Batching and loops
 
     def dec_rank(self, size: int | None, spec: Any) -> "ValueType":
         return self._with_shapes(spec, lambda shape, axis: shape[:axis] + shape[axis + 1 :])
@@ -155,10 +157,10 @@ class ValueType(HiType):
 
 
 class HiTangent:
-    """A tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
+    """The tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
 
-    `value` has the Value's structure, with None for leaves that have no derivative, such as integer
-    codes. `equinox.filter_grad` returns the same.
+    `value` has the same structure as the original Value, with None in place of non-differentiable leaves
+    (e.g. integer codes). This matches the convention of `equinox.filter_grad`.
     """
 
     def __init__(self, value: Any, of: ValueType) -> None:
@@ -169,10 +171,11 @@ class HiTangent:
 
 
 class HiValue:
-    """Base class for hijax types, as made by [`as_hitype`][quaxlike.hijax.as_hitype].
+    """Base class for the hijax types created by [`as_hitype`][quaxlike.hijax.as_hitype].
 
-    `value` is the Value; inside a transform it contains tracers. Operators, `shape`, `dtype` and `ndim`
-    behave like the Value's. A result that is a Value becomes a hijax type again.
+    The underlying Value is available as `value`; inside a transform its leaves are tracers. Operators,
+    `shape`, `dtype` and `ndim` behave as they do for the Value, and any Value that an operator returns is
+    wrapped into a hijax type again.
     """
 
     value: Any
@@ -184,6 +187,7 @@ class HiValue:
         leaves, treedef = jtu.tree_flatten(value)
         if not any(isinstance(x, Tracer) for x in leaves):
             return _instance(cls, value)
+        # Inside a transform we must return a tracer, rather than an actual instance.
         return Wrap(ValueType(treedef, tuple(jax.typeof(x) for x in leaves)))(*leaves)
 
     def __repr__(self) -> str:
@@ -215,7 +219,7 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """Makes a hijax type from a Value type, one of ours or your own.
+    """Creates a hijax type from a Value type, either one of ours or your own.
 
     **Arguments:**
 
@@ -223,8 +227,8 @@ def as_hitype(cls: Any) -> type[HiValue]:
 
     **Returns:**
 
-    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. Call this with a Value to make an instance. The same
-    `cls` always gives the same class.
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue], which can be called on a Value to create an instance.
+    The result is cached, so that the same `cls` always returns the same class.
 
     !!! example
 
@@ -256,9 +260,9 @@ def _is_hi(x: Any) -> bool:
 
 
 def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """[`quaxlike.quaxify`][] for hijax types.
+    """As [`quaxlike.quaxify`][], but for hijax types.
 
-    `fn` receives Values, and Values in its result become hijax types again.
+    `fn` is called with the underlying Values, and any Values it returns are wrapped as hijax types again.
     """
 
     @functools.wraps(fn)
@@ -279,6 +283,7 @@ def _install_operators() -> None:
         forward = quaxify(plain)
         reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
         setattr(HiValue, f"__{name}__", forward)
+        # JAX looks up the operators of a tracer as attributes of its type, using names with an underscore.
         setattr(ValueType, f"_{name}", staticmethod(forward))
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(HiValue, f"__r{name}__", reverse)
@@ -301,11 +306,11 @@ def _value(x: Any) -> Any:
 ValueType.value = aval_property(_value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# From leaves and to leaves -------------------------------------------------------------------------
+# Conversion from and to leaves ---------------------------------------------------------------------
 
 
 class _Leafwise(HiPrim):
-    """A linear high-level primitive."""
+    """Base class for the linear primitives that convert between a hijax value and its leaves."""
 
     def __init__(self, kind: ValueType) -> None:
         self.kind = kind
@@ -317,7 +322,7 @@ class _Leafwise(HiPrim):
 
 
 class Unwrap(_Leafwise):
-    """Unpacks a Value into its leaves."""
+    """Unpacks a hijax value into its leaves."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = (kind,), kind.lo_ty()
@@ -348,7 +353,7 @@ class Unwrap(_Leafwise):
 
 
 class Wrap(_Leafwise):
-    """Packs leaves into a Value."""
+    """Packs leaves into a hijax value."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = tuple(kind.lo_ty()), kind

@@ -1,4 +1,4 @@
-"""The command line of the demonstration."""
+"""The command-line interface for the demonstration."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from .._arguments import Parser, importing_extra, number
 
 
 def _make_writable(directory: Path) -> str | None:
-    """Creates a directory. Returns the reason if it is not writable, else None."""
+    """Creates a directory. If it isn't writable then this returns the reason, and otherwise None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -40,8 +40,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.demo") -> int:
-    """Runs the demonstration. The exit status is 2 if it cannot start."""
-    # Parse arguments first, as importing JAX and scikit-learn takes seconds.
+    """Runs the demonstration. Exits with status 2 if it cannot start."""
+    # Parse arguments before importing JAX and scikit-learn, which takes seconds.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if reason := _make_writable(arguments.output):

@@ -1,7 +1,7 @@
 """The experiment: training on upright digits, then adapting to rotated ones in full, by LoRA and by QLoRA.
 
-The same loop trains every method: a filter spec selects what to train, and types determine how it is stored.
-The digits come with scikit-learn.
+All methods share a single training loop. A filter spec determines which arrays to train, and types determine
+how they are stored. The digits are those included in scikit-learn.
 """
 
 import functools
@@ -21,29 +21,29 @@ import quaxlike as ql
 
 from .model import VisionTransformer
 
-#: The weights that LoRA adapts and NF4 quantises: attention and perceptron, not embedding and head.
+#: The weights to adapt with LoRA and quantise to NF4. (In attention and MLPs, but not embedding or head.)
 ADAPTED = r"blocks\.\d+\.(attention\.\w+_proj|up|down)\.weight"
 RANK = 8
 
 
 class Digits(NamedTuple):
-    """Grey images in [0, 1] and the digit that each one shows."""
+    """Greyscale images with values in [0, 1], along with the digit shown by each."""
 
     images: Float[np.ndarray, "n 8 8"]
     labels: Int[np.ndarray, " n"]
 
 
 class Task(NamedTuple):
-    """The training set and the held-out set."""
+    """A training set and a held-out set."""
 
     train: Digits
     test: Digits
 
 
 def load_tasks(seed: int) -> tuple[Task, Task]:
-    """Returns two tasks: upright digits, and the same digits rotated by 90 degrees to the left.
+    """Loads two tasks: upright digits, and the same digits rotated by 90 degrees anticlockwise.
 
-    The same 30 % of the 1,797 images are held out from both.
+    Both hold out the same 30% of the 1,797 images.
     """
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
@@ -59,7 +59,7 @@ def load_tasks(seed: int) -> tuple[Task, Task]:
 
 
 class Fit(NamedTuple):
-    """A trained model, the loss before each step, and the wall time in seconds."""
+    """A trained model, along with the loss at each step and the total time in seconds."""
 
     model: VisionTransformer
     losses: list[float]
@@ -69,7 +69,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """Returns the mean cross-entropy. `ql.quaxify` makes it work with any type of weights."""
+    """Computes the mean cross-entropy. Using `ql.quaxify` means this works for any type of weight."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -95,7 +95,7 @@ def fit(
     on_step: Callable[[float], None],
     batch_size: int = 64,
 ) -> Fit:
-    """Trains the selected arrays by AdamW, with warm-up and a cosine schedule.
+    """Trains the selected arrays using AdamW, with a warm-up followed by a cosine schedule.
 
     `on_step` is called with the loss of each step.
     """
@@ -127,7 +127,7 @@ def fit(
 
 
 class Adaptation(NamedTuple):
-    """A way to adapt a model: new types for some of its weights, and the arrays to train."""
+    """A method of adapting a model: which weights get a new type, and which arrays to train."""
 
     name: str
     prepare: Callable[[VisionTransformer, PRNGKeyArray], VisionTransformer]
@@ -136,7 +136,7 @@ class Adaptation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of a training run. `before` and `after` are predictions for the held-out digits."""
+    """The result of training. `before` and `after` are the predictions for held-out digits."""
 
     name: str
     fit: Fit
@@ -148,17 +148,17 @@ class Result(NamedTuple):
 
     @property
     def accuracy_before(self) -> float:
-        """The accuracy on held-out digits before training."""
+        """The accuracy on held-out digits, before training."""
         return float(np.mean(self.before == self.labels))
 
     @property
     def accuracy(self) -> float:
-        """The accuracy on held-out digits after training."""
+        """The accuracy on held-out digits, after training."""
         return float(np.mean(self.after == self.labels))
 
     @property
     def training_bytes(self) -> dict[str, int]:
-        """The memory during training, without activations. AdamW stores two moments."""
+        """The memory required for training, excluding activations. AdamW stores two moments per parameter."""
         return {
             "weights": ql.summary(self.fit.model).stored_bytes,
             "gradients": self.trainable_bytes,
@@ -188,7 +188,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. Raises if this would materialise a weight."""
+    """Adapts a model to a task. Raises an error if this would materialise any weights."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

@@ -1,4 +1,4 @@
-"""A small vision transformer in plain Equinox. It does not import quaxlike."""
+"""A small vision transformer in plain Equinox. This file doesn't depend on quaxlike."""
 
 import equinox as eqx
 import jax
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 class Block(eqx.Module):
-    """Attention and a two-layer perceptron, each after a layer norm and with a residual connection."""
+    """Attention followed by a two-layer MLP, both pre-norm and with residual connections."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention
@@ -32,7 +32,7 @@ class Block(eqx.Module):
 
 
 class VisionTransformer(eqx.Module):
-    """A vision transformer: patches as tokens, transformer blocks, and ten logits from the mean token."""
+    """A vision transformer, which uses patches as tokens and averages over them to compute ten logits."""
 
     embed: eqx.nn.Linear
     position: Float[Array, "tokens width"]

@@ -1,4 +1,4 @@
-"""The demonstration itself: progress bars during training, then tables and a figure."""
+"""The demonstration itself, with progress bars whilst training, followed by tables and a figure."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .report import results_table, rules_table, save_figure
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
-    """Trains and adapts in three ways, prints the tables, and writes `demo.png` to a directory."""
+    """Trains a model and adapts it in three ways. Prints tables, and saves `demo.png` to a directory."""
     console = Console()
     upright, rotated = experiment.load_tasks(seed)
     model = VisionTransformer(key=jax.random.key(seed))

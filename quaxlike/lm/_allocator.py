@@ -1,23 +1,23 @@
-"""Settings of the C allocator, so compiled programs reuse memory on CPUs."""
+"""Configures the C allocator such that compiled programs reuse memory on CPUs."""
 
 import ctypes
 import sys
 
-# Options of mallopt (their numbers in glibc's malloc.h) and values.
+# Options for `mallopt`, using their values in glibc's `malloc.h`.
 _OPTIONS = (
-    (-8, 1),  # M_ARENA_MAX: other arenas would ignore the next option
+    (-8, 1),  # M_ARENA_MAX: only the main arena respects the next option
     (-4, 0),  # M_MMAP_MAX
     (-1, -1),  # M_TRIM_THRESHOLD: never return memory to the kernel
 )
 
 
 def keep_memory() -> None:
-    """Makes the C library keep freed memory for later allocations.
+    """Configures the C library to keep memory once it is freed, in order to reuse it for later allocations.
 
-    On CPUs, XLA allocates the temporary arrays of a program at each call. By default, glibc returns them to
-    the kernel afterwards, and the kernel has to clear each page again. Call this before JAX computes
-    anything, as each thread that allocates gets its own arena. Only commands should do this, since it affects
-    the whole process. Other C libraries are not affected.
+    On CPUs, XLA allocates a program's temporaries every time it is called. By default, glibc then returns
+    this memory to the kernel, which must zero each page again before its next use. Call this function before
+    JAX computes anything, since each thread that allocates gets a separate arena. It affects the whole
+    process, and so should only be used by commands. There is no effect for C libraries other than glibc.
     """
     if sys.platform != "linux" or (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return

@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM, handled at points that the program chooses.
+"""Handling of Ctrl-C and SIGTERM, at points chosen by the program.
 
-By default, Python raises `KeyboardInterrupt` anywhere. Inside a conversion by NumPy it turns into another
-error. Inside a callback or destructor it is only printed. While the program waits for a device or a compiler,
-it is not raised at all.
+By default, Python can raise `KeyboardInterrupt` anywhere. Inside NumPy conversions it is turned into a
+different error; inside callbacks or destructors it is printed and then ignored; and it isn't raised at all
+whilst waiting for a device or for compilation.
 """
 
 import contextlib
@@ -13,22 +13,22 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-_requested = 0  # the number of a signal
+_requested = 0  # the signal's number
 
 
 def interrupt_requested() -> int:
-    """Returns the number of the pending signal; 0 if there is none."""
+    """Returns the number of the pending signal, or 0 if there is none."""
     return _requested
 
 
 def take_interrupt() -> None:
-    """Raises `KeyboardInterrupt` if a signal is pending, with its number."""
+    """Raises `KeyboardInterrupt`, with the signal's number as argument, if one is pending."""
     if _requested:
         raise KeyboardInterrupt(_requested)
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Returns the exit status after an interrupt, as in shells."""
+    """Returns the exit status corresponding to an interrupt, using the same convention as shells."""
     return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
@@ -39,16 +39,17 @@ def interrupts_deferred(
     patience: int = 1,
     signals: Sequence[signal.Signals] = (signal.SIGINT,),
 ) -> Iterator[None]:
-    """Within this block, only `take_interrupt` raises interrupts.
+    """A context manager inside which interrupts are only raised by `take_interrupt`.
 
     **Arguments:**
 
-    - `last_words`: printed (as `str`) if the process ends before `take_interrupt` is called.
-    - `patience`: how many interrupts can be pending. The next one ends the process at once, with status 130,
-        or 143 after SIGTERM. Hence files must be written atomically, as for a kill. Default: 1.
+    - `last_words`: its `str` is printed if the process is terminated before `take_interrupt` is called.
+    - `patience`: how many interrupts can be pending. The next one terminates the process immediately, with
+        status 130, or 143 for SIGTERM. Files must therefore be written atomically, just as if the process
+        could be killed. Default: 1.
     - `signals`: the signals to handle. Default: Ctrl-C.
 
-    Only the main thread can handle signals. In other threads, this has no effect.
+    This has no effect outside the main thread, as other threads can't handle signals.
     """
     global _requested
     if threading.current_thread() is not threading.main_thread():
@@ -59,7 +60,8 @@ def interrupts_deferred(
         global _requested
         _requested = number
 
-    # The handler above only runs when the main thread is back in Python. The thread below notices at once.
+    # The handler above only runs once the main thread is back in Python, but this thread is notified
+    # immediately.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     watching = threading.Thread(target=_watch, args=(receiver, last_words, patience, {*signals}), daemon=True)

@@ -1,7 +1,7 @@
-"""How texts begin and end: special tokens around a text, and the tokens at which a model stops.
+"""The special tokens at the start and end of texts, and the tokens at which generation stops.
 
-`finetune`, `generate` and `chat` all use this file. If they disagreed, a fine-tuned model would learn one
-end, and generation would wait for another.
+These must be shared by `finetune`, `generate` and `chat`, since otherwise a model might be trained to produce
+one end token, whilst generation waits for another.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from .tokenizer import read_special_tokens, read_templates
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The special tokens around a checkpoint's texts."""
+    """The special tokens that a checkpoint uses around texts."""
 
     begin: list[int]
-    """Tokens that the tokeniser adds before a text."""
+    """Tokens added by the tokeniser at the start of a text."""
     end: list[int]
-    """Tokens that the tokeniser adds after a text."""
+    """Tokens added by the tokeniser at the end of a text."""
     ends: list[int]
-    """Tokens that end generated text. Models learn to write the first one, except after answers."""
+    """Tokens at which generation stops. Models are trained to produce the first one, except after answers."""
     answer: list[int]
-    """The special token that the chat template writes after an answer, if there is one."""
+    """The special token written by the chat template after each answer, if any."""
     differ: str = ""
-    """A message for the user if the checkpoint's files contradict each other."""
+    """A warning for the user, if the checkpoint's files contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":
-        """Reads them from a checkpoint.
+        """Reads a checkpoint's special tokens.
 
-        Tokens around a text come from `tokenizer.json` alone. Like transformers, we ignore `add_bos_token`
-        and `add_eos_token` if this file exists. Tokens that end a text come from the first of these that
-        states any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
-        `special_tokens_map.json`), and the tokens after a text.
+        The tokens around a text are taken only from `tokenizer.json`. As in transformers, `add_bos_token` and
+        `add_eos_token` are ignored if this file exists. The tokens at which to stop are taken from the first
+        of these to specify any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
+        `special_tokens_map.json`), and finally the tokens at the end of a text.
 
-        **Raises:** `CheckpointError` if one of them is not a token.
+        **Raises:** `CheckpointError` if any of them isn't a token.
         """
         special = read_special_tokens(folder)
         numbers = {name: tokenizer.number(token) for name, token in special.items()}
@@ -64,15 +64,15 @@ class Marks:
         return cls(begin, end, ends, _end_of_answers(tokenizer, folder), differ)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
-        """Adds the tokens before a prompt, unless it already begins with them. It gets no end."""
+        """Adds the start tokens (but no end tokens) to a prompt, unless it already begins with them."""
         own = next((n for n in range(len(self.begin), 0, -1) if [*ids[:n]] == self.begin[-n:]), 0)
         return [*self.begin[: len(self.begin) - own], *ids]
 
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
-        """Adds the end that this model should learn, unless the text already has it.
+        """Adds the end token that the model is trained to produce, unless the text already ends with it.
 
-        An answer gets the chat template's end, if generation stops there. For Llama 3.1 this is `<|eot_id|>`,
-        which is the last of three such tokens.
+        For answers, this is the chat template's, provided that generation stops there. For example, Llama 3.1
+        uses `<|eot_id|>`, which is the last of three such tokens.
         """
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]
@@ -82,9 +82,9 @@ class Marks:
         return [*ids, *usual]
 
     def around(self, ids: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """Adds the tokens before and after a text, and cuts it to `most` tokens before its end.
+        """Adds the tokens at the start and end of a text, which is truncated such that at most `most` remain.
 
-        Also returns whether anything was lost.
+        Also returns whether the text was truncated.
         """
         if self.end and [*ids[-len(self.end) :]] == self.end:
             ids = ids[: -len(self.end)]
@@ -94,16 +94,16 @@ class Marks:
 
 
 def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
-    """Finds the special token that the chat template writes after an answer."""
+    """Returns the special token written by the chat template after an answer."""
     if "default" not in read_templates(folder)[0]:
         return []
     try:
-        from .chat import ChatTemplate  # imported late: only chat templates need jinja2
+        from .chat import ChatTemplate  # avoids requiring jinja2 if there's no template
 
         text, spans = ChatTemplate(folder).learned(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
-    except (ModuleNotFoundError, CheckpointError, ValueError):  # the template rejects this conversation
+    except (ModuleNotFoundError, CheckpointError, ValueError):  # no jinja2, or the template rejects this
         return []
     start, end = spans[-1]
     ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids

@@ -1,4 +1,4 @@
-"""A checkpoint's tokeniser. This needs the package `tokenizers`."""
+"""A checkpoint's tokeniser. Requires `tokenizers`."""
 
 import contextlib
 import functools
@@ -16,9 +16,9 @@ from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:
-    """A checkpoint's tokeniser, without padding and truncation.
+    """A checkpoint's tokeniser, with padding and truncation disabled.
 
-    **Raises:** as for `read_tokenizer`. Also `CheckpointError` if the file is not a tokeniser.
+    **Raises:** as `read_tokenizer`, and `CheckpointError` if the file isn't a valid tokeniser.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -36,12 +36,12 @@ class TextTokenizer:
             self._tokenizer.no_truncation()
 
     def number(self, token: str) -> int | None:
-        """Returns a token's id; None if there is no token with this text."""
+        """Returns the id of a token, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokeniser adds before and after a text."""
+        """The special tokens added by the tokeniser at the start and end of a text."""
         if self._tokenizer.post_processor is None:
             return [], []
         for text in itertools.chain("a0.", self._tokenizer.get_vocab()):
@@ -52,16 +52,16 @@ class TextTokenizer:
         return [], []
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """Encodes a text, with special tokens around it if `special` is True.
+        """Encodes a text, and adds special tokens around it if `special` is True.
 
-        Raises `ValueError` for a text that is not Unicode, and `CheckpointError` for a damaged tokeniser.
+        Raises `ValueError` for invalid Unicode, and `CheckpointError` for a corrupt tokeniser.
         """
-        text.encode()  # raises for a lone surrogate
+        text.encode()  # raises an error for lone surrogates
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens. Raises `CheckpointError` for a damaged tokeniser."""
+        """Decodes tokens. Raises `CheckpointError` if the tokeniser is corrupt."""
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.decode(tokens)
 
@@ -70,7 +70,7 @@ class TextTokenizer:
         try:
             yield
         except BaseException as error:
-            # The package raises plain Exception, and panics. Panics are not Exceptions.
+            # `tokenizers` raises bare Exceptions, and also Rust panics, which aren't subclasses of Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise file_error(self._file, None, f"{problem}: {error}") from None
@@ -80,11 +80,11 @@ _MAX_GROWTH = 100_000
 
 
 def _growth(described: str) -> float:
-    """Bounds how much longer the normaliser can make a text."""
+    """Returns a bound on how many times longer a text can be after normalisation."""
     try:
         described = json.loads(described)
     except (ValueError, RecursionError):
-        return 1.0  # the package will raise a better error
+        return 1.0  # `tokenizers` will raise a better error
     waiting = [described.get("normalizer")] if isinstance(described, dict) else []
     growth = 1.0
     while waiting:

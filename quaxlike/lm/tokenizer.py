@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tokeniser, its chat templates and its special tokens, as texts."""
+"""Reads a checkpoint's tokeniser, chat templates and special tokens, as strings."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
-# Names of special tokens in GGUF.
+# What special tokens are called in GGUF files.
 _TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
     "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
@@ -24,16 +24,16 @@ _TOKENS = {
 
 @checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads a checkpoint's tokeniser, for `tokenizers.Tokenizer.from_str`.
+    """Reads a checkpoint's tokeniser, as accepted by `tokenizers.Tokenizer.from_str`.
 
     **Arguments:**
 
-    - `path`: a folder with `tokenizer.json`; or a GGUF file. Its vocabulary is converted to this format.
+    - `path`: a folder with `tokenizer.json`, or a GGUF file, whose vocabulary is converted to this format.
 
-    **Returns:** the text of `tokenizer.json`.
+    **Returns:** the contents of `tokenizer.json`.
 
-    **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file is not text, or if
-    a GGUF vocabulary is not supported.
+    **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file isn't text, or if
+    the GGUF vocabulary is unsupported.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"
@@ -46,12 +46,12 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Reads the chat templates ("default", "tool_use", …) and the special tokens ("bos_token", …) by name.
+    """Reads the chat templates ("default", "tool_use", …) and special tokens ("bos_token", …), both by name.
 
-    `directory` is a folder with `chat_template.jinja`, or with `chat_template` in `tokenizer_config.json`; or
-    a GGUF file.
+    `directory` is either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
+    in `tokenizer_config.json`.
 
-    **Raises:** `CheckpointError` for templates or tokens that are not text.
+    **Raises:** `CheckpointError` if a template or token isn't text.
     """
     path, settings = directory / _SETTINGS, _settings_of(directory)
     found = settings.get("chat_template") or []
@@ -71,7 +71,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Reads the special tokens by name ("bos_token", …). Raises as `read_templates`."""
+    """Reads the special tokens, by name ("bos_token", …). Raises as `read_templates`."""
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 
@@ -88,9 +88,9 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings_of(directory: Path) -> dict[str, Any]:
-    """Reads the tokeniser's settings, from `tokenizer_config.json` or a GGUF file.
+    """Reads the tokeniser's settings, either from `tokenizer_config.json` or from a GGUF file.
 
-    Missing special tokens come from `special_tokens_map.json`.
+    Any special tokens missing from these are read from `special_tokens_map.json`.
     """
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
@@ -104,7 +104,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the tokeniser settings in a GGUF file to the names in `tokenizer_config.json`."""
+    """Converts tokeniser settings in GGUF metadata to the names used in `tokenizer_config.json`."""
     key = "tokenizer.chat_template"
     templates = {
         name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")

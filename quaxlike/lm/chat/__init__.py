@@ -1,4 +1,4 @@
-"""Rendering of conversations by chat templates. This needs the package jinja2."""
+"""Rendering of conversations using chat templates. Requires jinja2."""
 
 from .template import ChatTemplate, Rendered
 

@@ -1,8 +1,8 @@
-"""Conversations as text, rendered with a checkpoint's chat template.
+"""Conversion of conversations to text, using a checkpoint's chat template.
 
-Templates are rendered as in transformers (`utils/chat_template_utils.py`): by jinja2 in a sandbox, with
-`raise_exception`, `strftime_now`, loop controls, and `{% generation %}` around the text that the model should
-write. In addition, our sandbox bounds the sizes of texts.
+Templates are rendered in the same way as in transformers (`utils/chat_template_utils.py`), i.e. in a jinja2
+sandbox with `raise_exception`, `strftime_now` and loop controls, and with `{% generation %}` marking text
+that is to be written by the model. In addition, our sandbox limits the size of texts.
 """
 
 import datetime
@@ -20,32 +20,32 @@ from ...files.errors import CheckpointError, shortened
 from ..tokenizer import read_templates
 from .sandbox import Sandbox
 
-_MAX_CHARACTERS = 1 << 23  # of a conversation
+_MAX_CHARACTERS = 1 << 23  # per conversation
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
 
-# Replaces a message's content, to find where the template writes it.
+# Substituted for the content of a message, to find out where the template inserts it.
 _PROBE = "\ue000probe\ue001"
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """A conversation that has been rendered as text."""
 
     text: str
     written: list[tuple[int, int]]
-    """The start and end of each span of characters from the assistant."""
+    """The (start, end) of each span of characters written by the assistant."""
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint.
+    """A checkpoint's chat template.
 
     **Arguments:**
 
-    - `directory`: a folder with `chat_template.jinja`, or with `chat_template` in `tokenizer_config.json`; or
-        a GGUF file. It may contain further named templates (in `additional_chat_templates/`, or as a list in
-        `tokenizer_config.json`). The template `tool_use` is used for conversations with tools.
+    - `directory`: either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
+        in `tokenizer_config.json`. There can be additional named templates (in `additional_chat_templates/`,
+        or as a list in `tokenizer_config.json`), of which `tool_use` is used for conversations with tools.
 
-    **Raises:** `CheckpointError` if there is no template, or if it is damaged.
+    **Raises:** `CheckpointError` if there is no template, or if it is invalid.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,7 +60,7 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
             self._names = {name: _names_in(environment, text) for name, text in sources.items()}
-        except Exception as error:  # jinja2 generates Python, which may be invalid or nested too deeply
+        except Exception as error:  # templates compile to Python, which might be invalid or too deeply nested
             problem = f"{type(error).__name__}: {shortened(str(error))}"
             raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
 
@@ -76,12 +76,12 @@ class ChatTemplate:
 
         **Arguments:**
 
-        - `messages`: dicts with `"role"`, `"content"`, and other entries for the template.
-        - `tools`: the functions that the assistant may call, as JSON schemas.
-        - `add_generation_prompt`: whether to end the text where the assistant starts to write.
-        - `variables`: further variables for the template.
+        - `messages`: dictionaries with entries `"role"`, `"content"`, and any others used by the template.
+        - `tools`: JSON schemas of the functions that the assistant can call.
+        - `add_generation_prompt`: whether to end with the prompt for the assistant's next answer.
+        - `variables`: any additional variables used by the template.
 
-        **Raises:** `ValueError` if the template rejects the conversation, with its message.
+        **Raises:** `ValueError` if the template rejects the conversation, including the reason it gives.
         """
         template = self._templates[self._named(tools)]
         spans: list[tuple[int, int]] = []
@@ -102,7 +102,7 @@ class ChatTemplate:
                 blocks.append(block)
                 if (length := length + len(block) + 1) > _MAX_CHARACTERS:
                     raise ValueError(f"it makes more than {_MAX_CHARACTERS:,} characters of it")
-        except Exception as error:  # the template is a program
+        except Exception as error:  # templates can raise anything
             raise ValueError(
                 f"the chat template rejects this conversation: {shortened(str(error))}"
             ) from None
@@ -111,11 +111,11 @@ class ChatTemplate:
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
         """Renders a conversation, and finds the spans to train on.
 
-        These are the assistant's turns without `"weight": 0`. If the template does not mark them, then a span
-        is everything after the prompt, up to the end of the turn.
+        These are all of the assistant's turns, except those with `"weight": 0`. If they aren't marked by the
+        template, then each span starts after the prompt and goes up to the end of the turn.
 
-        **Raises:** `ValueError` as for `render`. Also for another weight, and for an entry that the template
-        does not use, unless it is in `WITHOUT_EFFECT`.
+        **Raises:** `ValueError` as in `render`, for weights other than 0 and 1, or for an entry that isn't
+        used by the template and isn't in `WITHOUT_EFFECT`.
         """
         wanted = [_is_learned(i, message) for i, message in enumerate(messages)]
         messages = [{key: x for key, x in message.items() if key != "weight"} for message in messages]
@@ -143,11 +143,11 @@ class ChatTemplate:
         return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for entries that the template does not use."""
+        """Raises `ValueError` for any entry that isn't used by the template."""
         names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
-            """Returns whether `name` has no effect: the text is the same without it."""
+            """Returns whether `name` has no effect, in that the text is the same without it."""
             if name in names:
                 return False
             try:
@@ -174,7 +174,7 @@ class ChatTemplate:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
 
-#: Entries of messages that may stand there although a template does not use them, and why.
+#: Entries of messages that can be present even if a template doesn't use them, along with the reason.
 WITHOUT_EFFECT = {
     "id": "it names the message, not what is said",
     "name": "it tells speakers of one role apart; most templates write the role alone",
@@ -184,7 +184,7 @@ WITHOUT_EFFECT = {
 
 
 def _names_in(environment: Sandbox, source: str) -> set[str]:
-    """Collects variables, attributes and constant texts of a template: a superset of the keys it reads."""
+    """Collects a superset of the keys read by a template: all of its variables, attributes and strings."""
     tree = environment.parse(source)
     return (
         {node.name for node in tree.find_all(nodes.Name)}
@@ -214,7 +214,7 @@ def _environment() -> Sandbox:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`. It reports the span of its text."""
+    """The tag `{% generation %}…{% endgeneration %}`, which reports the span of the enclosed text."""
 
     tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
@@ -230,7 +230,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # jinja2's own filter escapes HTML.
+    # Unlike jinja2's own filter, this doesn't escape HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -239,20 +239,20 @@ def _raise(message: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Finding the assistant's answers in a conversation's text.
+# Locating the assistant's answers in the text of a conversation.
 #
-# Few templates mark answers, and many render a turn differently if more turns follow. Qwen3 writes an empty
-# block of thoughts only in the last answer, other templates drop the thoughts of all answers but the last,
-# and Llama 3 ends each text with the header of a next answer. So we search for each answer in the whole text,
-# the one to train on.
+# This is awkward since few templates mark answers, and many render a turn differently depending on the turns
+# after it. For example Qwen3 writes an empty block of thoughts only in the last answer, other templates drop
+# the thoughts of all previous answers, and Llama 3 ends every text with the header for another answer. Hence
+# we locate each answer in the full text, since that's what we train on.
 # -------------------------------------------------------------------------------------------------
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
-    """Returns the start and end of each answer in a conversation's text.
+    """Returns the (start, end) of each answer in the text of a conversation.
 
-    An answer starts where its prompt ends, and ends with its turn. `render` takes messages, and whether to
-    append a prompt. Raises `ValueError` if an answer cannot be found.
+    Answers start at the end of their prompt, and end at the end of their turn. The arguments of `render` are
+    the messages, and whether to append a prompt. Raises `ValueError` if an answer cannot be located.
     """
     whole, closing = render(messages, False), _closing(render, messages)
     spans, after = [], 0
@@ -276,21 +276,21 @@ class _NotFoundError(Exception):
 
 
 def _closing(render: Render, messages: Messages) -> str:
-    """Returns the text after the last message, if it does not depend on the prompt."""
+    """Returns any text that a template writes after the last message, if independent of the prompt."""
     if render(messages, True) != render(messages, False):
         return ""
     try:
         return render([], False)
-    except ValueError:  # the template needs messages
+    except ValueError:  # the template requires messages
         return ""
 
 
 def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -> int:
-    """Finds the start of an answer, by matching the text with the prompt."""
+    """Finds the start of an answer, by matching the full text against the prompt."""
     prompt = render(messages[:i], True) if i else ""
     if whole.startswith(prompt) and len(prompt) >= after:
         return len(prompt)
-    # Both contain the end of the previous message. The answer's header follows.
+    # Both the text and the prompt contain the end of the previous message, followed by the answer's header.
     end, end_in_prompt = (
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
@@ -308,7 +308,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
         alone = alone[: -len(closing)]
     if whole.startswith(alone) and len(alone) > start:
         return len(alone)
-    # If more turns follow, the text may lack the start of the answer (thoughts).
+    # The start of the answer (i.e. its thoughts) can be missing from the text if there are later turns.
     answer = alone[_start(render, messages[: i + 1], i, alone, 0) :]
     for dropped in range(len(answer)):
         if whole.startswith(answer[dropped:], start):
@@ -319,7 +319,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Finds where a message's content ends. The text after it does not depend on the content."""
+    """Finds the end of a message's content. The text after this must be independent of the content."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

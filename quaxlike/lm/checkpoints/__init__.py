@@ -1,1 +1,1 @@
-"""Checkpoints of language models: their folders, configurations and formats."""
+"""Reading and writing checkpoints of language models."""

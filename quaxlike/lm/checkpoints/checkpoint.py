@@ -1,4 +1,4 @@
-"""`read` and `open_checkpoint`: read checkpoints, and detect their format."""
+"""`read` and `open_checkpoint`, which read a checkpoint after detecting its format."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from ..formats.format import OF_ALL, Format, dense_rows, rows_of_weight
 from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
-# Tensors about activations and caches. Weights do not need them.
+# Tensors that only concern activations and caches, and so aren't needed to read weights.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
     *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -39,18 +39,18 @@ _SKIPPED = (
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A checkpoint's weights, by their unquantised names. Each lookup reads one weight.
+    """A checkpoint's weights, by their unquantised names. Weights are only read when they are looked up.
 
     **Attributes:**
 
-    - `config`: the contents of `config.json`, if it exists. For a GGUF file, this is made from its metadata.
-    - `metadata`: the text entries of a safetensors header, or the keys and values of a GGUF file. Numbers
-        without a Python type are NumPy scalars.
-    - `format`: the detected format: "gptq", "gguf", … or "safetensors".
-    - `quantises_embeddings`: whether embeddings are quantised too, so that no weight determines the dtype of
-        activations.
-    - `longest_axis`: the size of the longest axis of the stored tensors. As codes may be packed, axes of
-        weights are at most 32 times as long.
+    - `config`: the contents of `config.json`, if there is one. For GGUF files, derived from the metadata.
+    - `metadata`: the string entries of a safetensors header, or the key-value pairs of a GGUF file. Numbers
+        that have no corresponding Python type are NumPy scalars.
+    - `format`: the format that was detected, e.g. "gptq", "gguf" or "safetensors".
+    - `quantises_embeddings`: whether embeddings are quantised too, in which case no weight determines
+        activations' dtype.
+    - `longest_axis`: the size of the longest axis of any stored tensor. Since codes can be packed, the axes
+        of weights are at most 32 times as long.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Checkpoint(Mapping[str, Any]):
         self.quantises_embeddings = quantises_embeddings
         self.config = config
         self.metadata = metadata
-        # Ignore tensors without elements: they can have axes of any size in a small file.
+        # Ignore empty tensors, since even in a small file these can have arbitrarily long axes.
         self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
     def __getitem__(self, name: str) -> Any:
         return self._as_asked(self._weights[name]())
 
     def rows(self, name: str) -> RowReader:
-        """Returns a reader for one weight. It reads single rows if the format supports this."""
+        """Returns a reader for a single weight, which reads individual rows if the format supports this."""
         if name not in self._rows:
             return RowReader(None, lambda: self[name])
         rows = self._rows[name]()
@@ -91,12 +91,12 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """Returns the same checkpoint, with another dtype for block arrays."""
+        """Returns a copy of this checkpoint that uses another dtype for block arrays."""
         out = copy.copy(self)
         out._dtype = dtype
         return out
 
-    def __contains__(self, name: object) -> bool:  # without reading it
+    def __contains__(self, name: object) -> bool:  # avoids reading the weight
         return name in self._weights
 
     def __iter__(self) -> Iterator[str]:
@@ -114,31 +114,31 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint in any supported format.
+    """Reads a checkpoint in any of the supported formats.
 
-    These are GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, and
+    That is, in GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, or
     plain safetensors.
 
     **Arguments:**
 
-    - `path`: a folder with `config.json` and safetensors files, or with a GGUF file; or a single file.
-    - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. Files from
-        bitsandbytes state the dtype of 4-bit weights.
-    - `mesh`: a mesh, in one or many processes. Weights are read one by one, and each process keeps
-        the shards of its own devices. It only reads the rows it needs, for plain tensors and formats
-        that store rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default: the default
-        device.
-    - `sharding`: a rule for sharding weights, as for [`quaxlike.sharding.specs_for`][]: a dict of regular
-        expressions, or a rule from [`quaxlike.sharding.fsdp`][] or [`quaxlike.lm.tensor_parallel`][].
-        Default: `tensor_parallel` over an axis called `"model"`, `"tensor"` or `"tp"`, and `fsdp` over the
-        others.
+    - `path`: either a single file, or a folder with a GGUF file or with `config.json` and safetensors files.
+    - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. (Except
+        that bitsandbytes' files specify the dtype of 4-bit weights.)
+    - `mesh`: a mesh over one or many processes. Weights are read one at a time, with each process keeping
+        only the shards belonging to its own devices. For plain tensors and formats that store rows
+        (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX), it only reads the rows it needs. Default:
+        the default device.
+    - `sharding`: a rule for sharding the weights, as in [`quaxlike.sharding.specs_for`][]. That is, either a
+        dictionary of regular expressions, or a rule such as [`quaxlike.sharding.fsdp`][] or
+        [`quaxlike.lm.tensor_parallel`][]. Default: `tensor_parallel` over any axis named `"model"`,
+        `"tensor"` or `"tp"`, and `fsdp` over all others.
 
-    **Returns:** a dict from the names of the unquantised checkpoint ("….q_proj.weight") to arrays and
-    quantised arrays, with shape (out, in). Codes and scales are the same as in the file.
+    **Returns:** a dictionary mapping the names used by the unquantised checkpoint (e.g. "….q_proj.weight") to
+    arrays and quantised arrays, with shape (out, in). Codes and scales are exactly those in the file.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged,
-    inconsistent, or in an unsupported format. The message names the file and the entry. `ValueError` if
-    `sharding` does not fit a weight, or there is no mesh.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is corrupt,
+    inconsistent, or in an unsupported format; the message includes the file and the entry. `ValueError` if
+    `sharding` isn't compatible with a weight, or is given without a mesh.
 
     !!! example
 
@@ -164,16 +164,16 @@ def read(
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Opens a checkpoint, and reads each weight when it is accessed.
+    """Opens a checkpoint, such that weights are only read when accessed.
 
-    Use this instead of [`quaxlike.lm.read`][] if you need only some weights, or if they do not fit into
-    memory together.
+    Use this rather than [`quaxlike.lm.read`][] if you only need some weights, or if they don't fit into
+    memory.
 
-    **Arguments:** as for `read`.
+    **Arguments:** as in `read`.
 
     **Returns:** a mapping from names to arrays, with attributes `config`, `metadata` and `format`.
 
-    **Raises:** as for `read`. Errors about a single weight are raised when it is accessed.
+    **Raises:** as in `read`, except that errors about an individual weight are only raised when accessing it.
     """
     path = Path(path)
     opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
@@ -194,7 +194,7 @@ def _of_tensors(
     format, settings = _format_of(tensors, settings)
     found = format.weights(tensors, settings) if format is not None else {}
     if format is not None:
-        layers = {name.rpartition(".")[0] for name in tensors}  # MLX has settings per layer
+        layers = {name.rpartition(".")[0] for name in tensors}  # MLX specifies settings per layer
         entries = {name: x for name, x in settings.items() if name not in layers}
         warn_of_unknown(
             f"The quantisation config of {tensors.path}", entries,
@@ -229,7 +229,7 @@ def _of_tensors(
 
 
 def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
-    """Finds the format and its settings, which may be in the header. A plain checkpoint has format None."""
+    """Returns the format (None for a plain checkpoint), and its settings, which might be in the header."""
     if not settings and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
@@ -244,7 +244,7 @@ def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | 
 
 
 def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
-    """Raises if a tensor belongs to no quantised weight, but is neither a plain weight nor a buffer."""
+    """Raises an error unless a tensor that isn't part of a quantised weight is a plain weight or buffer."""
     if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
         raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
     dtype = tensors.info[name].dtype
@@ -261,7 +261,7 @@ def _opened(path: Path) -> GgufFile | Tensors:
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Reads `config.json` next to a checkpoint, and the settings of its quantisation."""
+    """Reads the `config.json` alongside a checkpoint, and its quantisation settings."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, {}

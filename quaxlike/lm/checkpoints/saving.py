@@ -1,4 +1,4 @@
-"""`write` and `save_like`: write weights to checkpoints for other programs."""
+"""`write` and `save_like`, which write weights to checkpoints that other programs can read."""
 
 import contextlib
 import json
@@ -30,26 +30,26 @@ def write(
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes weights by name; [`quaxlike.lm.read`][] reads them back bit for bit.
+    """Writes weights to a checkpoint, such that [`quaxlike.lm.read`][] restores them bit for bit.
 
-    This is for weights without a model of ours. For a model from [`quaxlike.lm.load`][], use
-    [`quaxlike.lm.save`][].
+    This is intended for weights that don't belong to one of our models. For those, as returned by
+    [`quaxlike.lm.load`][], use [`quaxlike.lm.save`][].
 
     **Arguments:**
 
-    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4, it may be a folder, for
-        `model.safetensors` and `config.json`.
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4, this can also be a folder, to
+        which `model.safetensors` and `config.json` are written.
     - `mapping`: arrays and quantised arrays, by their names in transformers.
-    - `format`: `"gguf"` takes arrays with llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` takes
-        `NF4Array` and `FP4Array`; `"compressed-tensors"` (vLLM) takes `Int8Array`, and arrays with `fp8` or
-        with integers and floating-point scales; `"mxfp4"` (GPT-OSS) takes arrays with this codec;
-        `"safetensors"` takes all types in quaxlike. Plain arrays are written unchanged.
-    - `config`: the model's `config.json`. It is written to a folder, or converted to GGUF's metadata.
-    - `metadata`: for GGUF, additional keys and values, including the tokeniser's, such as those from another
-        file. Known keys have a fixed type. Under other keys, NumPy scalars and arrays keep their dtypes.
+    - `format`: `"gguf"` supports arrays with llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` supports
+        `NF4Array` and `FP4Array`; `"compressed-tensors"` (vLLM) supports `Int8Array`, and arrays with `fp8`
+        or with integers and floating-point scales; `"mxfp4"` (GPT-OSS) supports arrays with this codec;
+        `"safetensors"` supports every type in quaxlike. Plain arrays are always written as-is.
+    - `config`: the model's `config.json`, which is written to the folder, or converted to GGUF metadata.
+    - `metadata`: for GGUF, additional key-value pairs, for example those of a tokeniser or copied from
+        another file. Known keys have a fixed type. For all others, NumPy scalars and arrays keep their dtype.
 
-    **Raises:** `ValueError` for an unknown format; `CheckpointError` if the format cannot hold a value.
-    Nothing is written then.
+    **Raises:** `ValueError` for an unknown format. `CheckpointError` if the format doesn't support a value,
+    in which case nothing is written.
 
     !!! example
 
@@ -88,14 +88,14 @@ def _write_folder(
     header: Mapping[str, str] = {"format": "pt"},
     last: Callable[[], None] = lambda: None,
 ) -> None:
-    if path.suffix == ".safetensors":  # no config.json can say how to read a single file
+    if path.suffix == ".safetensors":  # there's no config.json to describe how to read a single file
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
         write_tensors(path, tensors, {**header, **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
     before = config.pop("quantization_config", None) or {}
-    config.pop("quantization", None)  # MLX reads this entry
+    config.pop("quantization", None)  # as read by MLX
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
@@ -105,14 +105,15 @@ def _write_folder(
 def save_like(
     source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any], own: bool = False
 ) -> None:
-    """Writes weights to a folder, with the files that accompany them in the checkpoint `source`.
+    """Writes weights to a folder, along with any other files that are part of the checkpoint `source`.
 
-    The types of the weights decide the format; `own` forces our own format, which can hold all types. Copied
-    are the tokeniser, templates, generation settings, and modules of sentence-transformers. They replace
-    existing ones, and left-over files are removed: weights must not be next to another model's tokeniser.
+    The format is determined by the types of the weights, unless `own` is set, which forces our own format and
+    supports every type. We copy the tokeniser, chat templates, generation settings, and modules of
+    sentence-transformers. Existing files are replaced or removed, as weights must never end up alongside
+    another model's tokeniser.
 
-    **Raises:** `CheckpointError` if no format can hold a type, or if a file to copy is not a regular file in
-    the folder. Nothing is written then.
+    **Raises:** `CheckpointError` if no format supports a type, or if one of the files to copy isn't a regular
+    file inside the folder. In either case nothing is written.
     """
     formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
@@ -128,7 +129,7 @@ def save_like(
         written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
-    for module in modules:  # a module without files needs its folder, too
+    for module in modules:  # modules need their folder even if they have no files
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stage_copies(copies, directory, stack)
@@ -136,7 +137,7 @@ def save_like(
 
 
 def is_published(mapping: Mapping[str, Any]) -> bool:
-    """Returns whether transformers can read these weights, in one of the formats that it knows."""
+    """Returns whether transformers is able to read these weights, in any of the formats that it supports."""
     values = [x for x in mapping.values() if is_value(x)]
     found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
     return len(found) < 2 and None not in found

@@ -1,3 +1,3 @@
-"""`python -m quaxlike.lm.finetune`: QLoRA on a local checkpoint; writes an adapter for PEFT."""
+"""`python -m quaxlike.lm.finetune`: QLoRA fine-tuning of a local checkpoint, producing a PEFT adapter."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`--adapter`: an adapter type of your own in place of LoRA, or an adapter to continue."""
+"""`--adapter`: use a custom adapter type in place of LoRA, or continue training an existing adapter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +22,11 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 
 
 def make_of(text: str) -> Callable[..., Any]:
-    """Finds the function that makes adapters for `quaxlike.adapt`.
+    """Looks up a function that creates adapters, as accepted by `quaxlike.adapt`.
 
-    `text` is the name of a method, or `MODULE:NAME` for a function or a class with a class method `make`.
+    `text` is either the name of a method, or `MODULE:NAME` for a function, or a class with a `make` method.
 
-    **Raises:** `FinetuneError` if it does not exist or cannot be called.
+    **Raises:** `FinetuneError` if there is no such function.
     """
     module, colon, name = text.partition(":")
     if text in METHODS:
@@ -58,16 +58,16 @@ def make_of(text: str) -> Callable[..., Any]:
 
 
 def is_own(settings: TrainSettings) -> bool:
-    """Returns whether PEFT's format cannot hold the adapter."""
+    """Returns whether PEFT's format is unable to represent the adapter."""
     if isinstance(settings.adapter, Path):
         return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
 def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
-    """Reads the configuration of the adapter that the run continues; None if it is in our own format.
+    """Reads the configuration of the adapter to continue training; None if it is in our own format.
 
-    **Raises:** `FinetuneError` if there is none, or if it contradicts the settings.
+    **Raises:** `FinetuneError` if there is none, or if it is inconsistent with the settings.
     """
     file = files_of(folder).config_path()
     if not file.is_file() and not (folder / OWN_FILE).is_file():
@@ -85,14 +85,14 @@ def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
 
 
 def continued(model: Any, folder: Path) -> Any:
-    """Loads the adapter in a folder, with trained arrays in float32."""
+    """Loads the adapter in a folder, with its trainable arrays cast to float32."""
     model = read_adapter(folder, model)
     trained, frozen = eqx.partition(model, trainable(model))
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
 
 
 def types_of(model: Any) -> list[type]:
-    """Collects the adapter types in a model that are not part of quaxlike."""
+    """Returns the types of all adapters in a model that aren't defined by quaxlike."""
     types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 

@@ -1,4 +1,4 @@
-"""Tokenised batches from JSON lines."""
+"""Tokenised batches, read from JSON lines."""
 
 import bisect
 import functools
@@ -14,12 +14,12 @@ from ..folders.companions import hint_for
 from ..tokenizer import read_templates
 from .settings import FinetuneError, open_data
 
-#: The minimum length of a row, in tokens.
+#: The minimum number of tokens in a row.
 LEAST_LENGTH = 16
 
 
 class Tokens:
-    """A checkpoint's tokeniser. It cuts texts to `max_length` tokens."""
+    """A checkpoint's tokeniser, which truncates texts to `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -27,7 +27,7 @@ class Tokens:
             raise FileNotFoundError(
                 f"There is no {path}, which the tokeniser is read from.{hint_for(directory)}"
             )
-        from ..marks import Marks  # here, as the command's help works without the extra `lm`
+        from ..marks import Marks  # not at module level, so that `--help` works without the extra `lm`
         from ..text import TextTokenizer
 
         self._tokenizer = TextTokenizer(directory)
@@ -42,11 +42,11 @@ class Tokens:
         self.marks = Marks.of(self._tokenizer, directory, config)
 
     def ids(self, text: str) -> list[int]:
-        """Encodes a text, without special tokens."""
+        """Encodes a text, without adding special tokens."""
         return self._encoded(text).ids
 
     def _encoded(self, text: str) -> Any:
-        """Encodes a text. Raises for a token without an embedding, such as an image of Gemma 3."""
+        """Encodes a text. Raises an error for tokens without an embedding, e.g. Gemma 3's image token."""
         encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
@@ -56,7 +56,7 @@ class Tokens:
         return encoding
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Encodes a text without special tokens; also returns which tokens overlap with these spans."""
+        """Encodes a text without special tokens, and returns whether each token overlaps any of the spans."""
         encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
@@ -69,8 +69,8 @@ class Tokens:
         return encoding.ids, learned
 
     def cut_words(self, words: Sequence[str]) -> tuple[list[int], list[int | None], bool]:
-        """Encodes words with spaces between them, like `cut`; also returns the place of the first token of
-        each: None if it was cut off, or is part of the word before."""
+        """As `cut`, but encodes words separated by spaces. Also returns the position of each word's first
+        token; None if that was truncated, or is part of the previous word."""
         encoding = self._encoded(" ".join(words))
         ids, was_cut = self.marks.around(encoding.ids, self.max_length)
         before = len(self.marks.begun(encoding.ids)) - len(encoding.ids)
@@ -96,58 +96,58 @@ class Tokens:
         return "default" in read_templates(self._directory)[0]
 
     def cut(self, text: str) -> tuple[list[int], bool]:
-        """Encodes a text, and returns whether it was cut. Special tokens at its end are kept."""
+        """Encodes a text, and returns whether it was truncated. Special tokens at its end are kept."""
         return self.marks.around(self.ids(text), self.max_length)
 
 
 class Example(NamedTuple):
-    """A line of data as tokens."""
+    """A tokenised row of data."""
 
     texts: tuple[list[int], ...]
-    learned: list[bool] = []  # noqa: RUF012 (never changed)
-    """Which tokens to train on; empty if the task is about whole texts."""
+    learned: list[bool] = []  # noqa: RUF012 (never mutated)
+    """Which tokens contribute to the loss; empty if the task is about whole texts."""
     label: int | tuple[float, ...] | list[int] = 0
-    """The number of its class, or a number for each label, or the number of each token's class."""
+    """The index of its class, a number for each label, or the class index of each token."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """The segment id of each token, from 1, if a row contains several texts."""
+    """Each token's segment id, starting from 1, if several texts are packed into a row."""
 
 
 class Batch(NamedTuple):
-    """A batch of examples, padded to the same length."""
+    """A batch of examples, padded to equal length."""
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The segment id of each token, from 1; 0 for padding."""
+    """Each token's segment id, starting from 1; 0 for padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
-    """Which tokens to train on."""
+    """Which tokens contribute to the loss."""
     labels: Shaped[Array | np.ndarray, "examples *labels"]
 
     @property
     def seen(self) -> Bool[Array | np.ndarray, "*examples texts tokens"]:
-        """A mask of tokens that are not padding."""
+        """False for padding."""
         return self.segments > 0
 
 
 class Examples(NamedTuple):
-    """The examples in a file, and how many were changed or left out."""
+    """The examples in a file, and how many of them were modified or dropped."""
 
     examples: list[Example]
     cut: int
-    """The number of texts that were too long, and were cut."""
+    """The number of texts that were truncated."""
     empty: int
-    """The number of examples left out, as nothing to learn remained after cutting."""
+    """The number of examples dropped because truncation left nothing to train on."""
     without_answer: int
-    """The number of lines left out, as they contain nothing to learn."""
+    """The number of rows dropped because they contain nothing to train on."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file with one JSON object per line. Empty lines are skipped.
+    """Reads a file with one JSON object per line, skipping empty lines.
 
-    `encode` maps an object to an example, or to None if there is nothing to learn.
+    `encode` maps an object to an example, or to None if it contains nothing to train on.
 
-    **Raises:** `FileNotFoundError` if the file does not exist. `FinetuneError` for a line that is not an
-    object, or does not suit the model. The message names the file and the line.
+    **Raises:** `FileNotFoundError` if there is no such file. `FinetuneError`, with the file name and line
+    number, if a line isn't a JSON object or isn't suitable for the model.
     """
     examples: list[Example] = []
     empty = without_answer = 0
@@ -157,14 +157,14 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 continue
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError as error:  # its own message has another line number
+            except json.JSONDecodeError as error:  # its own message uses a different line number
                 raise FinetuneError(
                     f"{path}:{number}: not JSON: {error.msg}, at column {error.colno}"
                 ) from None
             except (ValueError, RecursionError) as error:
                 raise FinetuneError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(fields, dict):
-                found = line.decode(errors="replace")[:60]  # JSON may be in UTF-16
+                found = line.decode(errors="replace")[:60]  # JSON can also be UTF-16
                 raise FinetuneError(f"{path}:{number}: expected a JSON object; found {found!r}")
             try:
                 example = encode(fields)
@@ -181,13 +181,13 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """Returns the length for padding: a power of two, so few programs are compiled."""
+    """Returns the length to pad to. This is a power of two, to limit the number of compilations."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """Makes a batch, padded to `length_for(examples)`."""
+    """Creates a batch, padded to `length_for(examples)`."""
     shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
     ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
@@ -204,12 +204,14 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
     """Packs texts into rows of at most `length` tokens.
 
-    This uses best-fit decreasing: the longest text first, into the row with the least remaining room.
+    We use the best-fit decreasing heuristic: from longest to shortest, each text is added to the fullest row
+    that still has space for it.
     """
     rows: list[list[Example]] = []
     free: list[tuple[int, int]] = []  # (room, index) of each row, sorted
     for example in sorted(examples, key=lambda example: -len(example.texts[0])):
         needed = len(example.texts[0])
+        # Sorted by remaining space, so this is the fullest row in which the text still fits.
         at = bisect.bisect_left(free, (needed, -1))
         room, row = free.pop(at) if at < len(free) else (length, len(rows))
         if row == len(rows):
@@ -229,9 +231,9 @@ def _packed(texts: Sequence[Example]) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Splits examples into a training set and a held-out set, in the order of the file.
+    """Splits examples into a training set and a held-out set, both in their original order.
 
-    At least one example is held out if there are several.
+    If there is more than one example then at least one is held out, unless `share` is zero.
     """
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
@@ -242,9 +244,9 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
-    """Selects a batch's examples. Each epoch has a new order, without an incomplete last batch.
+    """Selects the examples of a batch. Each epoch is a new permutation, without an incomplete last batch.
 
-    The result depends only on the arguments, so training can stop and resume anywhere.
+    This is a pure function of its arguments, so that a stopped run can resume from anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

@@ -1,7 +1,7 @@
-"""A run's devices: a single device, or a mesh in one or many processes.
+"""The devices of a run: either a single one, or a mesh over one or many processes.
 
-All processes run the same program, and collectives wait for every process. So every decision that changes
-control flow (stopping, resuming) must be the same in all processes, or they wait forever.
+All processes run the same program, and each collective waits for every process to reach it. Hence decisions
+that affect control flow (e.g. stopping or resuming) must be the same in all processes, or else they deadlock.
 """
 
 import math
@@ -26,17 +26,17 @@ _Tree = TypeVar("_Tree")
 
 
 def join(settings: RunSettings) -> None:
-    """Connects this process with the others. Call this before using JAX.
+    """Connects this process to all others. Must be called before any use of JAX.
 
-    If a process does not respond for 20 seconds, or ends a minute before the others, then JAX reports it and
-    ends all processes, as they cannot continue without its devices.
+    JAX terminates all processes if one of them is unresponsive for 20 seconds, or exits more than a minute
+    before the others, since they can't continue without its devices.
 
     **Raises:** `FinetuneError` if the coordinator cannot be reached.
     """
     if settings.coordinator is None:
         return
     try:
-        jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
+        jax.config.update("jax_enable_preemption_service", False)  # otherwise JAX handles SIGTERM itself
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             settings.coordinator, settings.num_processes, settings.process_id,
@@ -51,12 +51,12 @@ def join(settings: RunSettings) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns whether this process prints and writes the results of all processes."""
+    """Returns whether this is the process that prints, and writes results, on behalf of all processes."""
     return jax.process_index() == 0
 
 
 class Follower:
-    """Stands for the run directory and the metrics in processes that write nothing."""
+    """Used in place of the run directory and the metrics in processes that don't write anything."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state
@@ -74,7 +74,7 @@ class Follower:
 
 
 class Gathered(eqx.Module):
-    """A fully sharded layer. Its arrays are gathered when it is called."""
+    """Wraps a fully sharded layer, such that its arrays are gathered each time it is called."""
 
     layer: Any
     mesh: jax.sharding.Mesh = eqx.field(static=True)
@@ -86,11 +86,11 @@ class Gathered(eqx.Module):
 
 
 class Devices:
-    """A run's devices, and the sharding of its arrays.
+    """The devices of a run, and how arrays are sharded over them.
 
-    A mesh axis called model, tensor or tp is for tensor parallelism, and all others are for data parallelism.
-    In addition, expert or ep is for expert parallelism, and seq, context or cp for context parallelism.
-    Raises `FinetuneError` if the mesh does not fit the devices: those at hand, or others to compile for.
+    Mesh axes named model, tensor or tp are used for tensor parallelism, and all others for data parallelism.
+    In addition, expert or ep is used for expert parallelism, and seq, context or cp for context parallelism.
+    Raises `FinetuneError` if the mesh doesn't match `devices`, which default to all that are available.
     """
 
     def __init__(self, settings: RunSettings, devices: Sequence[Any] | None = None) -> None:
@@ -112,12 +112,12 @@ class Devices:
         self._tokens = next((name for name in SEQUENCE_AXES if name in self.mesh.shape), None)
 
     def check_batch(self, size: int, max_length: int) -> None:
-        """Raises `FinetuneError` if the devices cannot divide a batch evenly."""
+        """Raises `FinetuneError` if a batch cannot be sharded evenly."""
         if self.mesh is None:
             return
         if self._tokens is not None:
             count = self.mesh.shape[self._tokens]
-            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, or the maximum
+            if LEAST_LENGTH % count or max_length % count:  # lengths are powers of two, or `max_length`
                 raise FinetuneError(
                     f"Texts of {max_length} tokens cannot be shared evenly along {self._tokens} of the mesh, "
                     f"which has {count} devices: it must have 2, 4, 8 or {LEAST_LENGTH}, and --max-length "
@@ -131,12 +131,12 @@ class Devices:
             )
 
     def rule(self, name: str, leaf: Any) -> Any:
-        """Returns the spec for reading a weight."""
+        """Returns the partition spec with which to read a weight."""
         assert self.mesh is not None
         return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
 
     def place(self, model: _Tree) -> _Tree:
-        """Places a model on the mesh. Later calls of other methods follow its sharding."""
+        """Places a model on the mesh. This also determines the sharding used by the other methods."""
         if self.mesh is None:
             return model
         if rule_for := divides_layers(self.mesh):
@@ -144,13 +144,13 @@ class Devices:
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
-        """Places a tree with the same names as the model, such as an optimiser state."""
+        """Places a tree with the same names as the model, e.g. an optimiser state."""
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch. Each process places the rows of its own devices.
+        """Places a batch on the mesh. Each process only places the rows belonging to its own devices.
 
-        With context parallelism, arrays with an axis of tokens are also sharded along it.
+        With context parallelism, arrays that have a token axis are also sharded along it.
         """
         if self.mesh is None:
             return batch
@@ -158,13 +158,13 @@ class Devices:
         return jax.tree.map(lambda x: self._put(x, specs.get(x.ndim, jax.P(self._axes))), batch)
 
     def replicate(self, tree: _Tree) -> _Tree:
-        """Places small arrays on every device."""
+        """Replicates small arrays over all devices."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Gathers a model's weights inside a step.
+        """Gathers the weights of a model, inside a training step.
 
-        Codes are gathered while they are packed. Scanned layers are gathered layer by layer.
+        Quantised weights are gathered while still packed. Scanned layers are gathered one at a time.
         """
         if self.mesh is None or not self._fsdp:
             return model
@@ -175,29 +175,31 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Restores the state's sharding inside a step."""
+        """Reapplies the sharding of the state, inside a training step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:
-        """Replicates outputs inside a step, so every process can read them."""
+        """Replicates outputs, inside a training step, so that they can be read from every process."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:
-        """Copies a tree to the host memory of every process. All processes must call this together."""
+        """Copies a tree to host memory in every process. Must be called by all processes together."""
         if self.mesh is None:
             return tree
+        # Arrays sharded over several processes can't be read by any one of them.
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
         return jax.tree.map(
             lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
         )
 
     def broadcast_from_main(self, tree: _Tree) -> _Tree:
-        """Copies the main process's value to all processes, bit for bit. All must call this together."""
+        """Broadcasts the main process's value, bit for bit. Must be called by all processes together."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         kinds = [type(leaf) for leaf in leaves]
         arrays = [np.asarray(leaf) for leaf in leaves]
+        # Send raw bytes, since JAX implements broadcasting as a sum, for which e.g. -0.0 becomes 0.0.
         raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
         sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
         out = [
@@ -208,10 +210,10 @@ class Devices:
         return jax.tree.unflatten(structure, out)
 
     def take_interrupt(self) -> None:
-        """Raises `KeyboardInterrupt` in all processes if one of them was interrupted.
+        """Raises `KeyboardInterrupt` in every process if any of them was interrupted.
 
-        All must call this together. If a process stopped alone, the others would wait for it, with nothing
-        saved.
+        Must be called by all processes together, since if only one of them were to stop then the others would
+        wait for it forever, without having saved anything.
         """
         number = interrupt_requested()
         if jax.process_count() > 1:

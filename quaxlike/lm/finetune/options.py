@@ -1,4 +1,4 @@
-"""The command-line options: one for each setting, and for each setting of a task."""
+"""The command-line options, one for each setting of a run or of a task."""
 
 import dataclasses
 from pathlib import Path
@@ -16,9 +16,9 @@ _OF_TASKS = {task.own.name: task.own for task in TASKS if task.own is not None}
 class CommandOption(NamedTuple):
     name: str
     default: Any
-    """The default; `dataclasses.MISSING` for a required option."""
+    """The default value, or `dataclasses.MISSING` if the option is required."""
     of_argument: dict[str, Any]
-    """Keyword arguments for `argparse`'s `add_argument`."""
+    """Keyword arguments for `argparse.ArgumentParser.add_argument`."""
 
     @property
     def flag(self) -> str:
@@ -26,7 +26,7 @@ class CommandOption(NamedTuple):
 
 
 def options() -> list[CommandOption]:
-    """All options, in the order in which `--help` lists them."""
+    """Returns all options, in the order used by `--help`."""
     fields = in_order([TrainSettings, DataSettings, RunSettings], _OF_TASKS.values())
     found = [CommandOption(field.name, field.default, {**field.metadata}) for field in fields]
     for option in found:
@@ -38,13 +38,13 @@ def options() -> list[CommandOption]:
 
 
 def settings_of(**values: Any) -> Settings:
-    """Builds the settings from option values.
+    """Creates settings from the values of options.
 
-    Options for other tasks have no effect. If `adapter` names a folder, it becomes a path, unless a method
-    has that name; the same holds for `quantize` and a file with a recipe.
+    Options of tasks other than the chosen one are ignored. If `adapter` is the name of a folder then it is
+    converted to a path, unless there is also a method of that name. Likewise for `quantize` and recipe files.
 
-    **Raises:** `FinetuneError` if an option names a file that the chosen task would not read, or if a scheme
-    or recipe does not exist.
+    **Raises:** `FinetuneError` if an option specifies a file that isn't used by the chosen task, or if there
+    is no such scheme or recipe.
     """
 
     def taken(cls: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reports during a run: a progress bar, and metrics."""
+"""Reporting of progress and metrics during a run."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from .train import TrainingStep
 
 
 def console_on(file: Any = None) -> Console:
-    """Makes a console. It only wraps long lines on a terminal."""
+    """Creates a console that only wraps long lines if it is a terminal."""
     console = Console(file=file)
     console.soft_wrap = not console.is_terminal
     return console
@@ -35,17 +35,17 @@ def shown(run: Iterator[TrainingStep], console: Console, first: int, steps: int)
 
 
 class Metrics:
-    """Writes the metrics of a run as JSON lines, and for TensorBoard. A resumed run appends to them."""
+    """Writes metrics as JSON lines, and optionally for TensorBoard. Resumed runs append to the same file."""
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"
-        if self._lines.exists():  # a killed run may have left half a line
+        if self._lines.exists():  # a killed run might have left an incomplete line
             with open(self._lines, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self._events = TensorBoard(directory) if tensorboard else None
 
     def note(self, step: int, **entry: Any) -> None:
-        """Appends a line. Nested values become scalars with names such as `held_out/loss`."""
+        """Appends a line. Nested entries become scalars with names like `held_out/loss`."""
         with naming(self._lines), open(self._lines, "a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
         if self._events is not None:
@@ -57,9 +57,10 @@ class Metrics:
 
 
 class TensorBoard:
-    """Writes scalars into a new event file: `TFRecord`s of `tensorflow.Event` messages.
+    """Writes scalars to a new event file, i.e. `tensorflow.Event` messages stored as `TFRecord`s.
 
-    Source: TensorFlow's `core/util/event.proto`, `core/framework/summary.proto` and `lib/io/record_writer.h`.
+    For the format, see TensorFlow's `core/util/event.proto`, `core/framework/summary.proto` and
+    `lib/io/record_writer.h`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -71,7 +72,7 @@ class TensorBoard:
         self._append(_field(2, step) + _field(5, b"".join(values)))
 
     def _append(self, event: bytes) -> None:
-        # The time is a double. All other fractional numbers in events are floats.
+        # This is the only field of type double. All other non-integer fields are floats.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
         with naming(self._path), open(self._path, "ab") as file:
@@ -79,7 +80,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """Encodes a field of a protocol buffer: an integer, a float, or bytes."""
+    """Encodes a single field of a protocol buffer: an integer, a float, or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):
@@ -96,7 +97,7 @@ def _varint(n: int) -> bytes:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """CRC-32C (Castagnoli), rotated and shifted as in `TFRecord`s."""
+    """Computes a CRC-32C (Castagnoli) checksum, masked as required by `TFRecord`."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

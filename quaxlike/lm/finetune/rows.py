@@ -1,4 +1,4 @@
-"""Formats of training data for decoders, as published data sets use them."""
+"""Formats of training data for decoders, as used by published datasets."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ FORMS = (
 
 _NAMED = "it names the row"
 _ABOUT = "it says where the row is from, or what it is about"
-#: Entries that we ignore, and why this is safe.
+#: Entries that are ignored, along with why it is safe to do so.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("id", "idx", "index", "uid", "uuid", "prompt_id", "conversation_id"), _NAMED),
     **dict.fromkeys(("source", "dataset", "url", "title", "timestamp", "category", "language"), _ABOUT),
@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
 }
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
 _OF_INSTRUCTION = ("instruction", "input", "system", "history")
-# Entries that repeat others: UltraChat contains the first message twice, Alpaca the whole row as a text.
+# Redundant entries: UltraChat repeats the first message, and Alpaca repeats the whole row as a text.
 _TWICE = {"messages": ("prompt",), "instruction": ("text",)}
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -38,9 +38,9 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises `ValueError` for an unused entry, unless it is null or in `WITHOUT_EFFECT`.
+    """Raises `ValueError` for an unused entry, unless it is null or listed in `WITHOUT_EFFECT`.
 
-    An ignored entry might be one that should have been learned.
+    Silently ignoring it might mean that the model isn't trained on what the user intended.
     """
     for name, value in fields.items():
         if value is not None and name not in used and name not in WITHOUT_EFFECT:
@@ -51,7 +51,7 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
-    """Reads an entry that must be a non-empty text. If it is missing, the error message mentions `forms`."""
+    """Returns a non-empty text. If this is missing then `forms` is included in the error message."""
     text = fields.get(name)
     if name not in fields:
         end = f". {forms}" if forms else ""
@@ -62,7 +62,7 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """Reads a conversation in OpenAI's or ShareGPT's format, possibly as a JSON text."""
+    """Parses a conversation in OpenAI's or ShareGPT's format, optionally encoded as JSON."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
     if not messages or not all(map(_is_message, messages)):
@@ -90,7 +90,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads `"tools"` and `"chat_template_kwargs"`, the variables for the chat template."""
+    """Parses `"tools"` and `"chat_template_kwargs"`, which are variables for the chat template."""
     found = _from_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise ValueError(
@@ -106,8 +106,8 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
     """Converts a row to one of three formats: messages, prompt and completion, or text.
 
-    ShareGPT's conversations and Alpaca's instructions become messages. If there is no chat template,
-    instructions become prompts in the format of Stanford's Alpaca.
+    ShareGPT conversations and Alpaca instructions are converted to messages. If there is no chat template
+    then instructions are converted to prompts instead, using Stanford Alpaca's format.
     """
     fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
@@ -160,23 +160,24 @@ def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text_of(fields, "system")}] if fields.get("system") else []
 
 
-# Words with labels ---------------------------------------------------------------------------------
+# Labelled words ------------------------------------------------------------------------------------
 
-#: The label of a word that is not learned, as in PyTorch.
+#: The label for words to exclude from the loss, as in PyTorch.
 NO_LABEL = -100
 _WORDS = ("tokens", "words")
 
 
 def has_words(fields: Mapping[str, Any]) -> bool:
-    """Whether a row is a list of words, with a label for each."""
+    """Returns whether a row is a list of words, with a label for each."""
     return any(isinstance(fields.get(name), list) for name in _WORDS)
 
 
 def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-    """The words of a row and their labels, as data sets of named entities or parts of speech have them.
+    """Returns the words of a row and their labels, as in datasets for named entity or part-of-speech tagging.
 
-    Labels are the entry `"labels"`, or the only one of `"tags"` and `"..._tags"`. As in transformers'
-    `run_ner.py`, they are `"ner_tags"` where there are several, as in CoNLL-2003.
+    The labels are taken from the entry `"labels"`, or from `"tags"` or `"..._tags"` if there is just one of
+    these. If there are several, as in CoNLL-2003, then `"ner_tags"` is used, as in transformers'
+    `run_ner.py`.
     """
     fields = _without_nulls(fields)
     name = next((x for x in _WORDS if x in fields), None)
@@ -202,11 +203,11 @@ def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     return words, labels
 
 
-# Entries that repeat others ------------------------------------------------------------------------
+# Redundant entries ---------------------------------------------------------------------------------
 
 
 def _check_prompt(fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises `ValueError` if there is a `"prompt"` that does not occur in these messages."""
+    """Raises `ValueError` if there is a `"prompt"` that isn't contained in `messages`."""
     if "prompt" not in fields:
         return
     prompt = fields["prompt"]
@@ -227,7 +228,7 @@ def _same(text: str, content: Any) -> bool:
 
 
 def _check_repeats(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` unless `"text"` repeats the row, as in Alpaca."""
+    """Raises `ValueError` unless `"text"` just repeats the rest of the row, as in Alpaca."""
     if not fields.get("text"):
         return
     text = text_of(fields, "text")
@@ -243,7 +244,7 @@ def _check_repeats(fields: Mapping[str, Any]) -> None:
 
 
 def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[dict[str, Any]]:
-    """Makes the messages of an instruction or, without a chat template, Stanford Alpaca's prompt."""
+    """Converts an instruction to messages, or to Stanford Alpaca's prompt if there is no chat template."""
     instruction, history = text_of(fields, "instruction"), _history(fields)
     given = text_of(fields, "input") if fields.get("input") else ""
     if has_template:
@@ -258,7 +259,7 @@ def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[di
 
 
 def _history(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Reads earlier turns as pairs of a question and an answer (LLaMA-Factory's format)."""
+    """Converts previous turns, given as (question, answer) pairs in LLaMA-Factory's format, to messages."""
     found = _from_json(fields.get("history") or [])
     if not isinstance(found, list) or not all(map(_is_pair, found)):
         raise ValueError(
@@ -276,12 +277,12 @@ def _is_pair(x: Any) -> bool:
 
 
 def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
-    """Reads a row of preferences. Returns `"prompt"`, `"chosen"` and `"rejected"`: all texts, or all
-    messages.
+    """Parses a row of preferences, such that prompt and answers are either all texts or all messages.
 
-    As in TRL, the prompt may be missing, or may be a text beside messages. It is then the common beginning of
-    both answers; if there is none, that text is the question. As in LLaMA-Factory, the prompt may be a
-    conversation or an Alpaca instruction, and an answer may be a single message or a text.
+    As in TRL, the prompt can be missing, or can be a text even if both answers are lists of messages. In
+    either case the prompt is taken to be the answers' common prefix, or if that is empty then the text is
+    used as the question. As in LLaMA-Factory, the prompt can also be a conversation or an Alpaca instruction,
+    and an answer can be a single message or a text.
     """
     fields = _without_nulls(fields)
     chosen, rejected = (_answers(fields, name) for name in ("chosen", "rejected"))
@@ -314,13 +315,13 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
 
 
 def _is_talk(value: Any) -> bool:
-    """Returns whether a value is a list of messages, possibly as JSON text. Other JSON texts do not count."""
+    """Returns whether a value is a list of messages, optionally encoded as JSON. (And not any other JSON.)"""
     found = _from_json(value)
     return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
 
 
 def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """Reads a text or a list of messages. A single message need not be in a list."""
+    """Parses a text or a list of messages. A single message doesn't need to be wrapped in a list."""
     found = fields.get(name)
     if _is_message(alone := _from_json(found)):
         return [_message(name, alone)]
@@ -332,7 +333,7 @@ def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]
 
 
 def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Separates the prompt from both continuations."""
+    """Separates the prompt from the two continuations."""
     if isinstance(prompt, list):
         n = len(prompt)
         both_repeat = all(x[:n] == prompt for x in (chosen, rejected))
@@ -341,7 +342,7 @@ def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) 
         return prompt, chosen, rejected
     pairs = enumerate(zip(chosen, rejected, strict=False))
     alike = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str):  # split between words, because tokens include the space before a word
+    if isinstance(chosen, str):  # split at a space, since this belongs to the next word's token
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
         if prompt is not None and isinstance(chosen, list):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run. The same command resumes from them."""
+"""Checkpoints of a run, from which it is resumed if the same command is used again."""
 
 import dataclasses
 import json
@@ -21,18 +21,18 @@ from .options import options
 from .settings import FinetuneError, Settings
 
 CHECKPOINT = "checkpoint.safetensors"
-_WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote it
+_WRITER = "quaxlike"  # the entry of `run.json` for the version that wrote it
 
 
 @dataclasses.dataclass
 class Saved:
-    """The newest checkpoint of a run. `str` says what happened to an interrupted run."""
+    """The newest checkpoint of a run. `str` returns a message for when a run is interrupted."""
 
     output: Path
     step: int | None = None
-    """The checkpoint's step, 0 if there is none; None until the run has looked for it."""
+    """The step of the checkpoint, or 0 if there is none. None until the run has checked."""
     here: bool = True
-    """Whether this process saves."""
+    """Whether this is the process that saves checkpoints."""
 
     def __str__(self) -> str:
         if not self.here:
@@ -42,19 +42,19 @@ class Saved:
             return (
                 f"Stopped. The same command resumes from the last checkpoint, after step {self.step}: {file}"
             )
-        if self.step is None and file.exists():  # possibly from other settings
+        if self.step is None and file.exists():  # this might belong to a run with other settings
             return f"Stopped before the run began; {file} is as it was."
         return "Stopped. Nothing was saved yet: the same command begins with the first step."
 
 
 class RunDirectory:
-    """A run's directory.
+    """The directory of a run.
 
-    It contains `run.json` (the settings), `checkpoint.safetensors` (the newest state), `log.jsonl` (one line
-    per step), and finally the adapter. It is locked until `close`.
+    This contains `run.json` (the settings), `checkpoint.safetensors` (the most recent state), `log.jsonl`
+    (one line per step), and finally the adapter. The directory is locked until `close` is called.
 
-    **Raises:** `FinetuneError` if it contains a run with other settings, a run that is active in another
-    process, or an adapter that was not written by a run.
+    **Raises:** `FinetuneError` if the directory contains a run with different settings, a run that is active
+    in another process, or an adapter that wasn't written by a run.
     """
 
     def __init__(self, settings: Settings, saved: Saved | None = None) -> None:
@@ -85,14 +85,14 @@ class RunDirectory:
             self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
-        """Writes a checkpoint. It replaces the old one atomically."""
+        """Writes a checkpoint, atomically replacing the previous one."""
         safetensors.save(self.checkpoint, _named(step, state))
         self.saved.step = step
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
-        """Reads the step and the state from the checkpoint; 0 and `state` if there is none.
+        """Returns the step and the state in the checkpoint, or 0 and the given `state` if there is none.
 
-        This removes later steps from the log, as they will be run again.
+        Any later steps are removed from the log, since they will be repeated.
         """
         step, named = 0, _named(0, state)
         if self.checkpoint.exists():
@@ -110,7 +110,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def amend(self, step: int, **entry: Any) -> None:
-        """Adds entries to a step's line."""
+        """Adds entries to the line of a step that has already been logged."""
         self._write([x | entry if x["step"] == step else x for x in self.entries()])
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
@@ -118,7 +118,7 @@ class RunDirectory:
             file.writelines(_line(entry) for entry in entries)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Reads the log, without an incomplete last line of a killed run."""
+        """Reads the log, ignoring an incomplete last line if the run was killed."""
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
@@ -145,7 +145,7 @@ def _named(step: int, state: PyTree) -> dict[str, Any]:
 
 
 def _bare(state: PyTree) -> PyTree:
-    """The state without what the settings determine."""
+    """Returns the state without the parts that are determined by the settings."""
     return jtu.tree_map(without_numbers, state, is_leaf=is_value)
 
 
@@ -163,7 +163,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
             f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
             "--output."
         )
-    # Settings that an earlier version did not have yet had their default.
+    # Earlier versions behaved as if any settings they lack had their default value.
     defaults = {option.name: option.default for option in options()}
     found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [

@@ -1,4 +1,4 @@
-"""The training loop, and its compiled step: dtypes, rematerialisation and memory."""
+"""The training loop and its compiled step, including mixed precision, rematerialisation and memory use."""
 
 import math
 import time
@@ -25,13 +25,13 @@ from .devices import Devices
 from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
-#: Policies for `--remat`: which results of a layer are stored for the backward pass.
+#: Policies for `--remat`, i.e. which intermediates of a layer to save for the backward pass.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": dots_with_no_batch_dims_saveable,
 }
 
-#: The schemes of quantised optimiser moments, by number of bits.
+#: How to quantise optimiser moments, for each number of bits.
 SCHEMES = {8: "q8_0", 4: "q4_0"}
 
 
@@ -41,13 +41,13 @@ class State(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The peak memory of a step on each device, in bytes."""
+    """The peak memory used by a step on each device, in bytes."""
 
     weights: int
     adapters: int
     optimiser: int
     activations: int | None
-    """Temporary arrays of a step; None if the backend does not report this."""
+    """The size of temporaries; None if the backend doesn't report this."""
 
     def __str__(self) -> str:
         parts = [
@@ -57,7 +57,7 @@ class MemoryUse(NamedTuple):
 
 
 class TrainingProgram:
-    """The update of the state by one batch. It is compiled for each shape of batches."""
+    """A training step, which updates the state using one batch. It is compiled once per batch shape."""
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class TrainingProgram:
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
-        """The total compile time."""
+        """The total time spent compiling."""
 
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)
 
     def lowered(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the program. Arrays may be `jax.ShapeDtypeStruct`s, also for devices not at hand."""
+        """Lowers the program. Arrays can be `jax.ShapeDtypeStruct`s, even on unavailable devices."""
         return self._jitted.lower(*arguments)
 
     def compiled(self, *arguments: Any) -> Any:
-        """Returns the program for this shape of batch. Arrays may be `jax.ShapeDtypeStruct`s."""
+        """Returns the program for this batch shape. Arrays can be `jax.ShapeDtypeStruct`s."""
         shape = arguments[2].ids.shape
         if shape not in self._compiled:
             start = time.perf_counter()
@@ -113,16 +113,17 @@ class TrainingProgram:
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
-    """Casts the frozen arrays of a model to the compute dtype. Trained arrays are unchanged."""
+    """Casts the frozen arrays of a model to the compute dtype, without changing any trainable arrays."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, trainable(model))
+    # Casting can change the static fields of Values, and hence the structure that leaves belong to.
     places, frozen = eqx.partition(converted, trainable(converted))
     trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
     return eqx.combine(trained, frozen)
 
 
 def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
-    """Prepares the model for a step: casts it to the compute dtype, and rematerialises layers."""
+    """Prepares a model for a training step, by casting it and wrapping its layers in rematerialisation."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
@@ -132,12 +133,12 @@ def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTr
 
 
 def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
-    """Gathers the weights of the model or the teacher, and prepares it for a step."""
+    """Gathers the weights of the model or teacher, and then prepares it for a training step."""
     return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
 
 
 class Again(eqx.Module):
-    """A layer recomputed in the backward pass, except for what the policy saves."""
+    """Wraps a layer such that it's recomputed in the backward pass, except for whatever the policy saves."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -150,9 +151,9 @@ class Again(eqx.Module):
 
 
 def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
-    """Computes the outputs for each example of a batch.
+    """Computes the task's output for each example in a batch.
 
-    `keys` are for dropout; None switches it off. Some tasks use a `teacher`.
+    `keys` are used for dropout, which is disabled if they are None. `teacher` is only used by some tasks.
     """
 
     def one(example: Batch, key: Any) -> Any:
@@ -166,10 +167,10 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
 
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
-    done: dict[int, Any] = {}  # by identity, to convert shared arrays only once
+    done: dict[int, Any] = {}  # keyed by identity, so that shared arrays stay shared
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, AdaptedArray):  # convert its parts
+        if isinstance(leaf, AdaptedArray):  # cast each of its parts
             return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
@@ -184,7 +185,7 @@ def _bytes(tree: PyTree) -> int:
     def part(leaf: Any) -> Any:
         return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
 
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # count shared arrays once
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # count shared arrays only once
     return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -200,7 +201,7 @@ class TrainingStep(NamedTuple):
 def optimiser_for(
     settings: TrainSettings, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
-    """Makes AdamW with clipping by norm, and its learning rate schedule."""
+    """Creates AdamW with gradient clipping by global norm. Also returns its learning rate schedule."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
     rest = max(1, steps - warmup)
     decay = {
@@ -208,7 +209,7 @@ def optimiser_for(
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # Warm-up starts above zero, so the first step has an effect.
+    # Start the warm-up above zero, so that the first step isn't wasted.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(
@@ -230,9 +231,9 @@ def steps_of(settings: TrainSettings, n: int) -> int:
 
 
 class Training:
-    """A run of `steps` steps on these examples.
+    """A run of `steps` training steps on a set of examples.
 
-    `frozen` is the part of the model that is not trained. A task may compare with `teacher`.
+    `frozen` is the non-trainable part of the model. A task can make use of `teacher`.
     """
 
     def __init__(
@@ -256,15 +257,15 @@ class Training:
         self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> MemoryUse:
-        """Compiles the step for the longest texts, and returns its memory use."""
+        """Compiles a step for the longest batch, and returns its memory use."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
 
     def run(self, state: State, first: int) -> Iterator[TrainingStep]:
-        """Trains from step `first` on. A resumed run gives the same results.
+        """Trains, starting after step `first`. Resuming a run doesn't affect its results.
 
-        Each state is donated to the next step, so it must not be used afterwards.
+        Each state is donated to the next step, and so must not be used once that has started.
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
@@ -272,7 +273,7 @@ class Training:
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
-            # The mean is over all tokens of the accumulated batches together.
+            # Average over all tokens of the accumulated batches, rather than over the average of each batch.
             terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
@@ -286,14 +287,14 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """Computes the metrics on examples, without dropout; empty if there are no examples."""
+        """Computes metrics on a set of examples, without dropout. Returns `{}` if there are no examples."""
         if not examples:
             return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
             self._devices.take_interrupt()
-            rows = np.arange(start, start + size) % len(examples)  # the last batch is filled up
+            rows = np.arange(start, start + size) % len(examples)  # repeats examples to fill the last batch
             batch = Batch(*(part[rows] for part in whole))
             outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
@@ -302,6 +303,7 @@ class Training:
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
         devices, settings, keys = self._devices, self.settings, None
         if self._drops:
+            # Derived from the index of the batch, so that resuming a run doesn't change its dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
         return *placed, self._teacher

@@ -1,4 +1,4 @@
-"""Generation of text; `python -m quaxlike.lm.generate` is the command."""
+"""Text generation. The command is `python -m quaxlike.lm.generate`."""
 
 from .generation import Conversation, generate
 

@@ -1,4 +1,4 @@
-"""The command line of generation."""
+"""The command-line interface for text generation."""
 
 import argparse
 import sys
@@ -49,13 +49,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.generate") -> int:
-    """Runs the command. The exit status is 2 if it cannot start, and 130 after Ctrl-C."""
-    # Parse arguments first, as importing JAX takes seconds.
+    """Runs the command. Exits with status 2 if it cannot start, and 130 after Ctrl-C."""
+    # Parse arguments before importing JAX, which takes seconds.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if arguments.prompt is not None and arguments.system is not None:
         parser.error("--system goes with --chat or --message")
-    if arguments.chat:  # it handles interrupts itself
+    if arguments.chat:  # this does its own handling of interrupts
         return _run(parser, arguments)
     with interrupts_deferred("", patience=0):
         return _run(parser, arguments)

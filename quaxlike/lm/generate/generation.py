@@ -1,8 +1,8 @@
-"""`generate` and `Conversation`: generation of text by a decoder.
+"""`generate` and `Conversation`, for generating text with a decoder.
 
-The cache must always contain the keys and values of exactly the tokens before the next one, computed with the
-same adapters and rotary frequencies. Whenever one of these changes, the affected tokens are computed again.
-Shapes are rounded to powers of two, so only a few programs are compiled.
+The invariant is that the cache contains the keys and values of exactly the tokens preceding the next one,
+computed using the same adapters and rotary frequencies. If any of these change, then the affected tokens are
+recomputed. Shapes are rounded up to powers of two, to limit the number of compilations.
 """
 
 import functools
@@ -42,36 +42,37 @@ def generate(
     on_token: Callable[[Int[np.ndarray, " batch"]], Any] | None = None,
     cache: str | None = None,
 ) -> Int[Array, "batch new"]:
-    """Continues texts, token by token.
+    """Generates continuations of texts, one token at a time.
 
-    Keys and values of earlier tokens are cached, and updated in place. Lengths are rounded up to powers of
-    two. For each length there are two programs, one for the prompts and one for the next token. They are
-    compiled in parallel before the first token, or one after the other for models on several devices.
+    The keys and values of previous tokens are cached, and this cache is updated in-place. Lengths are rounded
+    up to powers of two, with two programs for each: one to process the prompts and one to generate a single
+    token. Both are compiled before the first token, in parallel unless the model is sharded over several
+    devices.
 
     **Arguments:**
 
-    - `model`: the decoder. Its weights may be Values. With one stacked adapter per text
-        ([`quaxlike.stack_adapters`][]), each text uses its own. Activated LoRAs act from the last occurrence
-        of their invocation tokens in the prompt on. They do not act at all if there is none.
-    - `ids`: the prompts, padded on the left.
-    - `max_new_tokens`: the maximum number of new tokens.
-    - `mask`: which of `ids` are not padding. Default: all.
-    - `eos`: tokens that end a text. Default: none.
-    - `temperature`: divides the logits before sampling. 0 means greedy decoding. Default: 0.
-    - `top_k`: samples from the `top_k` likeliest tokens. Default: all tokens.
-    - `top_p`: samples from the likeliest tokens with this total probability. Default: all tokens.
-    - `key`: a PRNG key, for sampling.
-    - `on_token`: a function. This is called at each step with the new tokens of all texts, `(batch,)`, while
-        the next step runs.
-    - `cache`: how to store keys and values: `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][]. For
-        example `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. With 4 bits or
-        fewer, keys are rotated first, so a few large elements do not reduce the precision of the others.
-        Default: the model's dtype.
+    - `model`: the decoder. Its weights can be Values. If there is one stacked adapter per text
+        ([`quaxlike.stack_adapters`][]), then each text uses its own. Activated LoRAs are applied from the
+        last occurrence of their invocation tokens in the prompt onwards, or not at all if there is none.
+    - `ids`: the prompts, left-padded.
+    - `max_new_tokens`: the maximum number of tokens to generate.
+    - `mask`: False for those of `ids` that are padding. Default: no padding.
+    - `eos`: the tokens that end a text. Default: none.
+    - `temperature`: divides the logits before sampling. Default: 0, i.e. greedy decoding.
+    - `top_k`: only samples from the `top_k` most likely tokens. Default: all tokens.
+    - `top_p`: only samples from the most likely tokens with this total probability. Default: all tokens.
+    - `key`: a PRNG key, used for sampling.
+    - `on_token`: a function called with the new tokens of all texts, `(batch,)`, after every step. The device
+        already runs the next step during this call.
+    - `cache`: how to store keys and values: either `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][],
+        e.g. `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. For codecs with at
+        most 4 bits, keys are first rotated so that a few outliers don't reduce the precision of all other
+        elements. Default: the model's dtype.
 
-    **Returns:** the new tokens, `(batch, max_new_tokens)`. A text that has ended is padded with
-    `pad_token_id` from `config.json`, or else with the first of `eos`.
+    **Returns:** the new tokens, `(batch, max_new_tokens)`. Texts that have ended are padded with
+    `pad_token_id` from `config.json`, or with the first of `eos` if that's unset.
 
-    **Raises:** `ValueError` for arguments that do not match each other or the model.
+    **Raises:** `ValueError` if arguments are inconsistent with each other or with the model.
 
     !!! example
 
@@ -86,7 +87,7 @@ def generate(
             )
         ```
 
-    Top-p: Holtzman et al., The Curious Case of Neural Text Degeneration (2020).
+    Top-p sampling is due to Holtzman et al., The Curious Case of Neural Text Degeneration (2020).
     """
     ids = np.asarray(ids)
     seen = np.ones(ids.shape, bool) if mask is None else np.asarray(mask).astype(bool)
@@ -98,6 +99,7 @@ def generate(
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
     for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
+        # Reading the token blocks until it has been computed, so only do this if necessary.
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -113,7 +115,7 @@ def generate(
 def _sampling(
     model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
 ) -> "_Sampling":
-    """Makes the sampler. Raises `ValueError` for arguments that do not match each other or the model."""
+    """Creates the sampler. Raises `ValueError` if arguments are inconsistent with each other or the model."""
     if not isinstance(model, Decoder):
         raise ValueError(f"generate takes a Decoder of `quaxlike.lm.models`; found {type(model).__name__}.")
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -151,7 +153,7 @@ def _sampling(
 
 
 class _Sampling(eqx.Module):
-    """Samples the next token; greedily if there is no temperature."""
+    """Samples the next token, or chooses it greedily if `temperature` is None."""
 
     temperature: Array | None
     top_p: Array | None
@@ -168,6 +170,7 @@ class _Sampling(eqx.Module):
         if self.top_p is not None:
             order = jnp.sort(logits, axis=-1, descending=True)
             mass = jax.nn.softmax(order, axis=-1)
+            # A token is kept if the total probability of all tokens before it is less than `top_p`.
             inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
             least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -177,19 +180,19 @@ class _Sampling(eqx.Module):
 def _tokens(
     model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
-    """Yields the new tokens, each as `(batch,)`."""
+    """Yields the new tokens of each step, `(batch,)`."""
     longest, reader = int(seen.sum(1).max()), _Reader(model, cache)
     since = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
-        # Some rotary frequencies change at a certain length; all cached keys and values are then recomputed.
+        # Some rotary frequencies change once a text exceeds a certain length, invalidating the cache.
         until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
         part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
         reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
-        # Start the next step before reading the last token, so the device never waits for us.
+        # Dispatch the next step before reading the previous token, so that the device is never idle.
         while len(made) < until:
             count = len(made)
             more = count + 1 < until
@@ -202,7 +205,7 @@ def _tokens(
 
 
 class _Structure:
-    """A model's structure, with a cached hash and fast comparison."""
+    """The PyTree structure of a model, with a cached hash and fast equality."""
 
     def __init__(self, of: Any) -> None:
         self.of, self._hash = of, hash(of)
@@ -216,7 +219,7 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class _Leaves:
-    """A flattened model, so it is not flattened again for each token."""
+    """A flattened model, so that we don't need to flatten it for every token."""
 
     def __init__(self, model: Any) -> None:
         self._leaves, structure = jax.tree.flatten(model)
@@ -236,13 +239,14 @@ class _Leaves:
 
 
 def _likeliest(logits: Array) -> Array:
-    """A faster `argmax` along the last axis: on CPUs, XLA does not vectorise its own."""
+    """As `argmax` over the last axis, but faster: XLA doesn't vectorise its implementation on CPUs."""
+    # As in `argmax`, NaNs take precedence over the maximum.
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
 
 class _Reader:
-    """Runs a decoder on rows of tokens, part by part, with a cache of keys and values."""
+    """Incrementally runs a decoder on rows of tokens, using a key-value cache."""
 
     def __init__(self, model: Decoder, cache: str | None) -> None:
         self.model, self._leaves, self._cache = model, _Leaves(model), cache
@@ -250,11 +254,11 @@ class _Reader:
         self._seen: Any = None
 
     def begin(self, seen: Bool[np.ndarray, "rows room"]) -> None:
-        """Clears the cache. `seen` is the mask of all tokens to come."""
+        """Clears the cache. `seen` is a mask covering all future tokens as well."""
         self.memory, self._seen = None, jnp.asarray(seen)
 
     def grow(self, room: int) -> None:
-        """Makes room for this many tokens, in a row without padding."""
+        """Ensures there is space for `room` tokens. Only used for a single row without padding."""
         if self.memory is None:
             self.memory = self.model.memory(room, self._cache)
         elif (more := room - _room(self.memory)) > 0:
@@ -263,15 +267,16 @@ class _Reader:
     def next(
         self, ids: Any, start: int, length: int, since: Any, sampling: _Sampling, step: int, *, more: bool
     ) -> Int[Array, " rows"]:
-        """Runs `ids`, `(rows, tokens)` or one token per row, at position `start`, and samples the next token.
+        """Runs the decoder on `ids`, `(rows, tokens)` or one token per row, and samples the next token.
 
-        If this is interrupted, then the cache is invalid.
+        If this is interrupted then the cache is lost, as it has been donated.
 
         **Arguments:**
 
-        - `length`: the length of the longest row after this step.
-        - `since`: the position in each row where activated LoRAs start to act.
-        - `more`: whether another step follows.
+        - `start`: the position of `ids` in each row.
+        - `length`: the length of the longest row, including `ids`.
+        - `since`: the position in each row from which activated LoRAs are applied.
+        - `more`: whether there will be another step.
         """
         count, memory = ids.size // len(ids), self.memory
         at, last, size, number = map(np.int32, (start, count - 1, length, step))
@@ -280,16 +285,17 @@ class _Reader:
             ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
             if more:
                 self._compile_both(ids, rest)
+        # The memory is donated, so it must not be used again if we are interrupted.
         self.memory = None
         token, self.memory = _next(self._leaves, ids, self._seen, memory, *rest)
         return token
 
     def _compile_both(self, ids: Any, rest: Any) -> None:
-        """Compiles the programs for these tokens and for the next token in parallel.
+        """Compiles the programs for the prompt and for a single token, in parallel.
 
-        Later calls of the jitted function find them in JAX's cache. On several devices, the second program
-        depends on the sharding of the first program's result, so it is compiled when it is called. We trace
-        both in this thread, since the user's context managers only affect this thread.
+        Subsequent calls of the jitted function will hit JAX's cache. With several devices, the second program
+        depends on the sharding of the first one's output, and so it is compiled once it is called. Both are
+        traced on this thread, since context managers are thread-local.
         """
         arrays = [leaf for leaf in jax.tree.leaves(self.model) if isinstance(leaf, jax.Array)]
         if any(len(array.sharding.device_set) > 1 for array in arrays):
@@ -309,9 +315,9 @@ def _next(
 ) -> tuple[Array, Any]:  # fmt: skip
     """Samples the token after position `last` of each row of `ids`, and updates the memory from `start` on.
 
-    The memory is None at first. `seen` is None if there is no padding. Everything after `last` is padding,
-    which later tokens overwrite. A single row has no batch axis, here and in
-    the memory, as batched operations are slower.
+    `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` after `last`
+    is padding, and will be overwritten by later tokens. For a single row we use no batch axis, neither here
+    nor in the memory, since batched operations are slower.
     """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
     rows, width = ids.shape
@@ -324,6 +330,7 @@ def _next(
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
         room = _room(memory)
         seen = jnp.ones(room, bool) if seen is None else seen
+        # Mask out padding, along with anything that has not been written yet.
         seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
@@ -342,16 +349,16 @@ def _next(
 
 
 class Conversation:
-    """A text that a decoder continues in turns, such as a chat.
+    """A text that a decoder continues turn by turn, such as a chat.
 
-    Keys and values remain cached for the common prefix with the previous text, so only new tokens are
-    computed. Before the invocation tokens of an activated LoRA, they remain valid too.
+    Keys and values stay cached for the longest common prefix with the previous text, so that only new tokens
+    need to be processed. This cache is unaffected by activated LoRAs up to their invocation tokens.
 
     **Arguments:**
 
-    - `model`: the decoder, with at most one adapter. An activated LoRA acts as in
+    - `model`: the decoder, with at most one adapter. Activated LoRAs are applied as in
         [`quaxlike.lm.generate`][].
-    - `cache`: as for [`quaxlike.lm.generate`][].
+    - `cache`: as in [`quaxlike.lm.generate`][].
 
     !!! example
 
@@ -377,12 +384,12 @@ class Conversation:
                 f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
             )
         self._reader, self._cache = _Reader(model, cache), cache
-        self._cached: list[int] = []  # the cached tokens
-        self._since = _NEVER  # where an activated LoRA started to act
+        self._cached: list[int] = []  # the tokens whose keys and values are cached
+        self._since = _NEVER  # the position from which activated LoRAs were applied
 
     @property
     def context(self) -> int:
-        """The maximum number of tokens, including new ones."""
+        """The maximum number of tokens, including those to generate."""
         return self._reader.model.config.max_position_embeddings
 
     def answer(
@@ -396,13 +403,13 @@ class Conversation:
         top_p: float | int | None = None,
         key: Any = None,
     ) -> Iterator[int]:
-        """Continues a text, token by token. You can stop the iteration at any time.
+        """Continues a text, one token at a time. Iteration can be stopped at any point.
 
-        **Arguments:** as for [`quaxlike.lm.generate`][], but `ids` is a single text.
+        **Arguments:** as in [`quaxlike.lm.generate`][], except that `ids` is a single text.
 
-        **Returns:** an iterator over the new tokens. It ends before any token in `eos`.
+        **Returns:** an iterator over new tokens, which ends before the first token in `eos`.
 
-        **Raises:** `ValueError` for arguments that do not match each other or the model.
+        **Raises:** `ValueError` if arguments are inconsistent with each other or with the model.
         """
         tokens = [int(token) for token in ids]
         row = np.asarray([tokens], np.int64)
@@ -411,16 +418,17 @@ class Conversation:
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
-        """Continues with another model on the same base, and shares the base's cache.
+        """Continues with a different model that has the same base, without recomputing the cache.
 
-        The cache is valid for all tokens before an activated LoRA acts. So you can run a long text once, and
-        fork many conversations from it.
+        The cache is valid for all tokens up to where an activated LoRA is applied, so you can process a long
+        text once and then fork many conversations from it.
 
         **Arguments:**
 
-        - `model`: the base, or the base with activated LoRAs.
+        - `model`: either the base model, or the base model with activated LoRAs.
 
-        **Raises:** `ValueError` if the base differs, or if an adapter of either model acts on all tokens.
+        **Raises:** `ValueError` if the base is different, or if an adapter of either model applies to all
+        tokens.
 
         !!! example
 
@@ -451,8 +459,9 @@ class Conversation:
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
         whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
+        # On the other side of a switch, the cache would have been computed using different frequencies.
         if self._cached and whole and not any(kept <= x < len(self._cached) for x in switches):
-            # Copy it, since each step donates the memory.
+            # This must be a copy, since each step donates its memory.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
         return other
@@ -469,21 +478,24 @@ class Conversation:
             yield token
 
     def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
-        """Runs all tokens after the common prefix with the cache, and samples the next token."""
+        """Processes all tokens after the cached prefix, and samples the next token."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # The cache is invalid from the first position at which a LoRA is newly active, or no longer active.
         if since != self._since:
             start = min(start, since, self._since)
         switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
-            start = 0  # the rotary frequencies change at this length
+            start = 0  # this length changes the rotary frequencies
+        # Recurrent states can't be rewound, so start from scratch.
         if start < len(self._cached) and not _is_by_place(self._reader.memory):
             start, self._reader.memory = 0, None
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
+            # Leave space for rounding up the number of tokens.
             part, room = part[None], max(most, start + _rounded(len(part)))
         self._reader.grow(_rounded(room))
-        self._cached = []  # the step donates the memory: if interrupted, it is gone
+        self._cached = []  # donated, so it's lost if we are interrupted
         places, more = np.asarray([since], np.int32), len(tokens) + 1 < most
         token = self._reader.next(part, start, len(tokens), places, sampling, step, more=more)
         token = np.asarray(token).item()
@@ -496,7 +508,7 @@ def _is_memory(x: Any) -> bool:
 
 
 def _is_by_place(memory: Any) -> bool:
-    """Returns whether the memory lets a text continue from any earlier token in another way."""
+    """Returns whether we can go back to any position in the memory, and continue differently from there."""
     return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 
@@ -505,12 +517,12 @@ def _room(memory: Any) -> int:
     return first.room
 
 
-#: Past every position: an activated LoRA that is never invoked.
+#: Larger than any position, for activated LoRAs that are never invoked.
 _NEVER = int(np.iinfo(np.int32).max)
 
 
 def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
-    """Finds the last occurrence of the invocation tokens in each row."""
+    """Returns the position of the last occurrence of the invocation tokens in each row."""
     if len(found := invocations(model)) > 1:
         raise ValueError(
             "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "
@@ -524,7 +536,7 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
 
 
 def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
-    """Activates LoRAs from position `since` on, for `count` tokens from `start` on."""
+    """Activates LoRAs from position `since` onwards, for `count` tokens starting at position `start`."""
     return activated(model, lambda _: start + jnp.arange(count) >= since)
 
 
@@ -533,5 +545,5 @@ def _stacked_adapters(model: Decoder) -> list[Any]:
 
 
 def _rounded(n: int) -> int:
-    """Rounds up to a power of two, at least 16."""
+    """Rounds up to a power of two that is at least 16."""
     return max(16, 1 << (n - 1).bit_length())

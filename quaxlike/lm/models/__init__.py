@@ -1,4 +1,4 @@
-"""Models in plain Equinox that load checkpoints of transformers."""
+"""Language models in plain Equinox, which can load checkpoints from transformers."""
 
 from .attention_backends import attention_backend
 from .bert import Bert, BertConfig, BertForSequenceClassification, BertForTokenClassification

@@ -1,7 +1,7 @@
-"""Attention for all architectures, and its cache of keys and values.
+"""Attention for all architectures, along with its key-value cache.
 
-The cache must be updated in place: a copy per token would cost more than the attention itself. XLA only does
-so if nothing else reads the old buffer, which the barrier in `Memory._written` ensures.
+The cache must be updated in-place, as copying it for every token would cost more than the attention itself.
+XLA does so only if nothing else reads the old buffer, which is ensured by the barrier in `Memory._written`.
 """
 
 import dataclasses
@@ -29,12 +29,13 @@ Axes = tuple[int, int, int]
 
 
 class Memory(AbstractMemory):
-    """The cached keys and values for up to `room` tokens in one layer.
+    """The key-value cache of a single layer, with space for up to `room` tokens.
 
-    They are arrays, or Values that quantise. Scanned layers share stacked arrays, which the scan must carry
-    so that they are updated in place. Quantised caches have the axes `(room, kv_heads, size)`. Arrays are
-    `(kv_heads, size, room)` for keys and `(kv_heads, room, size)` for values: with a single query, both
-    products then sum over the second to last axis, which is fastest on CPUs.
+    Keys and values are either arrays or quantised Values. If the layers are scanned over, then they share
+    arrays with a leading layer axis, which must be part of the scan's carry to be updated in-place. Quantised
+    caches have shape `(room, kv_heads, size)`. Plain arrays have shape `(kv_heads, size, room)` for keys and
+    `(kv_heads, room, size)` for values, so that for a single query both products contract over the
+    second-to-last axis, which is fastest on CPUs.
     """
 
     by_place: ClassVar = True
@@ -42,23 +43,23 @@ class Memory(AbstractMemory):
     key: Float[Array, "..."]
     value: Float[Array, "..."]
     key_axes: Axes = eqx.field(static=True, default=(1, 2, 0))
-    """How the axes (tokens, heads, size) are ordered in `key`."""
+    """The order of the axes (tokens, heads, size) in `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
-    """Whether keys and queries are rotated by `hadamard`."""
+    """Whether to rotate keys and queries by `hadamard`."""
     layer: Int[Array, ""] | None = None
-    """This layer's index in stacked arrays; None if the arrays belong to one layer."""
+    """This layer's index into arrays stacked over layers; None if they aren't stacked."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
-        """Makes an empty cache. `scheme` is the argument `cache` of `generate`."""
+        """Creates an empty cache. `scheme` is as the `cache` argument of `generate`."""
         if scheme is None or scheme == "bfloat16":
             dtype = dtype if scheme is None else scheme
             return cls(jnp.zeros((heads, size, room), dtype), jnp.zeros((heads, room, size), dtype))
         if scheme not in CODECS:
             known = ", ".join(["bfloat16", *CODECS])
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
-        # Two separate arrays, as the buffers of both are donated.
+        # These must not share a buffer, since both will be donated.
         key: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         value: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         axes = (0, 1, 2)
@@ -69,7 +70,7 @@ class Memory(AbstractMemory):
         return self.value.shape[self.value_axes.index(0) - 3]
 
     def grown(self, more: int) -> "Memory":
-        """Makes room for more tokens."""
+        """Extends the cache with space for `more` tokens."""
 
         def grow(part: Any, axes: Axes) -> Any:
             ends = [(0, 0 if axis else more) for axis in axes]
@@ -79,19 +80,19 @@ class Memory(AbstractMemory):
         return dataclasses.replace(self, key=key, value=value)
 
     def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
-        """Writes keys and values from position `start` on.
+        """Writes keys and values at position `start` onwards.
 
-        Returns the updated memory, and all keys and values in this layer, each `(room, kv_heads, size)`.
+        Returns the updated cache, and all of this layer's keys and values, each `(room, kv_heads, size)`.
         """
         key, keys = self._written(self.key, key, start, self.key_axes)
         value, values = self._written(self.value, value, start, self.value_axes)
         return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
 
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
-        """Writes `new` keys or values. Returns the whole array, and this layer's part."""
+        """Writes `new` into `old`. Returns the full array, and this layer's part of it."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
-        # Without the barrier, XLA would fuse the write with this layer's reads, and write into a copy.
+        # Without this barrier, XLA fuses the write with the reads below, and so writes to a copy instead.
         old_part = old if self.layer is None else self._layer_of(old)
         out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
         if self.layer is not None:
@@ -128,13 +129,16 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
     ) -> tuple[Hidden, Memory | None]:
         c, n, gate = self.config, len(x), None
         if c.family.fused:
+            # The fused projection is the concatenation of queries, keys and values, in that order.
             kv, fused = c.num_key_value_heads * c.head_dim, each(self.part("qkv_proj"), x)
             parts = jnp.split(fused, [fused.shape[-1] - 2 * kv, fused.shape[-1] - kv], axis=-1)
         else:
             parts = [each(self.part(f"{name}_proj"), x) for name in "qkv"]
         if c.family.gated_attention:
+            # Within each head, queries are followed by gates.
             query, gate = jnp.split(parts[0].reshape(n, -1, 2 * c.head_dim), 2, axis=-1)
             parts[0], gate = query.reshape(n, -1), gate.reshape(n, -1)
+        # Either normalise over all heads at once (e.g. OLMo 2), or over each head separately (e.g. Qwen3).
         if c.family.qk_norm == "whole":
             parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
         query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
@@ -145,6 +149,7 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
         if context.factor is not None:
             query = query * context.factor[:, None, None]
         if memory is not None:
+            # Rotating both leaves scores unchanged, but makes the keys easier to quantise.
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
             memory, key, value = memory.write(key, value, start, query.dtype)
@@ -160,14 +165,13 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
 
 
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-    """Rotates rows by a Hadamard matrix, which spreads out large elements.
+    """Rotates rows by a Hadamard matrix, which spreads outliers evenly over all elements.
 
-    Inner products of rotated rows stay the same. If the size is not a power of two, then parts of it are
-    rotated.
+    This leaves inner products unchanged. If the size isn't a power of two, then the rotation is blockwise.
 
     Ashkboos et al., QuaRot (2024).
     """
-    size = x.shape[-1] & -x.shape[-1]  # the largest power of two that divides the size
+    size = x.shape[-1] & -x.shape[-1]  # the largest power of two dividing the size
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]]) * np.float32(0.5**0.5)
@@ -185,28 +189,28 @@ def attend(
     softcap: float | int = 0.0,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Hidden:
-    """Softmax attention (Vaswani et al., 2017). Several query heads may share a key head (GQA).
+    """Softmax attention (Vaswani et al., 2017). Each key head may be shared by several query heads (GQA).
 
-    Up to 2¹⁹ pairs of tokens, all scores are computed at once. Beyond that, memory is linear in the number of
-    tokens, also for derivatives.
+    The full matrix of scores is computed for up to 2¹⁹ (query, key) pairs. Beyond that we use an algorithm
+    whose memory is linear in the number of tokens, also when differentiated.
 
-    If the mesh of the arrays has an axis called seq, context or cp, then tokens are sharded along it. Each
-    device computes the rows of its own queries, while keys and values rotate between devices, as in Ring
-    Attention (Liu et al., 2023). This only supports reverse-mode derivatives (`jax.grad`, `jax.vjp`).
+    If the arrays' mesh has an axis named seq, context or cp, then tokens are sharded along it. Each device
+    computes the output for its own queries, whilst keys and values are passed around all devices, as in Ring
+    Attention (Liu et al., 2023). This only supports reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
 
-    Within [`quaxlike.lm.models.attention_backend`][], a kernel from cuDNN or for TPUs is used if it supports
-    the case.
+    Inside [`quaxlike.lm.models.attention_backend`][], the chosen kernel is used if it supports the inputs.
 
     **Arguments:**
 
     - `sight`: the attention mask.
-    - `scale`: a factor for the scores. Default: one over the square root of `size`.
-    - `softcap`: a bound for soft-capped scores (Gemma 2); 0 for none.
-    - `sinks`: each head's score for a virtual token (GPT-OSS).
+    - `scale`: the factor to multiply scores by. Default: `1 / sqrt(size)`.
+    - `softcap`: the bound to soft-cap scores at, as in Gemma 2; 0 to disable.
+    - `sinks`: each head's score for a virtual token, as in GPT-OSS.
     """
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
+    # If there is a cache then queries and keys belong to different tokens, which we don't shard.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

@@ -1,4 +1,4 @@
-"""Attention kernels from other libraries, and a table of the cases they do not support."""
+"""Attention kernels from other libraries, and a table of what each of them doesn't support."""
 
 import contextlib
 import functools
@@ -19,22 +19,23 @@ Backend = Literal["cudnn", "splash"]
 _LANES = 128
 _EVERYTHING = Reach(None, None)
 
-# Part of JAX's trace context, so a function traced with one backend is not reused with another.
+# Part of JAX's trace context, so that functions are retraced if the backend changes.
 _asked = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def attention_backend(name: str | None) -> Iterator[None]:
-    """A context in which models use an attention kernel from another library.
+    """A context manager inside which models use an attention kernel from another library.
 
-    If the kernel does not support a case, then quaxlike's own attention is used, with a
-    [`quaxlike.kernels.KernelFallbackWarning`][] that says why. Both kernels only support reverse-mode
-    derivatives (`jax.grad`, `jax.vjp`), which are kernels too.
+    If a kernel doesn't support its inputs then we fall back to quaxlike's own attention, and emit a
+    [`quaxlike.kernels.KernelFallbackWarning`][] with the reason. Note that the kernels only support
+    reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`), using their own backward kernels.
 
     **Arguments:**
 
-    - `name`: `"cudnn"` for the kernel in `jax.nn.dot_product_attention` on NVIDIA GPUs, or `"splash"` for
-        JAX's splash attention on TPUs (CPUs interpret it, slowly). None uses quaxlike's own attention.
+    - `name`: either `"cudnn"`, for the kernel in `jax.nn.dot_product_attention` (NVIDIA GPUs); `"splash"`,
+        for JAX's splash attention (TPUs, or slowly interpreted on CPUs); or None for quaxlike's own
+        attention.
 
     **Raises:** `ValueError` for any other name.
 
@@ -66,7 +67,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """An attention of `query`, `(tokens, heads, size)`, to keys and values of the same tokens."""
+    """The inputs to an attention layer. Queries, `(tokens, heads, size)`, and keys are of the same tokens."""
 
     query: Array
     key: Array
@@ -76,7 +77,7 @@ class Case(NamedTuple):
     softcap: float | int
     sinks: Any
     divided: bool
-    """Whether tokens are sharded over devices."""
+    """Whether the tokens are sharded over several devices."""
 
     @property
     def causal(self) -> bool:
@@ -84,7 +85,7 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> Callable[[Case], Array] | None:
-    """Returns the kernel for a case, if the user asked for it and it supports the case."""
+    """Returns the requested kernel if it supports these inputs, or None."""
     name = _asked.value
     if name is None:
         return None
@@ -104,7 +105,7 @@ def _tell_once(name: str, reason: str) -> None:
 
 _Refusals = tuple[tuple[Callable[[Case], bool], str], ...]
 
-#: The cases that no kernel supports, and that each kernel does not support.
+#: The cases unsupported by every kernel, and by each individual kernel.
 _OF_ALL: _Refusals = (
     (lambda case: case.divided, "devices share the tokens, and pass keys on"),
     (
@@ -157,12 +158,13 @@ def _has_explicit_axes(case: Case) -> bool:
 
 
 def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> Array:
-    """Moves padding to the end, as cuDNN only takes the number of tokens.
+    """Calls cuDNN, with padding moved to the end since it only accepts sequence lengths rather than a mask.
 
-    Its results for padding are used neither here nor in derivatives.
+    Padding is zeroed both before and after, so that it affects neither the output nor the gradients.
     """
     sight, reach = case.sight, case.sight.reach
     assert reach is not None
+    # A stable sort moves padding to the end without otherwise changing the order of tokens.
     order = jnp.argsort(~sight.seen, stable=True)
     count = jnp.maximum(jnp.sum(sight.seen, dtype=jnp.int32), 1)[None]
 
@@ -178,7 +180,7 @@ def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> A
 
 
 def by_splash(case: Case) -> Array:
-    """Gives padding its own segment id."""
+    """Calls splash attention, which masks out padding by means of a separate segment id."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     sight, reach, (tokens, heads, _) = case.sight, case.sight.reach, case.query.shape
@@ -186,6 +188,7 @@ def by_splash(case: Case) -> Array:
     mask: Any = splash.FullMask((tokens, tokens))
     if reach != _EVERYTHING:
         mask = splash.LocalMask((tokens, tokens), (reach.before, reach.after), offset=0)
+    # The largest supported block size that divides the number of tokens.
     block = next(size for size in (512, 384, 256, 128) if tokens % size == 0)
     sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks: Any = {f"block_{side}": block for side in sides}

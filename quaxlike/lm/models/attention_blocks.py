@@ -1,8 +1,8 @@
-"""Softmax attention on one device: the scores of all tokens at once, or by blocks in linear memory.
+"""Softmax attention on a single device, either with all scores materialised or blockwise in linear memory.
 
-Blocks of queries attend to blocks of keys with a running softmax (Milakov and Gimelshein, 2018, as in Dao et
-al., FlashAttention, 2022). They are recomputed in the backward pass, so scores are never stored for all
-pairs of tokens.
+The latter attends from blocks of queries to blocks of keys using a running softmax (Milakov and Gimelshein,
+2018, as in Dao et al., FlashAttention, 2022). Blocks are recomputed in the backward pass, so that we never
+store the scores of all (query, key) pairs.
 """
 
 import dataclasses
@@ -19,33 +19,34 @@ from ...kernels.dense_matmul import stacked_matmul
 from ...kernels.multilinear import varying_zeros
 from .layers import has_values
 
-# The maximum number of pairs (query, key) to compute at once.
+# The maximum number of (query, key) pairs for which to materialise all scores.
 _ALL_AT_ONCE = 2**19
-# The maximum number of heads per key head to sum directly for one query on CPUs: each of them reads the keys.
+# On CPUs, a single query is handled by direct summation. Each query head reads the keys again, so only do
+# this for up to this many heads per key head.
 _MOST_SUMMED = 8
-_BLOCK = 512  # queries, or keys, per block
+_BLOCK = 512  # number of queries or keys per block
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """The attention window before and after each token; None for no limit."""
+    """The attention window before and after each token, where None means unlimited."""
 
     before: int | None
     after: int | None
 
 
 class Sight(NamedTuple):
-    """The attention mask: queries attend to keys inside their window and segment, but not to padding.
+    """The attention mask. Queries attend to non-padding keys within their window and segment.
 
     **Attributes:**
 
-    - `places`: the positions of the queries among the keys.
-    - `seen`: which keys are not padding.
-    - `before`, `after`: the window before and after each query.
-    - `texts`: the segment ids of queries and of keys; None if there is one segment.
-    - `reach`: the static window, for kernels that need it. None if it is not static, or if queries and keys
-        are not the same tokens.
+    - `places`: each query's position amongst the keys.
+    - `seen`: False for keys that are padding.
+    - `before`, `after`: the size of the window before and after each query.
+    - `texts`: the segment ids of queries and keys; None if there is only one segment.
+    - `reach`: the window as static integers, as required by some kernels. None if it is dynamic, or if
+        queries and keys belong to different tokens.
     """
 
     places: Int[Array, " tokens"]
@@ -65,7 +66,7 @@ class Sight(NamedTuple):
         after: int | None = None,
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
-        """Makes a mask. By default, all keys are queries too, and the window has no limit."""
+        """Creates a mask. By default, every key is also a query and the window is unlimited."""
 
         def far(reach: Any) -> Any:
             return jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
@@ -75,27 +76,27 @@ class Sight(NamedTuple):
         return cls(places, seen, far(before), far(after), texts, reach)
 
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
-        """Returns the mask for pairs (query, key); `first` is the position of the first key."""
+        """Returns the mask as a `(tokens, seen)` matrix. `first` is the position of the first key."""
         distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
         mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Returns whether all keys from `first` to `last` are outside every window.
+        """Returns whether the keys from `first` to `last` are outside of every query's window.
 
-        This only depends on positions, which a batch shares. So it remains a real branch under `vmap`.
+        This depends only on positions, which aren't batched, so `lax.cond` is still a branch under `vmap`.
         """
         return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
 
 
 class Sums(NamedTuple):
-    """A running softmax: for each query, the sums over the keys so far.
+    """A running softmax: sums over the keys processed so far, for each query.
 
     **Attributes:**
 
-    - `total`: the sum of weighted values, `(kv_heads, group, tokens, size)`.
+    - `total`: the weighted sum of values, `(kv_heads, group, tokens, size)`.
     - `weight`: the sum of weights.
-    - `most`: the largest score. Weights are relative to it.
+    - `most`: the maximum score, which is subtracted from all scores before exponentiating.
     """
 
     total: Float[Array, "kv_heads group tokens size"]
@@ -104,7 +105,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, query: Array, key: Array, value: Array, sinks: Any) -> "Sums":
-        """Starts without keys. `sinks` contribute a weight, but no value."""
+        """Initialises the sums. Each of `sinks` (if given) contributes a weight but no value."""
         heads = (*query.shape[1:3], len(query))
         zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
         weight = zeros[..., 0]
@@ -112,6 +113,7 @@ class Sums(NamedTuple):
         return cls(zeros, weight if sinks is None else jnp.exp(sinks - most), most)
 
     def plus(self, scores: Array, value: Array) -> "Sums":
+        # The result doesn't depend on which maximum we subtract, so there's no need to differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
         part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
@@ -119,7 +121,7 @@ class Sums(NamedTuple):
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
     def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
-        """Returns the weighted mean of the values."""
+        """Returns the weighted mean over all values."""
         out = self.total / self.positive_weight[..., None]
         return jnp.moveaxis(out, 2, 0).astype(dtype)
 
@@ -129,19 +131,19 @@ class Sums(NamedTuple):
 
 
 def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Attention with queries `(tokens, kv_heads, group, size)`: a group's heads share a key head.
+    """Attention for queries of shape `(tokens, kv_heads, group, size)`, where each group shares a key head.
 
     **Arguments:**
 
-    - `scores`: `scores_of` with its options.
-    - `sinks`: `(kv_heads, group, 1)`, or None.
+    - `scores`: `scores_of`, with its options already bound.
+    - `sinks`: an array of shape `(kv_heads, group, 1)`, or None.
     """
     of_all = _at_once if len(query) * len(key) <= _ALL_AT_ONCE else _by_blocks
     return of_all(query, key, value, sight, scores, sinks)
 
 
 class _Products(NamedTuple):
-    """Products of queries with keys, `(kv_heads, group, tokens, seen)`, and of weights with values."""
+    """How to multiply queries by keys, giving `(kv_heads, group, tokens, seen)`, and weights by values."""
 
     scores: Callable[[Array, Array], Array]
     means: Callable[[Array, Array], Array]
@@ -158,14 +160,14 @@ def _means_of_one(weights: Array, value: Array) -> Array:
 _DOTS = _Products(
     functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
 )
-# For a single query we sum directly: XLA's CPU dot would first convert and transpose keys and values.
+# For a single query we use direct summation, as XLA's CPU dot would first convert and transpose its operands.
 _OF_ONE = _Products(_scores_of_one, _means_of_one)
 
 
 def scores_of(
     query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int, products: _Products = _DOTS
 ) -> Array:
-    """Computes masked scores in float32, `(kv_heads, group, tokens, seen)`."""
+    """Computes the masked scores in float32, with shape `(kv_heads, group, tokens, seen)`."""
     scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -175,6 +177,7 @@ def scores_of(
 def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
     def by(products: _Products, query: Array, key: Array, value: Array) -> Array:
         found = scores(query, key, sight.mask(), products=products)
+        # A sink is an additional score, whose weight is dropped again after the softmax.
         if sinks is not None:
             sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
             found = jnp.concatenate([found, sink], axis=-1)
@@ -188,12 +191,13 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Loops over blocks of queries, and inside over the blocks of keys that are not masked out."""
+    """Computes attention blockwise, skipping any block of keys outside of a block of queries' windows."""
     tokens, keys = len(query), len(key)
     texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
     of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
     of_keys = jax.tree.map(in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
 
+    # Rematerialise both loops, since otherwise every block's scores would be stored for the backward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(queries: Any) -> Array:
         query, places, text = queries
@@ -216,7 +220,8 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
 
 
 def in_blocks(x: Array) -> Array:
-    """Splits rows into blocks of equal length. The last block is padded; positions continue."""
+    """Splits the leading axis into equally-sized blocks. Integer padding repeats the last row, so that
+    positions remain sorted."""
     count = -(-len(x) // _BLOCK)
     size = -(-len(x) // count)
     if missing := count * size - len(x):
@@ -226,5 +231,5 @@ def in_blocks(x: Array) -> Array:
 
 
 def out_of_blocks(x: Array, count: int) -> Array:
-    """Joins blocks, and drops the padding after `count` rows."""
+    """Inverts `in_blocks`, by concatenating the blocks and dropping all but the first `count` rows."""
     return x.reshape(-1, *x.shape[2:])[:count]

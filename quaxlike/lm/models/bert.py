@@ -1,4 +1,4 @@
-"""BERT. Fields have the names of transformers' checkpoints, since weights are loaded by name."""
+"""BERT. Weights are loaded by name, so fields are named as in transformers' checkpoints."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -36,7 +36,7 @@ class BertConfig(Config):
     def num_labels(self) -> int:
         return len(self.labels.names)
 
-    def known_entries(self) -> set[str]:  # transformers ignores head_dim here
+    def known_entries(self) -> set[str]:  # transformers ignores `head_dim` here
         required = ("hidden_act", "position_embedding_type", "is_decoder", "add_cross_attention")
         return super().known_entries() | {*required, *LABEL_ENTRIES, "head_dim"}
 
@@ -76,7 +76,7 @@ class BertSelfAttention(eqx.Module):
 
 
 class BertOutput(eqx.Module):
-    """A linear layer, a residual connection, and a norm."""
+    """A linear layer, followed by a residual connection and a layer norm."""
 
     dense: eqx.nn.Linear
     LayerNorm: eqx.nn.LayerNorm
@@ -86,8 +86,8 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """Self-attention with its output layer. One field is called `self`, so methods call the instance
-    `this`."""
+    """Self-attention, including its output projection. Since the checkpoint has a field called `self`,
+    methods use `this` to refer to the instance."""
 
     self: BertSelfAttention
     output: BertOutput
@@ -116,7 +116,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """Computes a vector for each token. The caller pools them."""
+    """A BERT encoder. Returns a vector for each token; pooling these is left to the caller."""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -158,7 +158,7 @@ class Bert(eqx.Module):
 
 
 class AbstractBertClassifier(AbstractClassifier):
-    """BERT with a classification layer: code for both classifiers."""
+    """Functionality common to both kinds of BERT classifier."""
 
     bert: Bert
     classifier: eqx.nn.Linear
@@ -184,16 +184,17 @@ class AbstractBertClassifier(AbstractClassifier):
 
 
 class BertForSequenceClassification(AbstractBertClassifier):
-    """Computes the class logits of a text."""
+    """A BERT classifier that computes the class logits of a whole text."""
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
+        # Only the first token, [CLS], is passed to the pooler.
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))
 
 
 class BertForTokenClassification(AbstractBertClassifier):
-    """Computes the class logits of each token in a text."""
+    """A BERT classifier that computes the class logits of each token in a text."""
 
     of_tokens: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""The interface of models with a classification layer."""
+"""The abstract base class of models with a classification head."""
 
 import abc
 from typing import Any, ClassVar
@@ -9,27 +9,27 @@ from ..folders.labels import Labels
 
 
 class AbstractClassifier(eqx.Module):
-    """A model that computes a logit for each label."""
+    """Abstract base class for models that compute a logit for each label."""
 
     labels: eqx.AbstractVar[Labels]
     of_tokens: ClassVar[bool] = False
-    """Whether there are logits for each token, and not for the whole text."""
+    """Whether logits are computed per token, rather than for the whole text."""
 
     @property
     @abc.abstractmethod
     def architecture(self) -> str:
-        """The class name in transformers."""
+        """The corresponding class name in transformers."""
 
     @property
     @abc.abstractmethod
     def head_parts(self) -> tuple[str, ...]:
-        """The parts that the underlying encoder or decoder does not have. Fine-tuning trains them in full."""
+        """The submodules added to the underlying encoder or decoder, which are trained in full."""
 
     @property
     @abc.abstractmethod
     def layer_list(self) -> Any:
-        """The layers: a list, or one layer whose arrays have a leading axis for all layers."""
+        """The layers: either a list, or a single layer whose arrays are stacked along a leading axis."""
 
     def entries(self) -> dict[str, Any]:
-        """Returns the entries of `config.json` for the classification head."""
+        """Returns the `config.json` entries describing the classification head."""
         return {"architectures": [self.architecture], **self.labels.entries()}

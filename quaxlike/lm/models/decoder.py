@@ -1,8 +1,8 @@
-"""The decoder: one model for all architectures in the table.
+"""The decoder-only transformer: a single model for every architecture in the table.
 
-Every array has the name that transformers' checkpoints give it, so no table of names is needed for loading.
-Tokens attend to earlier tokens in their own segment only. The mask and the positions must agree with the
-cache; otherwise, generated text would differ from what one call on the whole text gives.
+Each array is named as in transformers' checkpoints, so that no translation is needed to load them. Tokens
+only attend to earlier tokens of the same segment. The mask, the positions and the cache must always be
+consistent with each other, or else generation would disagree with a single call on the whole text.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .gated_delta_net import FusedGatedDeltaNet, GatedDeltaNet
 from .layers import Hidden, Ids, Part, Seen, each, norm, times_rows
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-#: Mixers by their names in the table of architectures.
+#: Maps the names used in the table of architectures to mixers.
 MIXERS: dict[str, type[AbstractMixer]] = {
     "attention": Attention,
     "gated_delta_net": GatedDeltaNet,
@@ -38,7 +38,7 @@ _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.n
 
 class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     role: str = eqx.field(static=True)
-    """The name of the mixer's field."""
+    """The name of the field containing the mixer."""
 
     def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
@@ -51,6 +51,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     def __call__(
         self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
     ) -> tuple[Hidden, AbstractMemory | None]:
+        # Architectures that lack one of these norms have an empty name for it.
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
@@ -63,7 +64,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
 
 
 class Body(Part, roles="embed_tokens wpe layers norm"):
-    """A decoder without its output layer."""
+    """A decoder without its output layer, i.e. everything up to and including the final norm."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -86,12 +87,13 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """Computes the hidden states for tokens from position `start` on, and updates the memory.
+        """Computes the hidden states of the tokens at position `start` onwards, and updates the memory.
 
-        `seen` is False for padding. It covers all positions in `memory` (from `Decoder.memory`), or in `ids`
-        if there is no memory. `ids` may end with padding, which must be marked: not every mixer can overwrite
-        a token that it has read. Some rotary frequencies depend on the text's `length`, by default the number
-        of tokens `seen`. `segments` is as for `Decoder.hidden`.
+        `seen` is False for padding. It covers all positions in `memory` (as created by `Decoder.memory`), or
+        those in `ids` if there is no memory. `ids` may end in padding, but this must be masked out, as not
+        every mixer can later overwrite a token that it has already consumed. Some rotary frequencies depend
+        on the text's `length`, by default its number of unmasked tokens. `segments` is as in
+        `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -103,7 +105,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         if c.family.learned_positions:
             x = x + each(self.part("wpe"), positions)
         if length is None and any(rope.long is not None for rope in c.ropes):
-            length = _largest_of_batch(last + 1)  # transformers also chooses frequencies once for a batch
+            length = _largest_of_batch(last + 1)  # as in transformers, a batch shares its frequencies
         own = None if memory is None else start + jnp.arange(len(ids))
         contexts = self._contexts(seen, positions, own, length, x.dtype, segments)
         kinds = [int(window) for window in c.windows]
@@ -112,7 +114,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
             for i, layer in enumerate(layers):
                 x, kept[i] = layer(x, contexts[kinds[i]], kept[i], start)
             memory = None if memory is None else kept
-        else:  # stacked
+        else:  # stacked, so scan over layers
             context_of = _chosen(contexts, kinds)
 
             def step(carry: Any, part: Any) -> Any:
@@ -128,7 +130,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def _contexts(
         self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """Makes the contexts of layers with full attention and of layers with a window.
+        """Creates the contexts for layers with full attention, and for layers with sliding windows (if any).
 
         `places` is as in `Sight.of`.
         """
@@ -148,16 +150,16 @@ _D = TypeVar("_D", bound="AbstractDecoder")
 
 
 class AbstractDecoder(Part, roles="model"):
-    """A body with some output layer: everything that does not depend on that layer."""
+    """The functionality common to decoders that differ only in their output layer."""
 
     def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
-        """Computes the hidden states before the output layer, for one text or several texts in a row.
+        """Computes the final hidden states of a text, or of several texts packed into a single row.
 
         **Arguments:**
 
-        - `ids`, `seen`: as for the logits.
-        - `segments`: each token's segment id. Texts with different ids do not see each other, and the
-            positions in each start at 0. Default: one text.
+        - `ids`, `seen`: as in `__call__`.
+        - `segments`: each token's segment id. Texts with different ids don't attend to each other, and each
+            has positions starting from 0. Default: a single text.
         """
         return self.body(ids, seen, segments=segments)[0]
 
@@ -168,36 +170,36 @@ class AbstractDecoder(Part, roles="model"):
 
     @property
     def embedding(self) -> Any:
-        """The embedding matrix, `(vocab, hidden)`."""
+        """The embedding matrix, of shape `(vocab, hidden)`."""
         return self.body.part("embed_tokens").weight
 
     @property
     def layers(self) -> Any:
-        """The layers: a list, or one layer whose arrays have a leading axis for all layers."""
+        """The layers: either a list, or a single layer whose arrays are stacked along a leading axis."""
         return self.body.part("layers")
 
     def stacked(self: _D) -> _D:
-        """Stacks all layers into one, which is then scanned. See [`quaxlike.stack_layers`][].
+        """Stacks all layers into a single one, which is then scanned over. See [`quaxlike.stack_layers`][].
 
-        A stack compiles faster, so `quaxlike.lm.finetune` uses it. A list is faster for generation: the scan
-        copies each layer's weights out of the stack, which costs more than a single token's products.
+        This compiles faster, and so is what `quaxlike.lm.finetune` uses. Conversely, a list is faster for
+        generation, since a scan has to copy each layer's weights out of the stack, and this is more expensive
+        than the matrix-vector products of a single token.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self: _D) -> _D:
-        """Undoes `stacked`: a list of layers, with the checkpoint's names."""
+        """The inverse of `stacked`: returns a model with a list of layers, named as in the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self: _D, change: Any) -> _D:
         return eqx.tree_at(lambda model: model.layers, self, change(self.layers))
 
     def folds(self) -> dict[str, list[str]]:
-        """Returns which layers [`quaxlike.balance`][] may fold into which; see `Family.folds`."""
+        """Returns which layers [`quaxlike.balance`][] can fold into which others. See `Family.folds`."""
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
-        """Lists the published tensors for an array. A stack of experts consists of one or two tensors per
-        expert."""
+        """Lists the checkpoint's tensors for an array. (For stacked experts, one or two per expert.)"""
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -210,11 +212,11 @@ class AbstractDecoder(Part, roles="model"):
 
 
 class Decoder(AbstractDecoder, roles="model lm_head"):
-    """A causal language model. For each token in a text, it computes the logits for the next one.
+    """A causal language model, which computes next-token logits for every token in a text.
 
-    Its parts follow from `config.json` and the table of architectures (`quaxlike.lm.FAMILIES`). Arrays have
-    transformers' names, except that experts are stacked. If the output layer is tied to the embedding,
-    `lm_head` is None: both are one array, with one adapter.
+    Its structure is determined by `config.json` and the table of architectures (`quaxlike.lm.FAMILIES`).
+    Arrays are named as in transformers, except that experts are stacked. If the output layer is tied to the
+    embedding then `lm_head` is None, so that both share one array, and hence one adapter.
 
     !!! example
 
@@ -244,19 +246,19 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         self._fill(config, model=Body(config, body), lm_head=own)
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens vocab"]:
-        """Computes the logits of one sequence.
+        """Computes the logits for a single sequence.
 
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: False for padding. Padding may be on either side, and positions do not count it.
+        - `seen`: False for padding, which may be on either side and is not counted towards positions.
         """
         return self.logits(self.hidden(ids, seen))
 
     def logits(self, hidden: Hidden) -> Float[Array, "tokens vocab"]:
         """Applies the output layer.
 
-        **Raises:** `ValueError` if there is none, as in decoders from sentence-transformers.
+        **Raises:** `ValueError` if there isn't one, as is the case for decoders from sentence-transformers.
         """
         head = self.part("lm_head")
         if self.config.headless:
@@ -268,15 +270,15 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         return cap * jnp.tanh(out / cap) if cap else out
 
     def memory(self, room: int, cache: str | None = None) -> Any:
-        """Makes an empty memory for `room` tokens: the keys and values of each layer, or its state.
+        """Creates an empty memory (key-value caches and/or recurrent states) for each layer.
 
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store keys and values, as for [`quaxlike.lm.generate`][]. Default: in this model's
+        - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the model's
             dtype.
 
-        **Returns:** a pytree. [`quaxlike.summary`][] shows its size.
+        **Returns:** a PyTree. Use [`quaxlike.summary`][] to determine its size.
         """
         c, dtype = self.config, self.embedding.dtype
 
@@ -288,22 +290,24 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
         if isinstance(self.layers, list):
             return [empty(mixer) for mixer in c.mixers]
+        # Scanned layers all have the same mixer, so their memories can be stacked.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":
-        """Unties the output layer. Its weight is the same array as the embedding, at first."""
+        """Unties the output layer. Initially, its weight is the same array as the embedding's."""
         if self.part("lm_head") is not None:
             return self
+        # We only need its structure, since the weight is replaced.
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
-    """Selects the context of a layer by its kind. If there is only one kind, then its window stays static.
+    """Maps a layer's kind to its context. If all layers are of the same kind then the window is static.
 
-    Even then, we index into stacked arrays. Otherwise XLA would hoist everything that only depends on them
-    out of the loop over layers, for example the masks of all blocks, and would store all of it at once.
+    We index into stacked contexts even then. Otherwise, XLA would hoist everything that depends only on the
+    context out of the loop over layers (e.g. the masks of all blocks) and keep all of it in memory.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
@@ -316,20 +320,21 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """Computes the position of each token in its segment, and the last position."""
+    """Computes each token's position within its segment, and the largest such position."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)
-        # Positions continue in padding after a text, as in transformers.
+        # As in transformers, trailing padding continues the positions of the text before it.
         return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
+    # Subtract the index of the first token in each segment.
     places = order - lax.cummax(jnp.where(first, order, 0))
     return places, jnp.max(jnp.where(seen, places, 0))
 
 
 @jax.custom_batching.custom_vmap
 def _largest_of_batch(x: Any) -> Any:
-    """Returns `x`; under `jax.vmap`, the maximum over the batch."""
+    """The identity function, except under `jax.vmap`, for which it returns the maximum over the batch."""
     return x
 
 

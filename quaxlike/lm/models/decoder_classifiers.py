@@ -1,4 +1,4 @@
-"""Decoders with a classification layer, for texts (or their rewards) and for tokens."""
+"""Decoders with a classification head for either texts or tokens. This includes reward models."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from .layers import Ids, Seen, each
 
 
 class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
-    """A decoder with a classification layer: code for both classifiers."""
+    """Functionality common to both kinds of decoder classifier."""
 
     @property
     def architecture(self) -> str:
@@ -33,9 +33,9 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
 
 
 class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
-    """Computes the label logits of a text from its last token. With one label, this is a reward model.
+    """Computes the logits of a text from its last token. With a single label, this is a reward model.
 
-    Fields have transformers' names.
+    Fields are named as in transformers.
 
     !!! example
 
@@ -63,7 +63,7 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         self.labels = config.labels
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " labels"]:
-        """Computes the logits of one text. `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
         last = self.hidden(ids, seen)[self._last(ids, seen)]
         return each(self.part("score"), last[None])[0]
 
@@ -72,17 +72,17 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
         return ("score",)
 
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
-        """Finds the position of the last token.
+        """Returns the position of the last token.
 
-        Like transformers, we search for the last token that is not the padding token. A real last token that
-        equals it is skipped, too.
+        As in transformers, this is the last token that differs from the padding token, so that a genuine last
+        token equal to it is also skipped.
         """
         counts = seen & (ids != self.config.pad_token_id)
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))
 
 
 class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model score classifier"):
-    """Computes the label logits of each token in a text. Fields have transformers' names."""
+    """Computes the logits of each token in a text. Fields are named as in transformers."""
 
     labels: Labels = eqx.field(static=True)
 
@@ -96,7 +96,7 @@ class DecoderForTokenClassification(AbstractDecoderClassifier, roles="model scor
         self.labels = config.labels
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, "tokens labels"]:
-        """Computes the logits of one text. `ids` and `seen` are as for [`quaxlike.lm.models.Decoder`][]."""
+        """Computes the logits of one text. `ids` and `seen` are as in [`quaxlike.lm.models.Decoder`][]."""
         return each(self.part(self.config.family.token_head), self.hidden(ids, seen))
 
     @property

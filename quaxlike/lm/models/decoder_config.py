@@ -1,4 +1,4 @@
-"""Reads `config.json` of decoders: entries under their usual names, and values derived from them."""
+"""Parsing of a decoder's `config.json` into the entries we use, and the values derived from them."""
 
 import dataclasses
 import functools
@@ -27,9 +27,9 @@ def _whole_of(config: Mapping[str, Any]) -> str | None:
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts the decoder's `config.json` from that of a multimodal model; returns others unchanged.
+    """Extracts a decoder's `config.json` from a multimodal model's. Others are returned unchanged.
 
-    **Raises:** `UnsupportedConfigError` if the decoder has an unknown architecture.
+    **Raises:** `UnsupportedConfigError` if the decoder's architecture is unknown.
     """
     whole, text = _whole_of(config), config.get("text_config")
     if whole is None:
@@ -49,9 +49,9 @@ _OF_WHOLE = (
 
 
 def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
-    """Warns about entries that nothing reads: those of the `whole` file, and of the decoder's `config` in it.
+    """Warns about unread entries, both in the `whole` file and in the decoder's part of it (`config`).
 
-    An entry that we ignore silently may be one that changes the model.
+    Such an entry might change what the model computes, so it shouldn't be ignored silently.
     """
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
@@ -75,7 +75,7 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
         )
 
 
-# Entries for the other parts of a multimodal model.
+# Entries describing the other parts of a multimodal model.
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
     *("projector_hidden_act", "multimodal_projector_bias"),
@@ -84,7 +84,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """A decoder's configuration, with the usual names of entries and with derived values."""
+    """A decoder's configuration: entries under their usual names, and values derived from them."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -105,11 +105,11 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
-    """The factor for the output of each block, before it is added to the residual stream."""
+    """The factor to multiply each block's output by before adding it to the residual stream."""
     attention_multiplier: float | int = 0
-    """The factor for attention scores; 0 means 1/sqrt(head_dim)."""
+    """The factor to multiply attention scores by; 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
-    """Logits are divided by this number."""
+    """The divisor for the logits."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -118,37 +118,37 @@ class DecoderConfig(Config):
     swiglu_limit: float | int = 7.0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether the decoder has no output layer, as in embedding models of sentence-transformers."""
+    """Whether the decoder lacks an output layer, as for sentence-transformers' embedding models."""
     body_name: str = ""
-    """The module path of the decoder in transformers' model, if that model has other parts."""
+    """The decoder's module path inside transformers' model, if that is only one of its parts."""
     head: str = ""
-    """The suffix of transformers' class name for a classifier; empty for a model that generates text."""
+    """The suffix of a classifier's class name in transformers; empty for a causal language model."""
     labels: Labels = UNNAMED
-    """The labels of a classifier."""
+    """A classifier's labels."""
     token_classification_bias: bool = True
     pad_token_id: int = -1
     new_embeddings: bool = False
-    """Whether embeddings differ from the checkpoint's. An adapter file must then contain them."""
+    """Whether embeddings differ from the checkpoint's, in which case an adapter file must include them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """Whether each layer is one with a window. These layers also have their own rotary embedding, and see
-    only the last `sliding_window` tokens (0: all)."""
+    """Whether each layer uses a sliding window. If so, it attends to the last `sliding_window` tokens (0 for
+    all), and uses a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
-    """The mixer of each layer, as a name in `MIXERS`."""
+    """Each layer's mixer, as a key in `MIXERS`."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """The integer entries that mixers read."""
+    """The integer-valued entries used by mixers."""
     sparse: tuple[bool, ...] = ()
-    """Whether each layer has experts."""
+    """Whether each layer is a mixture of experts."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings for layers without and with a window. Empty for learned positions."""
+    """The rotary embeddings for layers without and with a window. Empty if positions are learned."""
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
     def size(self, entry: str) -> int:
-        """Looks up an integer entry for a mixer."""
+        """Looks up one of the integer-valued entries used by mixers."""
         return dict(self.sizes)[entry]
 
     def known_entries(self) -> set[str]:
@@ -159,9 +159,9 @@ class DecoderConfig(Config):
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
-        """Reads a `config.json` of transformers 4 or 5.
+        """Parses a `config.json` from transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` for an unknown architecture or an unsupported value.
+        **Raises:** `UnsupportedConfigError` for an unknown architecture or unsupported values.
         """
         names = config.get("architectures")
         known = {name: (name, "") for name in FAMILIES} | classifiers()
@@ -173,10 +173,11 @@ class DecoderConfig(Config):
         architecture, head = found[0]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        # Some entries only have an effect for a few families, and are ignored by all others.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
-        # Fields that we derive. A file must not set them, so entries with these names are dropped.
+        # These fields are derived. They can't be set in a file, so we drop any entries of the same name.
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
@@ -207,7 +208,7 @@ class DecoderConfig(Config):
         )
 
 
-# Entries that are read, but that no field stores directly.
+# Entries that we read, but don't store as a field.
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
@@ -230,12 +231,13 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
+    # Every layer has a window, except for every `every`-th one.
     every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
 def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    """Finds the layers without rotary embedding. Only these may have windows (SmolLM3)."""
+    """Returns which layers have no rotary embedding. Only these can have sliding windows (SmolLM3)."""
     layers, rotated = range(config.num_hidden_layers), fields.get("no_rope_layers")
     if rotated is None:
         every = whole(fields, "no_rope_layer_interval", config.family.unrotated, label)
@@ -304,12 +306,13 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
     if config.family.unrotated:
         rope = read(full)
+        # Frequencies of zero correspond to not rotating at all.
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(map(read, [full, sliding] if windows else [full]))
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the architecture's defaults to a configuration."""
+    """Adds the architecture's default values to a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:

@@ -1,7 +1,7 @@
-"""Feed-forward layers: plain, gated, and mixtures of experts.
+"""Feed-forward layers: plain MLPs, gated MLPs, and mixtures of experts.
 
-The matrices of experts are stacked, so Values and shardings apply to all experts at once. No array may
-have the size of tokens times experts: it would not fit into memory.
+The experts' matrices are stacked, so that Values and shardings apply to all experts at the same time. We
+never materialise an array whose size is tokens times experts, as this would not fit into memory.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
 
 class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
-    """A mixture of experts; in Qwen2-MoE also with a shared expert."""
+    """A mixture of experts, optionally with a shared expert as in Qwen2-MoE."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -61,13 +61,12 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
     def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
-        """Computes the router's logits."""
+        """Computes the logits of the router."""
         return each(self.part(self.config.family.router), x)
 
 
 class Experts(eqx.Module):
-    """A layer's experts. Their matrices are stacked: `(experts, out, in)`, or `(experts, in, out)` in
-    GPT-OSS."""
+    """The experts of a layer, stacked as `(experts, out, in)`, or `(experts, in, out)` for GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]
@@ -94,16 +93,16 @@ class Experts(eqx.Module):
 
     @property
     def weight_layouts(self) -> dict[str, str]:
-        """The stacks' layouts, for `quaxlike.layouts`."""
+        """Returns the layouts of the stacked weights, for use by `quaxlike.layouts`."""
         return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Sums the outputs of the chosen experts for each token, weighted by their shares.
+        """Computes each token's weighted sum over the outputs of its chosen experts.
 
-        If the experts are divided evenly over a mesh ([`quaxlike.lm.expert_parallel`][]), then each device
-        runs its own experts on all tokens, and one all-reduce combines the results. No weights are
+        If the experts are sharded evenly over a mesh ([`quaxlike.lm.expert_parallel`][]), then each device
+        applies its own experts to all tokens, followed by a single all-reduce. Weights are never
         communicated.
         """
         count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
@@ -116,6 +115,7 @@ class Experts(eqx.Module):
             return self._sum(x, chosen, share, count)
 
         def of_device(own: Experts, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
+            # Index into this device's experts, and give zero weight to those on other devices.
             chosen = chosen - numbers[0]
             is_own = (chosen >= 0) & (chosen < len(numbers))
             chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)
@@ -129,11 +129,11 @@ class Experts(eqx.Module):
         return mapped(stacks, numbers, x, chosen, share)
 
     def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
-        """Sums over the `count` experts on this device.
+        """Computes the weighted sum over the `count` experts of this device.
 
-        For few tokens (decoding), each token looks up its experts. For many tokens, we loop over all experts
-        and run each of them on all tokens, with a share of 0 if it is not chosen. This works for any type of
-        stack.
+        If there are only a few tokens (i.e. when decoding), then we index into the stacks once for each
+        (token, expert) pair. Otherwise we loop over all experts and apply each of them to all tokens,
+        weighted by 0 if it wasn't chosen. This works for any type of stacked weight.
         """
         tokens, choices = chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)
@@ -156,7 +156,7 @@ class Experts(eqx.Module):
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _one(self, x: Hidden) -> Hidden:
-        """Runs one expert, with matrices without a leading axis."""
+        """Applies a single expert, for which the weights have no leading axis."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
         if self.config.family.interleaved:  # GPT-OSS's SwiGLU
             limit = self.config.swiglu_limit
@@ -175,9 +175,9 @@ class Experts(eqx.Module):
 def route(
     logits: Float[Array, "tokens experts"], config: DecoderConfig
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-    """Chooses each token's experts, and computes their shares.
+    """Selects the experts for each token, along with their weights.
 
-    If shares are normalised, then the softmax is only over the chosen logits, and the others get no gradient.
+    If weights are normalised then the softmax is only over the chosen logits, so others have zero gradient.
     """
     scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
     share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)

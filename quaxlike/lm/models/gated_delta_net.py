@@ -1,6 +1,7 @@
-"""Gated DeltaNet: linear attention with the delta rule and a decay.
+"""Gated DeltaNet: linear attention using the delta rule with decay.
 
-Each token reads from a state of fixed size, after it has corrected what the state predicts for its key.
+Each layer has a state of fixed size. Each token first corrects the value that the state predicts for its key,
+and then reads from the state.
 
 Yang et al., Gated Delta Networks (2024), as in Qwen3-Next and Qwen3.5.
 """
@@ -22,13 +23,13 @@ from .decoder_config import DecoderConfig
 from .layers import Hidden, each
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-_CHUNK = 64  # tokens per triangular solve; the work within a chunk grows with its square
+_CHUNK = 64  # tokens per triangular solve; work inside a chunk is quadratic in this
 
 
 class RecurrentState(AbstractMemory):
-    """The recurrent state of one layer: a matrix per head, and the last inputs of the convolution.
+    """The recurrent state of one layer: a matrix per head, and the most recent inputs to its convolution.
 
-    Under `scan_layers`, the arrays hold all layers.
+    If layers are scanned over, then arrays have a leading layer axis.
     """
 
     by_place: ClassVar = False
@@ -36,7 +37,7 @@ class RecurrentState(AbstractMemory):
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
     places: int = eqx.field(static=True)
-    """The capacity of the caches in other layers. The state itself does not grow."""
+    """The capacity of the other layers' caches, as the state itself is of constant size."""
     layer: Int[Array, ""] | None = None
 
     @property
@@ -47,7 +48,7 @@ class RecurrentState(AbstractMemory):
         return dataclasses.replace(self, places=self.places + more)
 
     def read(self) -> tuple[Array, Array]:
-        """Returns this layer's state and inputs."""
+        """Returns the state matrices and the convolution inputs of this layer."""
         if self.layer is None:
             return self.heads, self.inputs
         return self.heads[self.layer], self.inputs[self.layer]
@@ -61,7 +62,7 @@ class RecurrentState(AbstractMemory):
 
 
 class _Sizes:
-    """Head counts and head sizes, read from the configuration."""
+    """The number of heads and their sizes, as derived from the configuration."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.width = config.size("linear_conv_kernel_dim")
@@ -79,7 +80,7 @@ class _Sizes:
 
 
 class AbstractGatedDeltaNet(AbstractMixer):
-    """Everything except the input projections. Several value heads may share one query and key head."""
+    """A Gated DeltaNet without its input projections. Several value heads can share a query and key head."""
 
     conv1d: eqx.AbstractVar[eqx.nn.Conv1d]
     dt_bias: eqx.AbstractVar[Float[Array, " heads"]]
@@ -90,10 +91,10 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
     @abc.abstractmethod
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
-        """Computes four projections for each token.
+        """Computes four projections of each token.
 
-        These are: queries, keys and values, concatenated; output gates, concatenated; and for each head, one
-        number for the correction and one for the decay, before their activations.
+        In order, these are the concatenated queries, keys and values; the concatenated output gates; and then
+        for each head the pre-activations of the correction's learning rate and of the decay.
         """
 
     def __call__(
@@ -102,6 +103,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         s, sight = _Sizes(self.config), context.sight
         seen, texts = sight.seen[sight.places], None if sight.texts is None else sight.texts[0]
         mixed, gate, corrects, forgets = self.projected(x)
+        # Padding must leave the state unchanged, so its inputs, learning rates and log-decays are all zero.
         mixed = jnp.where(seen[:, None], mixed, 0)
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         if memory is None:
@@ -124,6 +126,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         out = jax.vmap(jax.vmap(self.norm))(out.astype(x.dtype)).astype(dtype)
         out = out * jax.nn.silu(gate.astype(dtype)).reshape(out.shape)
         if memory is not None:
+            # The most recent inputs, not counting trailing padding.
             end = jnp.max(jnp.where(seen, jnp.arange(1, len(x) + 1), 0))
             memory = memory.written(state, lax.dynamic_slice_in_dim(inputs, end, s.width - 1))
         return each(self.out_proj, out.reshape(len(x), -1).astype(x.dtype)), memory
@@ -136,7 +139,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
 
 class GatedDeltaNet(AbstractGatedDeltaNet):
-    """The layer of Qwen3.5, which has separate projections."""
+    """The variant in Qwen3.5, for which each input has a separate projection."""
 
     in_proj_qkv: eqx.nn.Linear
     in_proj_z: eqx.nn.Linear
@@ -162,7 +165,7 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
 
 
 class FusedGatedDeltaNet(AbstractGatedDeltaNet):
-    """The layer of Qwen3-Next. It has two projections, which are interleaved by key head."""
+    """The variant in Qwen3-Next, which has two fused projections, interleaved by key head."""
 
     in_proj_qkvz: eqx.nn.Linear
     in_proj_ba: eqx.nn.Linear
@@ -191,7 +194,7 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
 
 
 def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> list[eqx.nn.Linear]:
-    """Initialises the input projections. The first three keys belong to `_rest`."""
+    """Initialises the input projections. (The first three keys are used by `_rest`.)"""
     return [
         eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=key)
         for size, key in zip(sizes, keys[3:], strict=True)
@@ -199,7 +202,7 @@ def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> li
 
 
 def _rest(config: DecoderConfig, s: _Sizes, keys: Any) -> tuple[Any, Array, Any, Any]:
-    """Initialises the parameters that both layers have."""
+    """Initialises the parameters common to both variants."""
     conv = eqx.nn.Conv1d(s.convolved, s.convolved, s.width, groups=s.convolved, use_bias=False, key=keys[0])
     rates = jnp.log(jax.random.uniform(keys[1], (s.heads,), minval=0.01, maxval=16.0))
     norm = eqx.nn.RMSNorm(s.value, eps=config.rms_norm_eps, use_bias=False)
@@ -211,8 +214,8 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 
 
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
-    """Counts the preceding tokens of the same text. A text that began in an earlier call gets a large
-    number."""
+    """Counts the number of preceding tokens in the same text. Texts that started in an earlier call get a
+    large count."""
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])
     return order - lax.cummax(jnp.where(begins, order, -(2**30)))
@@ -223,12 +226,13 @@ def _convolved(
     weight: Float[Array, "features width"],
     age: Int[Array, " tokens"] | None,
 ) -> Float[Array, "tokens features"]:
-    """A causal depthwise convolution that does not cross the boundaries of packed texts."""
+    """A causal depthwise convolution that doesn't mix packed texts."""
     width = weight.shape[1]
     tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
     for i in range(width - 1):
         part = inputs[i : i + tokens]
         if age is not None:
+            # Ignore inputs that belong to a previous text.
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
         out = out + part * weight[None, :, i]
     return out
@@ -243,17 +247,17 @@ def gated_delta_rule(
     state: Float[Array, "heads key_size value_size"],
     first: Bool[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "tokens heads value_size"], Float[Array, "heads key_size value_size"]]:
-    """Applies the gated delta rule. Returns each token's output and the final state.
+    """Applies the gated delta rule. Returns the output for each token, and the final state.
 
-    For a token with key k and value v, the state S becomes exp(decay) S + share · k (v − exp(decay) Sᵀ k)ᵀ,
-    and the output is Sᵀ q. We process chunks of 64 tokens: within a chunk, the corrections solve a triangular
-    system.
+    A token with key k and value v updates the state S to exp(decay) S + share · k (v − exp(decay) Sᵀ k)ᵀ, and
+    then its output is Sᵀ q. We do this in chunks of 64 tokens, as the corrections within a chunk are the
+    solution of a triangular system.
 
     **Arguments:**
 
-    - `decay`: the logarithm of the decay, at most 0.
-    - `share`: the learning rate of each correction, from 0 to 1.
-    - `first`: whether a token begins a new text, with a zero state. Default: no token does.
+    - `decay`: the logarithm of the decay. Never positive.
+    - `share`: the learning rate of each correction, between 0 and 1.
+    - `first`: whether each token starts a new text, and so resets the state to zero. Default: never.
     """
     if len(key) == 1 and first is None:
         out, state = _of_one(query[0], key[0], value[0], decay[0], share[0], state)
@@ -269,12 +273,15 @@ def gated_delta_rule(
     query, key, value, decay, share = (jnp.moveaxis(cut(x), 2, 1) for x in (query, key, value, decay, share))
     total = jnp.cumsum(decay, axis=-1)  # (chunks, heads, size)
     text = jnp.cumsum(cut(jnp.zeros(tokens, bool) if first is None else first), axis=-1)
-    # We mask the exponent and not the exponential. For later tokens the exponent is positive and may
-    # overflow; an infinity makes the gradient NaN, even where it is masked afterwards.
+    # Mask the exponent rather than the exponential. For later tokens the exponent is positive, so it could
+    # overflow, and then the gradient would be NaN even though the infinity is masked out.
     sees = jnp.tril(text[:, :, None] == text[:, None, :])[:, None]
     fade = jnp.exp(jnp.where(sees, total[..., :, None] - total[..., None, :], -jnp.inf))
     since_start = jnp.where((text == 0)[:, None], jnp.exp(total), 0)
     to_end = jnp.where((text == text[:, -1:])[:, None], jnp.exp(total[..., -1:] - total), 0)
+    # The corrections of a chunk depend on each other (via a unit triangular system) and on the initial state
+    # of the chunk. This dependence is affine, so we can solve for its offset `new` and its matrix `read` in
+    # parallel over all chunks, and then scan over the chunks to obtain their states.
     shared = share[..., None] * key
     system = (shared @ jnp.swapaxes(key, -1, -2)) * fade
     sides = jnp.concatenate([share[..., None] * value, since_start[..., None] * shared], axis=-1)

@@ -1,4 +1,4 @@
-"""Small layers that several models share."""
+"""Small building blocks shared by several models."""
 
 import dataclasses
 import functools
@@ -25,11 +25,11 @@ Hidden = Float[Array, "tokens hidden"]
 
 
 class Part(eqx.Module):
-    """A module of a decoder. The names of its children are the same as in the checkpoint.
+    """A module of a decoder, with submodules named as in the checkpoint.
 
-    A subclass lists the roles of its children, by Llama's names. It has a field for each name of a role in
-    the table of architectures; unused fields are None. If a family joins the table later, its modules are
-    of a subclass with fields for its names.
+    Subclasses list the roles of their submodules, using Llama's names. They get a field for every name that
+    the table of architectures uses for any of these roles, with None for all that are unused. Architectures
+    added to the table later on use a dynamically created subclass with fields for their names.
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -50,11 +50,11 @@ class Part(eqx.Module):
         self.config = config
 
     def part(self, role: str) -> Any:
-        """Returns the child with this role."""
+        """Returns the submodule with this role."""
         return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
-        """Applies the norm with this name, if there is one."""
+        """Applies the norm called `name`, or the identity if this is empty."""
         if not name:
             return x
         norm = self.part(name)
@@ -65,14 +65,14 @@ class Part(eqx.Module):
 
 @functools.cache
 def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
-    """Makes a subclass of the same name with more fields: what no field holds is not in the pytree."""
+    """Creates a subclass of the same name with additional fields, as only fields are part of the PyTree."""
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     namespace["__annotations__"] = dict.fromkeys(names, Any)
     return types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(namespace))
 
 
 class Conv1D(eqx.Module):
-    """A linear layer with weight (in, out), as in GPT-2. PEFT calls this `fan_in_fan_out`."""
+    """A linear layer whose weight has shape (in, out), as in GPT-2. (PEFT calls this `fan_in_fan_out`.)"""
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
@@ -90,7 +90,7 @@ class Conv1D(eqx.Module):
 def linears(
     config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
 ) -> dict[str, Any]:
-    """Makes linear layers by role, with these numbers of outputs."""
+    """Creates linear layers. `sizes` maps their roles to their numbers of output features."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
     keys = jax.random.split(key, len(sizes))
     return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
@@ -107,17 +107,17 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
-        # Use a lambda, as JAX would call the slow `repr` of a module to name it.
+        # The lambda avoids computing the layer's `repr`, which JAX uses for naming and is slow for a module.
         return jax.vmap(lambda x: layer(x))(x)
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight. For arrays, it uses the form that is fast on CPUs."""
+    """Computes `x @ w.T` for any type of weight, in whichever form is fastest on CPUs if both are arrays."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
 def has_values(*arrays: Any) -> bool:
-    """Returns whether any array is a Value, or a tracer of a Value inside `quaxify`."""
+    """Returns whether any of `arrays` is a Value, or a tracer for one inside `quaxify`."""
     return any(is_value(value_of(x)) for x in arrays)

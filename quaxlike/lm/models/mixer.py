@@ -1,5 +1,4 @@
-"""The interface of a mixer: the part of a layer in which tokens read from earlier tokens, such as
-attention."""
+"""The abstract base class of mixers: attention, and other layers in which tokens read from earlier tokens."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -13,7 +12,7 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """The inputs that all layers of one kind share: rotary embedding, visible tokens, and query factors."""
+    """Inputs shared by all layers of the same kind: rotary embedding, attention mask, and query factors."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
@@ -24,43 +23,43 @@ _M = TypeVar("_M", bound="AbstractMemory")
 
 
 class AbstractMemory(eqx.Module):
-    """The state that a mixer keeps between calls, such as the key-value cache.
+    """Abstract base class for the state of a mixer between calls, e.g. its key-value cache.
 
-    Under `scan_layers`, its arrays hold the state for all layers, because the scan must carry them. `layer`
-    then selects one. Otherwise `layer` is None.
+    If layers are scanned over, then the arrays are stacked over all layers, as they must be part of the
+    scan's carry, and `layer` is the index into this stack. Otherwise, `layer` is None.
     """
 
     by_place: ClassVar[bool]
-    """Whether tokens are stored by position. Only then can a caller go back and overwrite the last ones."""
+    """Whether the state is stored by position. If not, then the most recent tokens can't be overwritten."""
 
     @property
     @abc.abstractmethod
     def room(self) -> int:
-        """The maximal number of tokens."""
+        """The maximum number of tokens."""
 
     @abc.abstractmethod
     def grown(self: _M, more: int) -> _M:
-        """Returns a copy with room for `more` additional tokens."""
+        """Returns a copy with space for `more` additional tokens."""
 
 
 class AbstractMixer(eqx.Module):
-    """A mixer module. Its fields have the checkpoint's names, since weights are loaded by name."""
+    """Abstract base class for mixers. Weights are loaded by name, so fields are named as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The field of the layer that holds this mixer. `Family.parts` may rename it."""
+    """The field of the layer containing this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...
 
     @abc.abstractmethod
     def __call__(self, x: Hidden, context: Context, memory: Any, start: Any) -> tuple[Hidden, Any]:
-        """Mixes the tokens from position `start` on.
+        """Mixes the tokens at position `start` onwards.
 
-        Returns the output and the updated memory. Without a memory, `x` is a whole text. `context.sight`
-        tells padding and the boundaries of packed texts.
+        Returns the output and the updated memory. If there is no memory then `x` must be a complete text.
+        `context.sight` specifies padding and the boundaries between packed texts.
         """
 
     @classmethod
     @abc.abstractmethod
     def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> AbstractMemory:
-        """Makes an empty memory. `cache` is as for `generate`."""
+        """Creates an empty memory. `cache` is as in `generate`."""

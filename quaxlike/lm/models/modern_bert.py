@@ -1,4 +1,4 @@
-"""ModernBERT, an encoder with rotary embeddings and sliding windows (Warner et al., 2024)."""
+"""ModernBERT: an encoder with rotary embeddings and sliding-window attention (Warner et al., 2024)."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
-# Entries without a field. `position_embedding_type` is ignored: positions are always rotary.
+# Entries that we read, but don't store as a field. (Except for `position_embedding_type`, which is ignored as
+# positions are always rotary.)
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
     *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
@@ -42,15 +43,15 @@ class ModernBertConfig(Config):
     mlp_bias: bool = False
     local_attention: int = 128
     classifier_bias: bool = False
-    """Whether the layer before the classification layer has biases."""
+    """Whether the dense layer of the classification head has a bias."""
     classifier_pooling: str = "cls"
-    """The input of the classification head: the first token ("cls") or the mean over tokens."""
+    """What to classify: either the first token ("cls") or the mean over tokens."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
-    """See `DecoderConfig.new_embeddings`."""
+    """As `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer has a window. It then sees `local_attention / 2` tokens to each side."""
+    """Whether each layer uses a sliding window, covering `local_attention / 2` tokens on each side."""
     ropes: tuple[Rope, ...] = ()
     """The rotary embeddings for layers without and with a window."""
 
@@ -67,9 +68,9 @@ class ModernBertConfig(Config):
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
-        """Reads a `config.json` of transformers 4 or 5.
+        """Parses a `config.json` from transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` for an unsupported value.
+        **Raises:** `UnsupportedConfigError` for unsupported values.
         """
         fields = {**config, **dict.fromkeys(("new_embeddings", "windows", "ropes"))}
         fields["labels"] = Labels.from_json(config)
@@ -138,9 +139,9 @@ class ModernBertLayer(eqx.Module):
 
 
 class ModernBert(eqx.Module):
-    """Computes a vector for each token of a sequence.
+    """A ModernBERT encoder. Returns a vector for each token of a sequence.
 
-    Callers pool them, for example with [`quaxlike.lm.models.mean_pooled`][].
+    Pooling these is left to the caller; see for example [`quaxlike.lm.models.mean_pooled`][].
     """
 
     embeddings: ModernBertEmbeddings
@@ -170,6 +171,7 @@ class ModernBert(eqx.Module):
                 linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, wide),
                 linear(c.intermediate_size, c.hidden_size, c.mlp_bias, narrow),
             )
+            # There is no attention norm in the first layer, as the embeddings have just been normalised.
             return ModernBertLayer(norm() if i else None, attention, norm(), mlp)
 
         table = eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -178,7 +180,7 @@ class ModernBert(eqx.Module):
         self.final_norm = norm()
 
     def __call__(self, ids: Ids, seen: Seen) -> Hidden:
-        """Computes the vectors of the tokens `ids`. `seen` is False for padding."""
+        """Computes a vector for each token in `ids`. `seen` is False for padding."""
         x, order = self.embeddings(ids), jnp.arange(len(ids))
         reach, length = self.config.local_attention // 2, jnp.sum(seen)
         sights = Sight.of(seen), Sight.of(seen, before=reach, after=reach)
@@ -192,7 +194,7 @@ class ModernBert(eqx.Module):
 
 
 class PredictionHead(eqx.Module):
-    """A linear layer, its activation, and a norm."""
+    """A linear layer, followed by an activation and a layer norm."""
 
     dense: eqx.nn.Linear
     norm: eqx.nn.LayerNorm
@@ -207,7 +209,7 @@ class PredictionHead(eqx.Module):
 
 
 class AbstractModernBertClassifier(AbstractClassifier):
-    """ModernBERT with a classification head: code for both classifiers."""
+    """Functionality common to both kinds of ModernBERT classifier."""
 
     model: ModernBert
     head: PredictionHead
@@ -234,17 +236,17 @@ class AbstractModernBertClassifier(AbstractClassifier):
 
 
 class ModernBertForSequenceClassification(AbstractModernBertClassifier):
-    """Computes the class logits of a text."""
+    """A ModernBERT classifier that computes the class logits of a whole text."""
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
         hidden = self.model(ids, seen)
-        # Like transformers, we take the first position even if it is padding.
+        # As in transformers, this is the first position even if that is padding.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 
 
 class ModernBertForTokenClassification(AbstractModernBertClassifier):
-    """Computes the class logits of each token in a text."""
+    """A ModernBERT classifier that computes the class logits of each token in a text."""
 
     of_tokens: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""`with_classifier`: replaces the output layer of a model by a classification layer."""
+"""`with_classifier`, which replaces the output layer of a model with a classification head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,31 +31,33 @@ def with_classifier(
     std: float | int = 0.02,
     pad_token_id: int | None = None,
 ) -> PyTree:
-    """Gives a model a new classification layer.
+    """Adds a newly-initialised classification head to a model.
 
-    Use this to train a classifier or a reward model from a decoder or an encoder.
+    Typically used to train a classifier or a reward model, starting from a decoder or an encoder.
 
-    [`quaxlike.lm.save`][] writes the result as the corresponding class of transformers, such as
+    The result can be saved by [`quaxlike.lm.save`][] as the corresponding transformers class, e.g.
     `LlamaForSequenceClassification`.
 
     **Arguments:**
 
-    - `model`: a decoder or encoder from [`quaxlike.lm.load`][]. The output layer of a decoder is dropped.
-    - `labels`: the names of the labels. Use a single name for a reward or another number.
-    - `key`: the random key for the new weights, which are normal with the standard deviation `std`. Biases
-        start at zero.
-    - `of_tokens`: whether to classify each token instead of the whole text. Default: False.
-    - `problem_type`: as in `config.json`: `"single_label_classification"`, `"multi_label_classification"` or
-        `"regression"`. Default: none. transformers then assumes regression for one label, and a single label
-        otherwise.
-    - `std`: default 0.02, which is the `initializer_range` of most models.
-    - `pad_token_id`: the padding token for a decoder whose configuration has none. It is never taken for the
-        last token of a text. Default: none. transformers can then classify only one text at a time.
+    - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. A decoder's existing output layer
+        is dropped.
+    - `labels`: the names of the labels. Pass a single name for a reward model or any other scalar regression.
+    - `key`: a PRNG key for initialising the new weights, which are normal with standard deviation `std`.
+        Biases are initialised to zero.
+    - `of_tokens`: whether to classify individual tokens rather than the whole text. Default: False.
+    - `problem_type`: as in `config.json`, either `"single_label_classification"`,
+        `"multi_label_classification"` or `"regression"`. Default: unset, for which transformers assumes
+        regression if there is only one label, and single-label classification otherwise.
+    - `std`: Default: 0.02, which is the `initializer_range` of most models.
+    - `pad_token_id`: the padding token, if a decoder's configuration doesn't specify one. It is never
+        considered to be the last token of a text. Default: unset, in which case transformers can only
+        classify one text at a time.
 
-    **Returns:** the model, with its trained arrays and adapters.
+    **Returns:** the model, including any trained arrays and adapters it already had.
 
-    **Raises:** `ValueError` for an unsupported model, a model that already has such a layer, an architecture
-    without such a head, or labels that are not distinct.
+    **Raises:** `ValueError` if the model is unsupported or already has a classification head, if its
+    architecture has no such head, or if labels aren't distinct.
 
     !!! example
 
@@ -82,6 +84,7 @@ def with_classifier(
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
+            # Only the hidden size matters, as the encoder itself will be replaced.
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
             bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
             new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)
@@ -96,6 +99,7 @@ def with_classifier(
             )
     dtype = next(iter(named_arrays(model).values())).dtype
     started: dict[str, Any] = {}
+    # Any array not taken from the existing model is still abstract, and so has to be initialised.
     for name, x in named_arrays(new).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             key, own = jax.random.split(key)

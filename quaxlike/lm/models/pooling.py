@@ -1,4 +1,4 @@
-"""Pooling of token vectors into one vector per sentence."""
+"""Pooling of token vectors into a single sentence vector."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ def _count(x: _Tokens, seen: _Seen) -> Float[Array, ""]:
     return jnp.maximum(seen.sum(), 1).astype(x.dtype)
 
 
-#: The modes, by sentence-transformers' names.
+#: Pooling modes, as named by sentence-transformers.
 MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "cls": lambda x, seen: x[jnp.argmax(seen)],
     "max": lambda x, seen: jnp.max(jnp.where(seen[:, None], x, -jnp.inf), axis=0),
@@ -49,7 +49,7 @@ MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# Older files have one boolean per mode. sentence-transformers concatenates in this order.
+# Older files have one boolean per mode instead. sentence-transformers concatenates in this order.
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -58,22 +58,22 @@ _OLDER = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# We read the first entry. The others follow from the model or from its input.
+# Only the first of these is read, as the others can be inferred from the model or its input.
 _OTHERS = ("pooling_mode", "word_embedding_dimension", "embedding_dimension", "include_prompt")
 
 
 class Pooling(eqx.Module):
-    """Pools token vectors into one vector, as in sentence-transformers.
+    """Pools token vectors into a single vector, as in sentence-transformers.
 
     **Arguments:**
 
-    - `modes`: `"cls"` (the first token), `"lasttoken"`, `"max"`, `"mean"`, `"mean_sqrt_len_tokens"` (the sum
-        over the root of the length) or `"weightedmean"` (by position). With several modes, the vectors are
-        concatenated.
-    - `normalize`: whether to divide the result by its norm. Default: True.
+    - `modes`: any of `"cls"` (the first token), `"lasttoken"`, `"max"`, `"mean"`, `"mean_sqrt_len_tokens"`
+        (the sum divided by the square root of the length) or `"weightedmean"` (weighted by position). If
+        there are several, then their vectors are concatenated.
+    - `normalize`: whether to normalise the result to unit length. Default: True.
 
-    Call this with vectors `(tokens, hidden)` and `seen` `(tokens,)`, which is False for padding. This returns
-    `(len(modes) * hidden,)`.
+    Instances should be called with token vectors, of shape `(tokens, hidden)`, and a mask `seen` of shape
+    `(tokens,)` that is False for padding. The result has shape `(len(modes) * hidden,)`.
     """
 
     modes: tuple[str, ...] = eqx.field(static=True, default=("mean",))
@@ -91,10 +91,11 @@ class Pooling(eqx.Module):
     @classmethod
     @checked
     def of(cls, directory: str | os.PathLike[str]) -> "Pooling":
-        """Reads the pooling from a checkpoint's `modules.json`. Without this file, it is the mean.
+        """Reads the pooling from a checkpoint's `modules.json`. Defaults to the mean if there is no such
+        file.
 
-        **Raises:** `CheckpointError` if the file is damaged, or if it lists modules other than `Pooling` and
-        `Normalize`: we would silently compute other vectors.
+        **Raises:** `CheckpointError` if the file is corrupt, or if it lists modules other than `Pooling` and
+        `Normalize`, as ignoring those would silently change the vectors.
         """
         folder = Path(directory)
         found = cls(normalize=False)
@@ -122,5 +123,5 @@ def _modes(path: Path) -> tuple[str, ...]:
 
 
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
-    """Returns the normalised mean over all tokens except padding. This is a common sentence embedding."""
+    """Computes the normalised mean over all non-padding tokens, which is a common sentence embedding."""
     return Pooling()(x, seen)

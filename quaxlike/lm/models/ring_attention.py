@@ -1,9 +1,9 @@
-"""Ring attention: attention with tokens sharded over an axis of a mesh (context parallelism).
+"""Ring attention, for tokens sharded over an axis of a mesh (i.e. context parallelism).
 
-Each device keeps the queries of its own tokens, while keys and values rotate around the ring of devices.
-After one rotation, each device has attended to all keys, with a running softmax, and has never stored more
-than two shards. The backward pass rotates them once more, together with their cotangents, as in Ring
-Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
+Each device keeps the queries of its own tokens, whilst keys and values are passed around a ring of devices.
+After a full rotation each device has attended to every key, using a running softmax, without ever having
+stored more than two shards. The backward pass consists of another rotation, this time including cotangents.
+See Ring Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
 
 import functools
@@ -22,13 +22,13 @@ from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
 def of_ring(
     query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
 ) -> Array:
-    """Like `of_one_device`, for tokens that are sharded over a mesh axis."""
+    """As `of_one_device`, but for tokens that are sharded over a mesh axis."""
     mesh = mesh_of((query, key, value))
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
-        # Make all operands vary here, so cotangents of replicated operands are summed here. Inside
-        # `lax.cond`, not every device would take part in the sum.
+        # Make all operands device-varying up front, so that this is where replicated operands' cotangents are
+        # summed. Not every device would take part in a collective inside `lax.cond`.
         return ring(*vary_alike(operands))
 
     own: Any = jax.P(axis)
@@ -41,7 +41,7 @@ def of_ring(
 
 
 class _Ring:
-    """Attention on a ring of `count` devices, inside `shard_map`. All operands vary over the axis."""
+    """Attention over a ring of `count` devices, inside a `shard_map`. All operands must vary over `axis`."""
 
     def __init__(self, axis: str, count: int, scores: Any) -> None:
         self.axis, self.count, self.scores = axis, count, scores
@@ -83,7 +83,8 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # A score's cotangent is its weight times (cotangent of its value minus the weighted mean of all).
+        # The softmax's VJP: a score's cotangent is its weight, multiplied by the cotangent of that weight
+        # minus their weighted mean. The latter equals the inner product of output and cotangent.
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
@@ -112,6 +113,7 @@ class _Ring:
                 return dqueries, dkeys
 
             dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
+            # Cotangents travel with their keys and values, and so end up on the device that owns them.
             return (dqueries, self._passed(keys), self._passed(dkeys)), None
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
@@ -127,7 +129,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """Adds what a block of queries and a block of keys contribute to the cotangents."""
+        """Accumulates the cotangents due to a block of queries attending to a block of keys."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -139,15 +141,15 @@ class _Ring:
         return (dkey + of_key.astype(jnp.float32), dvalue), dquery + of_query.astype(jnp.float32)
 
     def _queries(self, query: Array, sight: Sight) -> Any:
-        """Splits queries, positions and segment ids into blocks."""
+        """Splits the queries, and their positions and segment ids, into blocks."""
         return jax.tree.map(in_blocks, (query, sight.places, sight.texts and sight.texts[0]))
 
     def _keys(self, key: Array, value: Array, sight: Sight) -> Any:
-        """Splits keys, values, mask and segment ids into blocks."""
+        """Splits the keys and values, and their mask and segment ids, into blocks."""
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns where the visiting blocks of keys start, in turn `i`."""
+        """Returns the starting positions of the blocks of keys that this device holds after `i` turns."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
@@ -158,6 +160,6 @@ class _Ring:
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)
 
     def _passed(self, tree: Any) -> Any:
-        """Passes arrays to the next device (a collective permute)."""
+        """Passes arrays on to the next device in the ring, using a collective permute."""
         along = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, along), tree)

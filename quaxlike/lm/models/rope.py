@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, 2021), and how to scale them for longer texts.
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and methods of scaling them to longer texts.
 
-We follow transformers' `modeling_rope_utils`: YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024) and
-Llama 3.
+We follow transformers' `modeling_rope_utils`, i.e. YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024) and
+Llama 3's scaling.
 """
 
 import math
@@ -15,15 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from ..folders.model_config import check_numbers, computing, refused
 
-_LARGEST_HEAD = 1 << 16  # damaged files must not make us allocate more; no model comes close
+_LARGEST_HEAD = 1 << 16  # far above any real model; guards against large allocations for corrupt files
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Rope(NamedTuple):
-    """A rotary embedding: the frequency of each feature pair, and a factor for cosines and sines.
+    """A rotary embedding: a frequency for each pair of features, and a factor for the cosines and sines.
 
-    LongRoPE uses the frequencies `long` for texts with more than `switch` tokens. If `growth` is not 0,
-    queries are scaled by the logarithm of their position, in steps of `step` tokens (Ministral 3).
+    As in LongRoPE, the frequencies `long` are used for texts with more than `switch` tokens. If `growth` is
+    nonzero then queries are scaled by the logarithm of their position, in steps of `step` tokens (Ministral
+    3).
     """
 
     frequencies: tuple[float | int, ...]
@@ -34,18 +35,18 @@ class Rope(NamedTuple):
     step: int = 1
 
     def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
-        """Computes cosines and sines, each `(tokens, features)`, for a text of this length."""
+        """Computes the cosines and sines, each of shape `(tokens, features)`, for a text of this length."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         if self.long is not None:
             frequencies = jnp.where(length > self.switch, jnp.asarray(self.long, jnp.float32), frequencies)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         angles = jnp.concatenate([angles, angles], axis=-1)
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
-        # Without the barrier, XLA fuses this into every head of every layer and computes it again there.
+        # Without this barrier, XLA fuses this into every head of every layer, and so recomputes it there.
         return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
-        """Returns the factor for each token's query, `(tokens,)`, or None."""
+        """Returns the factor for each query, `(tokens,)`, or None if queries aren't scaled."""
         if not self.growth:
             return None
         steps = jnp.floor(positions.astype(jnp.float32) / self.step)
@@ -57,22 +58,22 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
-#: All known entries. Some of them have no effect.
+#: All known entries. Not all of them have an effect.
 ENTRIES = (
     *_NUMBERS,
     *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
-    "max_position_embeddings",  # a copy of the model's entry
-    *("mrope_section", "mrope_interleaved"),  # for images; a text token has three equal positions
+    "max_position_embeddings",  # duplicates the model's entry of this name
+    *("mrope_section", "mrope_interleaved"),  # for images; text tokens have three equal positions
 )
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Reads an entry of `rope_parameters`, or `rope_scaling` together with `rope_theta`.
+    """Parses an entry of `rope_parameters`, or of `rope_scaling` with `rope_theta` added to it.
 
-    `config` provides the head size and text lengths. As in transformers, `partial_rotary_factor` is ignored
-    unless `partial` is set.
+    The head size and text lengths are taken from `config`. As in transformers, `partial_rotary_factor` is
+    ignored unless `partial` is set.
 
-    **Raises:** `UnsupportedConfigError` for an unsupported kind, or numbers that give no rotation.
+    **Raises:** `UnsupportedConfigError` for an unsupported kind, or for values that don't define a rotation.
     """
     with computing(rope, "rope settings", label):
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -84,7 +85,7 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
         if not 0 < share <= 1:
             raise refused("partial_rotary_factor", share, label, "a share above 0, and up to 1")
         if not partial:
-            if share != 1 and kind != "default":  # transformers fails here, so there is nothing to match
+            if share != 1 and kind != "default":  # transformers raises too, so there is no behaviour to match
                 raise refused("partial_rotary_factor", share, label, f"whole heads beside rope_type={kind!r}")
             share = 1.0
         if config.head_dim > _LARGEST_HEAD:
@@ -108,10 +109,10 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
                     raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
             short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
             return Rope(short, scale or grown, long, original)
-        kept: Any = 1.0  # for each frequency, 1 to keep it and 0 to scale it
+        kept: Any = 1.0  # per frequency: 1 to keep, 0 to scale
         if kind == "linear":
             kept = 0.0
-        elif kind == "llama3":  # scales low frequencies, keeps high ones, and blends in between
+        elif kind == "llama3":  # scale low frequencies, keep high ones, and interpolate in between
             turns = original * inverse / (2 * math.pi)
             low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -133,7 +134,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """Returns how much to scale each frequency: from 0 for high ones to 1 for low ones."""
+    """Returns how much to scale each frequency, from 0 for high frequencies to 1 for low ones."""
 
     def at(turns: float | int) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -147,7 +148,7 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Rotates the first features of each head. The rotation's size says how many."""
+    """Rotates each head's features. Any features beyond the size of the rotation are left unchanged."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)

@@ -1,4 +1,4 @@
-"""`resize_vocabulary`: change the vocabulary size of a model."""
+"""`resize_vocabulary`, which changes the vocabulary size of a model."""
 
 import dataclasses
 from typing import Any
@@ -22,37 +22,37 @@ from .modern_bert import ModernBertConfig
 
 
 def embeddings() -> tuple[str, ...]:
-    """The names of token embeddings."""
+    """Returns the names of token embeddings."""
     return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
 
 
 def is_of_tokens(name: str) -> bool:
-    """Whether a name is that of an array of an embedding or output layer, which has a row per token."""
+    """Returns whether a name refers to an embedding or output layer, whose arrays have one row per token."""
     layer, _, field = name.rpartition(".")
     return field in ("weight", "bias") and layer.rpartition(".")[2] in (*embeddings(), "lm_head")
 
 
 @checked
 def resize_vocabulary(model: PyTree, n: int) -> PyTree:
-    """Changes the vocabulary size of a model, for example for a tokeniser with new tokens.
+    """Changes the vocabulary size of a model, e.g. for a tokeniser with additional tokens.
 
-    [`quaxlike.lm.save`][] writes the new size to `config.json`.
+    [`quaxlike.lm.save`][] will write the new size to `config.json`.
 
     **Arguments:**
 
-    - `model`: the result of [`quaxlike.lm.load`][], possibly with adapters, or stacked layers.
-    - `n`: the new number of tokens. The first ones are kept.
+    - `model`: a model, as returned by [`quaxlike.lm.load`][]. Adapters and stacked layers are both supported.
+    - `n`: the new number of tokens. If this is smaller than before then only the first `n` are kept.
 
     **Returns:**
 
-    The model with `n` rows in its embedding, and in its output layer unless it is tied. New rows are the mean
-    of the other rows, after adaptation if there are adapters. Adapters are resized too. If a weight is
-    quantised, then kept rows have the same codes, unless a block spans rows.
+    The model with `n` rows in its embedding, and in its output layer if that is untied. New rows are
+    initialised to the mean of all others, after applying adapters if there are any. Adapters are resized as
+    well. If a weight is quantised then existing rows retain their codes, except if blocks span several rows.
 
     **Raises:**
 
     `ValueError` if `n` is less than 1 or would remove a trained token, if the model has no token embedding,
-    or if the embedding's type does not support new rows.
+    or if the type of the embedding doesn't support new rows.
 
     !!! example
 
@@ -79,7 +79,7 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
     if all(x.shape[max(x.ndim - 2, 0)] == n for x in chosen.values()):
         return model
-    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # tied weights stay tied
+    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # preserves tied weights
     return with_new_embeddings(replace(model, resized), n)
 
 
@@ -90,7 +90,7 @@ def _resized(name: str, x: Any, n: int) -> Any:
         try:
             with on_materialise("error"):
                 return _with_rows(x, n)
-        except MaterialisationError:  # blocks span rows
+        except MaterialisationError:  # raised if blocks span several rows
             return _quantised_again(x, _with_rows(materialise(x), n))
     if is_value(x):
         raise _without_rows(name, x)
@@ -117,7 +117,7 @@ def _without_rows(name: str, x: Any) -> ValueError:
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
-    """Quantises a resized array like `x`. Kept blocks have the same codes."""
+    """Quantises a resized array in the same format as `x`. Blocks that weren't changed retain their codes."""
     stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
@@ -125,7 +125,7 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
 
 
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
-    """Cuts an axis to `n` entries, or appends copies of `mean` (by default, the mean of the entries)."""
+    """Truncates an axis to size `n`, or extends it by repeating `mean` (default: the mean over the axis)."""
     size = x.shape[axis]
     if n <= size:
         return quaxify(lambda x: jax.lax.slice_in_dim(x, 0, n, axis=axis))(x)
@@ -133,6 +133,7 @@ def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
     new = jnp.broadcast_to(jnp.expand_dims(mean, axis), (*x.shape[:axis], n - size, *x.shape[axis + 1 :]))
     if is_value(x):
         assert axis == 0
+        # Use existing rows as a template for how to quantise the new ones.
         like: Any = quaxify(lambda x: jnp.broadcast_to(x[:1], new.shape))(x)
         new = like.requantized(new)
     return quaxify(lambda x, new: jnp.concatenate([x, new], axis=axis))(x, new)
@@ -144,7 +145,7 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
 
 
 def with_new_embeddings(node: Any, n: int) -> Any:
-    """Updates the model's static sizes to a vocabulary of `n`, and marks its embeddings as new."""
+    """Updates a model's static fields to a vocabulary of size `n`, and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
 

@@ -1,4 +1,4 @@
-"""`--task classify`: classification and regression of texts."""
+"""`--task classify`: text classification and regression."""
 
 import argparse
 import dataclasses
@@ -23,7 +23,7 @@ from ..rows import NO_LABEL, check_entries, has_words, messages_of, template_opt
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
 from .task import AbstractTask, cross_entropy
 
-# More labels than this is a mistake in the data, such as a number to predict that was taken for a class.
+# Having more labels than this indicates a mistake, e.g. regression targets that we took for classes.
 _MOST = 100_000
 
 
@@ -52,10 +52,10 @@ class ClassSettings(TaskSettings):
 
 
 class Classes(AbstractTask):
-    """Classification of `{"text": ..., "label": ...}`.
+    """Classification, with rows of the form `{"text": ..., "label": ...}`.
 
-    The label is a name or a number from 0. For multi-label classification it is a list of these; for
-    regression, any number. `"messages"` may replace `"text"`.
+    A label is a name or an index. For multi-label classification it is a list of these, and for regression it
+    can be any number. Use `"messages"` in place of `"text"` for conversations.
     """
 
     labels: Labels = eqx.field(static=True)
@@ -147,8 +147,8 @@ class Classes(AbstractTask):
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
-        """Returns the loss of transformers. For several labels or for numbers, it averages over a text's
-        labels."""
+        """Computes the same loss as transformers. For multi-label classification and regression, this
+        includes an average over each text's labels."""
         if self.labels.problem == SINGLE:
             return jnp.sum(cross_entropy(outputs, batch.labels))
         if self.labels.problem == MULTI:
@@ -158,7 +158,7 @@ class Classes(AbstractTask):
         return jnp.sum(jnp.mean(errors, axis=-1))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy and the loss. With several labels per text, accuracy counts each label."""
+        """Computes the accuracy and the loss. Accuracy is over labels if texts have several."""
         loss = {"loss": float(self.total(outputs, batch)) / self.weight(batch)}
         if self.labels.problem == REGRESSION:
             return loss
@@ -170,7 +170,7 @@ class Classes(AbstractTask):
 
 
 def number_of(label: Any, labels: Labels) -> int:
-    """The number of a label that is given by its name or its number."""
+    """Returns the index of a label, given either by name or by index."""
     names = labels.names
     if isinstance(label, str) and label in names:
         return names.index(label)
@@ -181,7 +181,7 @@ def number_of(label: Any, labels: Labels) -> int:
 
 
 def with_settings(model: Any, train: TrainSettings, data: DataSettings) -> Any:
-    """A model that classifies already, with the settings that its checkpoint leaves open."""
+    """Applies settings to a classifier, for anything that its checkpoint doesn't specify."""
     settings, found = _settings_in(data), model.labels
     problem = settings.problem_type
     if settings.labels not in ((), found.names):
@@ -214,12 +214,12 @@ def new_head(
     *,
     of_tokens: bool = False,
 ) -> PyTree:
-    """Adds a new last layer, initialised as in transformers.
+    """Adds a new classification head, initialised as in transformers.
 
-    As in TRL, the padding token is the configuration's, or else the tokeniser's, or else the end-of-text
-    token.
+    As in TRL, the padding token is the configuration's, falling back to the tokeniser's and then to the
+    end-of-text token.
     """
-    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # independent of the key for adapters
+    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # must differ from the adapters' key
     pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)
     std = config.get("initializer_range") or 0.02
     try:
@@ -231,7 +231,7 @@ def new_head(
 
 
 def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
-    from ...text import TextTokenizer  # imported late: the command line lists tasks without the extra `lm`
+    from ...text import TextTokenizer  # imported lazily, so that tasks can be listed without `lm`
 
     token = read_special_tokens(folder).get("pad_token")
     if token is not None and (folder / "tokenizer.json").is_file():
@@ -249,7 +249,7 @@ def _settings_in(data: DataSettings) -> ClassSettings:
 
 
 def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
-    """Reads the labels from the adapter that the run continues."""
+    """Reads the labels from the adapter that we are continuing to train."""
     about = train.adapter / "run.json" if isinstance(train.adapter, Path) else None
     if about is None or not about.is_file():
         return ClassSettings()
@@ -261,7 +261,7 @@ def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
 
 
 def _labels_in(data: DataSettings) -> ClassSettings:
-    """Collects the label names from the data files, and tells which kind of problem they pose."""
+    """Collects the names of all labels in the data files, and infers the type of problem."""
     found: list[Any] = []
     of_words: set[bool] = set()
 

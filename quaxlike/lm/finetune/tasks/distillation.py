@@ -1,4 +1,4 @@
-"""`--task distill`: distillation from a teacher."""
+"""`--task distill`: knowledge distillation from a teacher."""
 
 # ruff: noqa: RUF009 (calls that make fields)
 
@@ -44,7 +44,7 @@ class DistillationSettings(TaskSettings):
 
 
 class Distillation(AbstractTextTask):
-    """Causal language modelling that also learns a teacher's probabilities.
+    """Causal language modelling, with an additional loss for matching the probabilities of a teacher.
 
     Hinton et al., Distilling the Knowledge in a Neural Network (2015).
     """
@@ -95,8 +95,8 @@ class Distillation(AbstractTextTask):
     def output(self, model: PyTree, example: Batch) -> Float[Array, " terms"]:
         """Computes the cross-entropy and KL(teacher ‖ model).
 
-        The KL term is multiplied by the squared temperature, so that the size of its gradients does not
-        depend on the temperature.
+        The latter is multiplied by the temperature squared, such that the scale of its gradients is
+        independent of the temperature.
         """
         (ids,), (segments,), (learned,) = example.ids, example.segments, example.learned
         hidden = tuple(
@@ -118,14 +118,14 @@ class Distillation(AbstractTextTask):
         return self.data.weight(batch)
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the loss, the perplexity on the data, and the divergence from the teacher."""
+        """Computes the loss, the perplexity on the data, and the KL divergence from the teacher."""
         of_data, apart = (np.sum(outputs, axis=0) / self.weight(batch)).tolist()
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {"loss": loss, "perplexity": float(np.exp(of_data)), "divergence": apart}
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Reads the vocabulary from the tokeniser's file."""
+    """Reads the vocabulary from `tokenizer.json`."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")

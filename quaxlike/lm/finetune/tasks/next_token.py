@@ -1,4 +1,4 @@
-"""Causal language modelling, and code that is shared by tasks for text-generating decoders."""
+"""Causal language modelling, along with functionality shared by all tasks for text-generating decoders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders that generate texts, and not for those that embed them (sentence-transformers)."""
+    """A task for decoders that generate text, as opposed to embedding it (sentence-transformers)."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"
@@ -34,15 +34,15 @@ class AbstractTextTask(AbstractTask):
 class NextToken(AbstractTextTask):
     """Causal language modelling.
 
-    The loss covers all of `{"text": ...}`, the completion of `{"prompt": ..., "completion": ...}`, or the
-    assistant's turns of `{"messages": [...]}`; the latter may come with `"tools"` and
-    `"chat_template_kwargs"`. Rows in the formats of ShareGPT and Alpaca work, too.
+    The loss is over the whole of `{"text": ...}`, the completion in `{"prompt": ..., "completion": ...}`, or
+    the assistant's turns in `{"messages": [...]}`. The latter can be accompanied by `"tools"` and
+    `"chat_template_kwargs"`. Rows in ShareGPT's and Alpaca's formats are also supported.
     """
 
     chunk: int = 0
-    """How many tokens per row get their logits at a time. 0 computes them all at once."""
+    """How many tokens per row to compute logits for at a time. If 0, all of them."""
     packed: bool = False
-    """Whether a row may hold several texts."""
+    """Whether rows can contain several texts."""
 
     help: ClassVar[str] = """\
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
@@ -95,15 +95,15 @@ class NextToken(AbstractTextTask):
 
 
 def chunk_of(settings: TrainSettings) -> int:
-    """Divides `loss_chunk` by the batch size: the number of tokens per row and chunk."""
+    """Returns the chunk size, in tokens per row, by dividing `loss_chunk` by the batch size."""
     return max(1, settings.loss_chunk // settings.batch_size)
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
-    """Cuts a text to `max_length`. Returns None if the cut leaves nothing to learn.
+    """Truncates a text to `max_length`. Returns None if this leaves nothing to train on.
 
-    The first token is never learned, since nothing predicts it. A text without any learned token is not
-    reported as cut.
+    The first token is never trained on, as nothing predicts it. Texts that had nothing to train on to begin
+    with aren't reported as truncated.
     """
     if not any(learned[1:]):
         return Example((ids[:max_length],), [False] * len(ids[:max_length]))
@@ -112,7 +112,7 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """Returns the next-token cross-entropy, summed over the learned tokens."""
+    """Computes the next-token cross-entropy, summed over all tokens to train on."""
 
     def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)
@@ -124,12 +124,14 @@ def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, ch
 def losses_of_text(
     losses: Callable[..., Any], models: PyTree, hidden: PyTree, ids: Any, learned: Any, chunk: int
 ) -> Float[Array, "*terms"]:
-    """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over the learned tokens.
+    """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over all tokens to train on.
 
-    Only `chunk` tokens have their logits in memory at a time, and the gradient recomputes them; otherwise a
-    large vocabulary would dominate the memory of a step. A chunk is a strided slice of the text: if devices
-    share the tokens, each of them then has a part of every chunk.
+    We materialise the logits of only `chunk` tokens at a time, and recompute them for the gradient, as
+    otherwise a large vocabulary would dominate the memory of a step. Chunks are strided slices, so that if
+    tokens are sharded then every device has a part of every chunk.
     """
+    # Pair each token with its successor. The last token has none, but wraps around to the first one, which is
+    # never trained on.
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
     def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Contrastive learning of text embeddings."""
+"""Contrastive learning of sentence embeddings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +18,15 @@ from .task import AbstractTask, cross_entropy
 
 
 class Pairs(AbstractTask):
-    """Sentence embeddings from pairs `{"anchor": ..., "positive": ...}`; other names are allowed too.
+    """Sentence embeddings from `{"anchor": ..., "positive": ...}` pairs. (Other names can be used as well.)
 
-    Each anchor should be closer to its own positive than to all other positives in the batch.
+    Each anchor should be closer to its own positive than to any other positive in the batch.
 
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
     pooling: Pooling = Pooling()
-    """The pooling over a text's tokens. Vectors are compared by cosine similarity."""
+    """How to pool over a text's tokens. The resulting vectors are compared by cosine similarity."""
 
     help: ClassVar[str] = """\
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
@@ -74,7 +74,7 @@ class Pairs(AbstractTask):
         return jnp.sum(cross_entropy(logits, jnp.arange(len(logits))))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy of ranking the positive first, and the mean reciprocal rank."""
+        """Computes the accuracy of ranking the true positive first, and the mean reciprocal rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
         ranks = np.sum(similarity >= np.diagonal(similarity)[:, None], axis=1)
         return {"accuracy": float(np.mean(ranks == 1)), "mrr": float(np.mean(1 / ranks))}

@@ -27,23 +27,24 @@ class PreferenceSettings(TaskSettings):
     beta: float | int = option(
         "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
-    """Scales the log-probability ratios."""
+    """The factor to multiply log-probability ratios by."""
 
 
 class Preferences(AbstractTextTask):
-    """Direct preference optimisation on `{"prompt": ..., "chosen": ..., "rejected": ...}`.
+    """Direct preference optimisation, with rows of the form
+    `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
-    The likelihood of the chosen text should grow more than that of the rejected one. Growth is relative to
-    the model before training: without adapters, or with the adapter that this run continues.
+    This increases the likelihood of the chosen text compared to the rejected one, both relative to the model
+    before training, i.e. without adapters, or with the adapter that we continue to train.
 
-    All three entries may be lists of messages. If there is no prompt, it is the common beginning of both
-    texts.
+    All three entries can also be lists of messages. If there is no prompt then it is taken to be the common
+    prefix of both texts.
 
     Rafailov et al., Direct Preference Optimization (2023), as in TRL.
     """
 
     chunk: int = 0
-    """See `NextToken.chunk`."""
+    """As `NextToken.chunk`."""
     settings: PreferenceSettings = eqx.field(static=True, default=PreferenceSettings())
 
     help: ClassVar[str] = """\
@@ -78,17 +79,18 @@ class Preferences(AbstractTextTask):
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
         if teacher is not None:
             return model, teacher
+        # Without a teacher, the model before training is given by the weights underneath the adapters.
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """Computes log(p / p_start) for each continuation, where p_start is the model before training."""
+        """Computes log(p / p_start) for each continuation, where p_start is before training."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
                 cross_entropy_of_text(each, each.hidden(ids, seen), ids, learned, self.chunk)
                 for each in model
             )
-            return before - after  # both are cross-entropies, so this is the gain in log-probability
+            return before - after  # the gain in log-probability, as both are cross-entropies
 
         return jax.vmap(gain)(example.ids, example.seen, example.learned & example.seen)
 
@@ -96,10 +98,10 @@ class Preferences(AbstractTextTask):
         return -jnp.sum(jax.nn.log_sigmoid(self.settings.beta * (outputs[:, 0] - outputs[:, 1])))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the loss, the accuracy and the mean margin, scaled by `beta`.
+        """Computes the loss, the accuracy, and the mean margin scaled by `beta`.
 
-        A pair is right if the chosen text gained more. If both gained the same, as they do before training,
-        it counts as one half.
+        A pair counts as correct if the chosen text gained more than the rejected one, and as half-correct if
+        both gained the same, as is the case before training.
         """
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
@@ -111,7 +113,7 @@ class Preferences(AbstractTextTask):
 
 
 def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
-    """Tokenises both conversations. Also returns where the answers begin."""
+    """Tokenises both conversations. Also returns the position at which their answers start."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
     prompt = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in row["prompt"]]

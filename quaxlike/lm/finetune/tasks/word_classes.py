@@ -1,4 +1,4 @@
-"""`--task classify` for rows of words: classification of each word, such as named entities."""
+"""`--task classify` for labelled words, e.g. named entity recognition."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,9 @@ from .task import AbstractTask, cross_entropy
 
 
 class WordClasses(AbstractTask):
-    """Classification of words: `{"tokens": [...], "ner_tags": [...]}`. The model reads them with spaces in
-    between, and learns the first token of each, as in transformers' `run_ner.py`."""
+    """Token classification, with rows of the form `{"tokens": [...], "ner_tags": [...]}`. As in transformers'
+    `run_ner.py`, words are joined by spaces, and only the first token of each word contributes to the loss.
+    """
 
     labels: Labels = eqx.field(static=True)
 
@@ -78,7 +79,7 @@ class WordClasses(AbstractTask):
         return float(np.sum(batch.learned))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """The share of words with the right label, and the loss."""
+        """Computes the accuracy over words, and the loss."""
         right = np.argmax(outputs, axis=-1) == batch.labels
         accuracy = float(np.sum(right & batch.learned[:, 0])) / self.weight(batch)
         return {"accuracy": accuracy, "loss": float(self.total(outputs, batch)) / self.weight(batch)}
