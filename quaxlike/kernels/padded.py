@@ -60,8 +60,10 @@ def _without_slices(at: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _clamped(y: Array, at: tuple[Any, ...], num_batch: int) -> tuple[tuple[Any, ...], Array]:
-    """Returns clamped indices into all axes of `y`, and a mask for those that were already in bounds. An index
-    `None` takes a whole axis."""
+    """Returns clamped indices into all axes of `y`, and a mask for those that were already in bounds.
+
+    `None` takes a whole axis.
+    """
     shape = np.broadcast_shapes(*(np.shape(index) for index in at if index is not None))
     places: list[Any] = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(num_batch)]
     inside = jnp.ones(shape, bool)
