@@ -39,6 +39,11 @@ class TextTokenizer:
         """Returns the id of a token, or None if there is no such token."""
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, without added tokens."""
+        return self._tokenizer.get_vocab(with_added_tokens=False)
+
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
         """The special tokens added by the tokeniser at the start and end of a text."""

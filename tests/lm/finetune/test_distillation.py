@@ -1,6 +1,7 @@
 """`--task distill`: the probabilities of a teacher are learned."""
 
 import json
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -115,6 +116,9 @@ def test_another_teacher_and_what_cannot_start(command, tmp_path, capsys):
     file.write_text(json.dumps(text))
     assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
     assert "must have the tokens of" in capsys.readouterr().err
+    file.write_text("{}")
+    assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
+    assert re.search(r"teacher.tokenizer.json.* is not a tokeniser", capsys.readouterr().err)
     command.remove("--task=distill")
     assert main([*command, f"--output={tmp_path / 'other'}", f"--teacher={teacher}"]) == 2
     assert "--teacher is for --task distill" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 (calls that make fields)
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,7 +78,7 @@ class Distillation(AbstractTextTask):
                 f"--teacher must be a decoder that writes texts; found {type(teacher).__name__}."
             )
         sizes = [one.get("vocab_size") for one in (of_teacher, config)]
-        if sizes[0] != sizes[1] or _vocabulary(folder) != _vocabulary(settings.model):
+        if sizes[0] != sizes[1] or not _have_same_tokens(folder, settings.model):
             raise FinetuneError(
                 f"The teacher {folder} must have the tokens of {settings.model}: their vocabularies "
                 f"{'differ' if sizes[0] == sizes[1] else f'have {sizes[0]} and {sizes[1]} tokens'}."
@@ -124,9 +123,8 @@ class Distillation(AbstractTextTask):
         return {"loss": loss, "perplexity": float(np.exp(of_data)), "divergence": apart}
 
 
-def _vocabulary(folder: Path) -> Any:
-    """Reads the vocabulary from `tokenizer.json`."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no {file}, which the tokeniser is read from.")
-    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")
+def _have_same_tokens(*folders: Path) -> bool:
+    from ...text import TextTokenizer  # not at module level, so that `--help` works without the extra `lm`
+
+    first, second = (TextTokenizer(folder).vocabulary for folder in folders)
+    return first == second
