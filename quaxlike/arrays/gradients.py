@@ -1,5 +1,4 @@
-"""The `gradients` field: whether a part that is frozen by default receives gradients, and whether it is
-trained.
+"""`gradients`: whether a part that's frozen by default receives gradients, and whether it's trained.
 
 The possible values are ordered, and combining two arrays must keep the stronger one, as otherwise we would
 freeze something that the user is training.
