@@ -1,4 +1,4 @@
-"""Sums, scaling and elementwise functions that keep a matrix's structure."""
+"""Addition, scaling and elementwise functions that preserve the structure of a matrix."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
 
 
 def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
-    """Multiplies or divides the stored elements by elements of an array."""
+    """Multiplies or divides the stored elements by the corresponding elements of an array."""
     places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
 
@@ -103,14 +103,14 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     if factor is None and x.places() is not None:
         return _on_places(primitive, x, y, **params)
     if factor is None or (x.places() is None and not jnp.issubdtype(x.dtype, jnp.inexact)):
-        return NotImplemented  # integer division rounds
+        return NotImplemented  # division of integers rounds
     return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
 
 
 def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
-    """`y` as a single number, or as one number per matrix in a stack; None if it is neither.
+    """Returns `y` as a scalar, or as one scalar for each matrix in a stack; None if it is neither.
 
-    JAX may also bind primitives with axes of size 1.
+    Note that JAX might also have added axes of size 1 before binding the primitive.
     """
     shape = np.shape(y)
     if not shape:
@@ -179,7 +179,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # A product with ones, then plain sums over the remaining axes.
+        # Multiply by a vector of ones, and then sum over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))
