@@ -129,6 +129,7 @@ def _broadcast_in_dim(
     n, n_new = x.ndim, len(shape) - x.ndim
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
+    # It's enough to add the new batch axes to one part, as all other parts are constant along them.
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
         name = next((name for name in labels_of(x) if name not in ("w", *x.numbers)), "w")
         part, own = getattr(x, name), _labels_in(x, range(n))[name]
@@ -287,6 +288,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     batch = [i for i in range(n) if i not in matrix]
     ends = len(batch) - n  # this is used if all batch axes are leading ones, and the matrix isn't reshaped
     kept = batch == [*range(len(batch))] and tuple(new_sizes[ends:]) == x.shape[ends:]
+    # The matrix doesn't have any batch axes yet, so all new axes have size one.
     if kept and not batch:
         return rearranged(x, [*range(n, m), *range(n)])
     if kept:
@@ -308,6 +310,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     moved = axes != {"out_axes": x.out_axes, "in_axes": x.in_axes}
     if moved and not x.any_axes:
         return NotImplemented
+    # If batch axes are split or merged then every part needs to have all of them.
     regrouped = any(old[0] in batch and (len(old), len(axes)) != (1, 1) for old, axes in groups)
     x = with_all_axes(x) if regrouped else _even(x)
 
@@ -383,6 +386,7 @@ class Lookup:
         """Gathers slices of a part, filling those out of bounds with `outside`. Also returns their labels."""
         n_indices, partner = len(self._of_indices), self._partner
         mine = [i for i in self._picked if i in own]
+        # If the part doesn't have any of the indexed axes then all slices share it.
         if not mine:
             return part, [partner.get(i, i) for i in own]
         here = [i for i in own if i in partner]
@@ -395,6 +399,7 @@ class Lookup:
             start_indices_batching_dims=tuple(partner[i] - self._n for i in here),
         )
         columns = jnp.asarray(self._indices)
+        # Only use those columns of the indices that refer to axes of this part.
         if len(mine) < len(self._picked):
             columns = columns[..., jnp.array([self._picked.index(i) for i in mine])]
         sizes = tuple(size if i < 0 else self._sizes[i] for i, size in zip(own, part.shape, strict=True))

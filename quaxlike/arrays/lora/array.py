@@ -166,10 +166,14 @@ class LoraArray(AdaptedArray):
 
     def scaling_in(self, dtype: Any) -> Any:
         """`scaling` in this dtype, so that multiplying an array of the same dtype by it doesn't promote."""
+        # Avoid dividing by zero.
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
+        # Divide in at least float32, so that the result is only rounded once.
         wide = np.dtype(in_float32(dtype))
         divisor = np.full(self.alpha.shape, math.sqrt(self.rank) if self.rslora else self.rank, wide)
+        # NumPy arrays are concrete, so the scaling remains known when tracing. This allows us to skip it if
+        # it's 1.
         if isinstance(self.alpha, np.ndarray):
             return (self.alpha.astype(wide) / divisor).astype(dtype)
         return cast(jax.lax.div(cast(constant(self.alpha), wide), divisor), dtype)
@@ -185,6 +189,7 @@ class LoraArray(AdaptedArray):
         base = weight.astype(dtype)
         if self.magnitude is not None:
             scale, axes = row_scale(self)
+            # DoRA rescales the rows of the sum, which has to be undone before we can subtract the adapter.
             base = base / arrange(scale, axes, range(self.ndim)).astype(dtype)
         return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
@@ -199,8 +204,12 @@ class LoraArray(AdaptedArray):
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
+            # Rows are rescaled to this magnitude, so the base and the adapter don't have to be multiplied as
+            # well.
             return self.replace(magnitude=self.magnitude * cast(factor, self.magnitude.dtype))
         _, a_labels, b_labels = labels(self)
+        # It's enough to multiply one of `a` and `b`, provided that it has all axes along which the factor
+        # varies.
         varying = [i for i, size in enumerate(factor.shape) if size != 1]
         name, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
         fits = set(varying) <= set(own) and all(factor.shape[i] == self.shape[i] for i in varying)
@@ -239,10 +248,12 @@ class LoraArray(AdaptedArray):
         if method == "linear":
             if len({x.rank for x in others}) > 1:
                 raise ValueError("method='linear' needs adapters of the same rank; found several")
+            # Each weight is divided evenly between the two factors.
             halves = [(jnp.sqrt(abs(f)), jnp.sign(f) * jnp.sqrt(abs(f))) for f in factors]
             a = _sum(_times(x, x.a, a_labels, half) for (half, _), x in zip(halves, others, strict=True))
             b = _sum(_times(x, x.b, b_labels, half) for (_, half), x in zip(halves, others, strict=True))
         else:
+            # Concatenating along the rank gives the exact sum, but its rank is the sum of all ranks.
             a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
             weighted = [_times(x, x.b, b_labels, f) for f, x in zip(factors, others, strict=True)]
             b = jnp.concatenate(weighted, axis=b_labels.index(RANK))
@@ -289,6 +300,7 @@ class LoraArray(AdaptedArray):
         if (x.rank, x.rslora) != (like.rank, like.rslora):
             x = padded_to(x, max(x.rank, like.rank))
         x = with_gradients(x, gradients_through(like, x))
+        # This is static, so it must be the same for both arrays.
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
@@ -446,6 +458,7 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
     """Returns DoRA's factor for each row, `magnitude / norm`, and its labels."""
     norm, out = row_norm(lora)
+    # As in the DoRA paper, we don't differentiate the norm, which saves memory.
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
 
@@ -462,6 +475,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)
     of_alpha = labels_of(lora)["alpha"]
     out = sorted({*rows, *w_labels, *a_labels, *of_alpha} - into - {RANK})
+    # The quadratic term sums over the rank twice, so we need a second label for it.
     other = RANK - 1
     other_a = [other if i == RANK else i for i in a_labels]
     other_b = [other if i == RANK else i for i in b_labels]
@@ -472,6 +486,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     s = arrange(jnp.asarray(lora.scaling_in(dtype)), of_alpha, thin)
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
+    # Rounding errors could make this slightly negative.
     return jnp.sqrt(jnp.maximum(squares, 0)), out
 
 

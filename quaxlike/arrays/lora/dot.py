@@ -29,6 +29,7 @@ from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dr
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    # This has to happen outside of the cached trace, which wouldn't warn a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
             tell_of_dropout(operand)
@@ -62,6 +63,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         return contract(x, x_labels, part, part_labels, keep, **params)
 
     def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
+        # `dimension_numbers` only apply if the base and x have the same axes as in the original product.
         spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*part_product(w, w_labels, x, x_labels, out, **params), out)
@@ -90,6 +92,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
     def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
         if not set(rows) <= set(out):  # rows are summed over, so we have to scale x instead
+            # Integers would be rounded when multiplied by the scale.
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 x = cast(x, common_dtype(lora, x))
             more = [*(i for i in rows if i not in x_labels), *x_labels]
@@ -97,6 +100,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         by_row = arrange(scale, rows, out)
         if not drops(lora):
             return multiply(product(w, a, b, x), by_row)
+        # As in PEFT, dropout only affects what is added to the output of the original layer, which includes
+        # the change in scale of the base.
         y, x = base_product(w, x, x_labels), dropped(lora, x)
         change = multiply(base_product(w, x, x_labels), by_row - 1)
         return add(y, add(change, multiply(adapter_product(a, b, x, x_labels), by_row)))
@@ -167,6 +172,8 @@ def _conv(
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
+    # We support kernels with factors (rank, in, *window) and (out, rank), as well as their gradients, in
+    # which `in` and `out` are exchanged.
     backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
     ends = {RANK, out if backward else into, *window}
     if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
@@ -186,6 +193,7 @@ def _conv(
             **params,
         )
 
+    # The convolution with `b` has a window of size one, and no strides or padding.
     pointwise = params | {
         "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
         "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
@@ -260,6 +268,8 @@ def _ragged_dot(
         first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
         dtype = common_dtype(a, b, x)
         plain = params | {"preferred_element_type": None}
+        # If each expert has its own scaling then it's applied to the expert's factor, and otherwise to the
+        # thin result.
         part, by_expert = cast(first[0], dtype), bool(labels_of(lora)["alpha"])
         part = scaled(lora, part, first[1])[0] if by_expert else part
         thin = dot(cast(dropped(lora, x), dtype), part, first[1], summed, **plain)

@@ -117,6 +117,7 @@ class NamedArray(AnnotatedArray):
 
     def rename(self, names: dict[str, Name]) -> "NamedArray":
         """Renames some of the axes, as in `x.rename({"time": "step"})`."""
+        # This raises an error for unknown names.
         for name in names:
             self.axis(name)
         return NamedArray(self.array, [names.get(n, n) if n else n for n in self.names])

@@ -119,6 +119,7 @@ def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]
     i = 0
     for j, size in enumerate(new):
         before = math.prod(new[:j])
+        # Skip old axes that start before the new one, and those of size one that were removed.
         while i < len(old) and (math.prod(old[:i]) < before or (old[i] == 1 != size)):
             i += 1
         whole = i < len(old) and math.prod(old[:i]) == before and old[i] == size

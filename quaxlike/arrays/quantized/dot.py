@@ -76,6 +76,7 @@ def contract(
     x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
     lead = plan.lead_order(w.num_lead)
+    # Some leading axes are merged into the matrix.
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
     parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), w.parts)
@@ -116,12 +117,15 @@ class _Plan:
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
     """Chooses how to treat `w` as a stack of matrices; None if this would cut blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
+    # We map over batch axes, so these have to be leading axes.
     if any(name in inner for name in batch):
         return None
     lead_contracted = tuple(name for name in lead if name in contracted)
     lead_free = tuple(name for name in lead if name not in contracted and name not in batch)
     inner_contracted = tuple(name for name in inner if name in contracted)
     inner_free = tuple(name for name in inner if name not in contracted)
+    # Inner axes have to be rows followed by columns, and we have to contract all of either the rows or the
+    # columns.
     if inner_contracted and inner_free + inner_contracted == tuple(inner):
         transpose, inner_rows = False, inner_free
     elif inner_contracted + inner_free == tuple(inner):
@@ -131,6 +135,7 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
     # If possible, free leading axes become rows or columns of one large matrix. Otherwise we map over them.
     for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
+        # The rows between leading and inner columns would prevent these from being contiguous.
         cut = lead_columns and inner_rows
         if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
             contracted = (*lead_contracted, *inner_contracted)
@@ -144,6 +149,7 @@ def _contract_slices(
     """Multiplies by each slice of the stored weight along its first axis, which is decoded separately."""
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
+    # There are no slices to sum over.
     if not w.stored_shape[0]:
         sizes = dict(enumerate(w.stored_shape)) | dict(zip(x_names, x.shape, strict=True))
         return jnp.zeros([sizes[name] for name in out_names], dtype)
@@ -157,6 +163,7 @@ def _contract_slices(
         names = tuple(_without_first(name) for name in x_names if name != 0)
         return contract(x, names, w.stored_slice(i), rest, np.dtype(np.float32))
 
+    # If the first axis occurs in the result then stack the products of all slices, and otherwise sum them.
     if in_out:
         _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
         names = (0, *(name for name in out_names if name != 0))
@@ -216,6 +223,7 @@ def _ragged_dot_general(
     free = with_free_axes(w, [group_axis])
     stack = w if free is None else free
     stored = stack.permutation
+    # We take slices along the first stored axis, so this must be the axis of experts.
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 
@@ -230,6 +238,7 @@ def _ragged_dot_general(
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
     dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
+    # Without any rows or experts, there aren't any tiles.
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
@@ -245,6 +254,7 @@ def _ragged_dot_general(
         def nothing(part: Any, expert: Any) -> Any:
             return jnp.zeros_like(part, np.float32, shape=shape)
 
+        # Don't decode anything for unused tiles.
         return lax.cond(expert < len(counts), product, nothing, part, expert)
 
     parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)

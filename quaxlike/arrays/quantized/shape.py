@@ -53,6 +53,7 @@ def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: A
 @register("squeeze")
 def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     gone = {w.permutation[axis] for axis in dimensions}
+    # Removing an inner axis changes how the last axis of the codes is interpreted, so this is a reshape.
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
         out = reshaped(w, shape)
@@ -73,8 +74,10 @@ def _broadcast_in_dim(
     stretched = {w.permutation[i] for i, axis in enumerate(dims) if shape[axis] != w.shape[i]}
     new = [axis for axis in range(len(shape)) if axis not in dims]
     outer = len(shape) - len(w.inner_shape)
+    # This only adds or expands leading axes.
     if not w.axes and dims[n:] == tuple(range(outer, len(shape))) and all(i < n for i in stretched):
         return _broadcast_lead(w, shape[:outer], dims[:n])
+    # This only adds axes of size one.
     if not stretched and all(shape[axis] == 1 for axis in new):
         out = reshaped(w, shape)
         if out is not None:
@@ -193,6 +196,7 @@ def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
     if w.order is not None:
+        # Rows that share an order have to stay together, so we can only reshape what comes after them.
         same = shape[:n] == lead and shape[n : n + 1] == w.inner_shape[:1]
         return dataclasses.replace(w, inner=tuple(shape[n:])) if same else None
     if shape[:n] == lead and math.prod(shape[n:]) == count:
@@ -200,6 +204,7 @@ def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
     for at in range(len(shape) - 1, -1, -1):  # this preserves rows of codes
         if math.prod(shape[at:]) == count and math.prod(shape[:at]) == math.prod(lead):
             return w.joined().cut(shape[:at], shape[at:])
+    # If blocks don't cross rows, then rows can be split or merged as long as no block is cut.
     if w.codec.cuts(count, w.block):
         for at in range(len(shape) - 1, -1, -1):
             if w.codec.cuts(math.prod(shape[at:]), w.block):
@@ -216,6 +221,7 @@ def _dynamic_slice(
         return w
     free = with_free_axes(w, cut)
     if free is None:
+        # The slice cuts blocks. We only support this for a single row, which we decode.
         if cut != [0] or slice_sizes[0] != 1 or w.axes:
             return NotImplemented
         index = clamped_start(starts[0], w.shape[0], 1)
@@ -286,9 +292,11 @@ def _gather(
     dims = dimension_numbers
     mode = lax.GatherScatterMode.from_any(mode)
     if w.axes:
+        # Convert this to a lookup in the stored array, whose axes aren't permuted.
         out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    # The leaves can be filled such that they decode to NaN, but not to any other value.
     if fills and not (fill_value is None or np.isnan(fill_value)):
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
@@ -344,6 +352,7 @@ def _gather(
     out = jax.tree.map(take, free)
     order = [*lead_places, *inner_places]
     out = out.with_axes([order.index(place) for place in range(out_ndim)])
+    # Rows of a matrix are activations, whereas matrices from a stack are still weights.
     return out.materialise() if len(w.shape) <= 2 else out
 
 

@@ -303,6 +303,7 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
         at, number = x.col_idx[block], x.transposed_idx.shape[0]
         found = jnp.moveaxis(x.blocks, 2, 1)[block, inside]
     else:
+        # These are columns of the stored matrix, for which `transposed_idx` contains flat indices of slots.
         stored, number = x.transposed_idx[block], rows
         at = stored // max(slots, 1)
         flat = jnp.moveaxis(x.blocks.reshape(rows * slots, b, b), 2, 1)

@@ -162,6 +162,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         # In the common case, indices are sorted without duplicates, so that we don't have to reorder `data`.
         if (np.diff(flat) > 0).all():
             return cls._at_places(data, flat, sizes)
+        # Otherwise sort the elements and sum duplicates, padding the arrays of a stack to a common size.
         each = [np.unique(row, return_inverse=True) for row in flat.reshape(math.prod(batch), flat.shape[-1])]
         width = max((len(places) for places, _ in each), default=0)
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
@@ -181,6 +182,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
         indices = [np.where(inside, c, size) for c, size in zip(coordinates, sizes, strict=True)]
         indices = [index.astype(np.int32) for index in indices]
+        # The pattern is concrete, so we can also compute the CSR index of a matrix.
         order, count = None, math.prod(places.shape[:-1])
         if len(sizes) == 2 and count:
             pairs = zip(*(index.reshape(count, places.shape[-1]) for index in indices), strict=True)
@@ -439,6 +441,7 @@ def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int])
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns all pairs of positions at which `x` and `y` have the same nonnegative value."""
     order = np.argsort(y, kind="stable")
+    # Once `y` is sorted, the entries that are equal to an entry of `x` are contiguous.
     first = np.searchsorted(y[order], x, side="left")
     counts = np.searchsorted(y[order], x, side="right") - first
     counts[x < 0] = 0

@@ -122,6 +122,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         mine, its = self.places(), other.places()
         if mine is None or its is None:
             return NotImplemented
+        # Match parts by the positions of their elements. Parts that `other` doesn't have are zero.
         parts: dict[str, Any] = {}
         for name, place in mine.items():
             same = [key for key, at in its.items() if all(map(np.array_equal, place, at))][:1]

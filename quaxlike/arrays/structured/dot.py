@@ -121,6 +121,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
             return out if preferred is None else out.converted(preferred)
+    # Only materialise one of the operands, so that the product still exploits the structure of the other one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
     return quaxify(functools.partial(primitive.bind, **params))(x, y)
 
@@ -132,6 +133,7 @@ def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) ->
     out = NotImplemented if isinstance(y, DiagonalMatrix) else x.matmul(y, precision)
     if out is not NotImplemented or type(x) is type(y):
         return out
+    # The product might only be implemented by the type on the right, so we try its transpose.
     x, y = y.transposed(), x.transposed()
     out = y.after_diagonal(x.diagonal) if isinstance(x, DiagonalMatrix) else x.matmul(y, precision)
     return out if out is NotImplemented else out.transposed()

@@ -68,6 +68,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
+    # Infinite terms with opposite signs would give NaN.
     if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)
@@ -97,6 +98,7 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
+    # As for products.
     if x.is_sum and is_infinite(reciprocal(y)):
         return NotImplemented
     factor = _factor(x, y)

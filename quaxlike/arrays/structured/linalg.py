@@ -129,6 +129,7 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
+    # The structure doesn't help with solving linear systems, so factorise the dense matrix instead.
     if not x.has_solver:
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
@@ -145,6 +146,7 @@ def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
 
 @register("triangular_solve")
 def _solve_factored(x: Factored, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
+    # This solves a linear system with L, which is the identity.
     if lower and unit_diagonal:
         return jnp.asarray(b)
     return NotImplemented if lower or unit_diagonal else _solve(x.matrix, b, **params)

@@ -120,10 +120,12 @@ class LowRankUpdate(StructuredMatrix):
     @property
     def has_solver(self) -> bool:
         base = value_of(self.base)
+        # Metadata such as units doesn't affect how the base is solved.
         while isinstance(base, AnnotatedArray):
             base = value_of(base.array)
         if isinstance(base, StructuredMatrix):
             return base.has_solver
+        # If a stack shares its base then it's worth factorising this once, even if it isn't structured.
         is_shared = self.num_batch > self.base.ndim - 2
         rules = resolver(active_layers.get())
         return is_shared or (is_value(base) and rules.has_rule(jax.lax.linalg.lu_p, base))
@@ -187,12 +189,14 @@ class LowRankUpdate(StructuredMatrix):
 
     def solve(self, b: Any) -> Any:
         rank = self.u.shape[-1]
+        # Solve for `u` and `b` at the same time, so that the base is only factorised once.
         both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
         of_u, of_b = both[..., :rank], both[..., rank:]
         v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))
         return of_b - of_u @ jnp.linalg.solve(_plus_identity(v @ of_u), v @ of_b)
 
     def inverse(self) -> "LowRankUpdate":
+        # The inverse is also a low-rank update, namely of the inverse of the base.
         base = jnp.linalg.inv(self.base)
         u, v = self._wide(self.u), self._wide(self.v)
         of_u, of_v = jnp.matmul(base, u), jnp.matmul(jnp.matrix_transpose(base), v)

@@ -131,6 +131,7 @@ def _gather(
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
     kept = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}
+    # Slices have to be whole matrices, whose axes must come last in the result.
     if not kept or tuple(dnums.offset_dims[-2:]) != (ndim - 2, ndim - 1):
         return NotImplemented
 

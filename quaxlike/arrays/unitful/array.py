@@ -193,6 +193,7 @@ class Unit:
 
     def _times(self, other: "Unit", power: Any) -> "Unit":
         """Returns `self * other**power`."""
+        # A product with a wildcard is a wildcard.
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
@@ -246,6 +247,7 @@ def guarded(unit: Unit, guard: int) -> Unit:
 
 
 def _fraction(power: Any) -> Fraction:
+    # Recover fractions such as 1/3 from floating-point numbers.
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
@@ -349,6 +351,7 @@ class Unitful(AnnotatedArray):
     @classmethod
     def promote(cls, array: Any, like: Any = None) -> Any:
         if like is None:
+            # Without `like`, this is a placeholder with an unknown unit. Integers can't be placeholders.
             inexact = jnp.issubdtype(array.dtype, jnp.inexact)
             return cls(0.0, UNKNOWN).with_array(array) if inexact else NotImplemented
         if like.unit.exponents and not may_be_placeholder(array):

@@ -31,6 +31,7 @@ from ...core.values import Value, as_shapes, is_value, probing
 # Represents one of 0, infinity and NaN, if we don't know which.
 OPEN = np.float64("nan")
 
+# The constant that fills each array, by id. Entries are removed once their array is garbage collected.
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 # Primitives that only move elements, such that each result contains elements of the corresponding operand.
@@ -181,6 +182,7 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
     """Returns the constants that fill the carry of a loop, regardless of the number of iterations."""
+    # This terminates, as each iteration can only make constants less specific.
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry

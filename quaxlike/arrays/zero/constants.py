@@ -233,6 +233,7 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
+        # As for symbolic zeros, this ignores that the other operand could be infinite or NaN.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
@@ -284,6 +285,7 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
     fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
+    # If slices might be filled then the result is only constant if they are filled with the same value.
     if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
@@ -342,6 +344,7 @@ _REDUCED: dict[str, Callable[[Any, int], Any]] = {
 
 @register(tuple(_REDUCED))
 def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **params: Any) -> Any:
+    # Each array of a stack has its own value, so we can't reduce over the batch axes.
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
@@ -349,6 +352,7 @@ def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **para
         return NotImplemented
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
     if n == 0:
+        # The result is the identity of the reduction, which is computed by reducing an empty array.
         of_nothing = functools.partial(primitive.bind, axes=(0,), **params)
         return apply(lambda v: of_nothing(v[None][:0]), Full(0, (), x.dtype), shape=shape)
     return apply(lambda v: _REDUCED[primitive.name](v, n), x, shape=shape)
