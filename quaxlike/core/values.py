@@ -382,10 +382,10 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """Returns the fields of a module or named tuple which may not be None."""
+    """Returns those fields of a module or named tuple which can't be None."""
     try:
         hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # a local class, or no types: then any field may be missing
+    except (NameError, TypeError):  # for a local class or without types, any field can be None
         hints = {}
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
