@@ -389,7 +389,7 @@ class _Results:
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """As `flatten`, for a differentiated function: materialises Values whose tangents have another form."""
+        """As `flatten`, for a differentiated function: materialises Values whose tangents differ in form."""
         if not self.decided:
             outs = [
                 dense(x, WHAT, hint=_HINT) if is_value(x) and not has else x
