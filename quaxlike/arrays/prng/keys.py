@@ -149,6 +149,7 @@ def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params:
 
 @register(["concatenate", "stack"])
 def _joined(primitive: Primitive, x: KeyArray, *rest: KeyArray, **params: Any):
+    # Keys of different generators can't be stored in the same array.
     if any(y.impl != x.impl for y in rest):
         return NotImplemented
     return KeyArray.from_jax(primitive.bind(*(y.to_jax() for y in (x, *rest)), **params))

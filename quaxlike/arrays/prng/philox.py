@@ -90,6 +90,7 @@ def _fold_in(key: Any, data: Any) -> Any:
 
 def _random_bits(key: Any, bit_width: int, shape: Sequence[int]) -> Any:
     size = math.prod(shape)
+    # Only one word of the counter is used for numbering blocks, each of which has 128 bits.
     if size * bit_width > 2**32 * 128:
         raise ValueError(
             f"philox4x32 generates 2**39 bits per key; found a shape of {tuple(shape)}. Split the key."

@@ -242,6 +242,7 @@ class CacheArray(AbstractQuantizedArray):
             ```
         """
         block = find_codec(cls, codec).block
+        # If the axis is smaller than a block of the codec then there's a single block.
         block = None if block is None or block >= shape[-1] else block
 
         def make(x: Any) -> Any:

@@ -45,11 +45,13 @@ class BlockScales(eqx.Module):
 
         scaled = self
         if self.outer is not None:
+            # For some codecs, the outer scale is a divisor.
             outer = self.outer / factor if codec.over else wide(self.outer) * factor
             scaled = dataclasses.replace(self, outer=outer)
         else:
             scale, _ = codec.scales_and_zeros(*self.parts())
             scaled = dataclasses.replace(self, scale=scale * factor)
+            # The product might not be representable in the codec's own format for scales.
             codec = dataclasses.replace(codec, scales="float")
         if codec.zeros in ("plus", "minus") and self.outer_zero is not None:
             return codec, dataclasses.replace(scaled, outer_zero=wide(self.outer_zero) * factor)
@@ -101,6 +103,7 @@ def encode(
         parts = _stored(*_wanted(blocks, codec), codec, like)
     scale, zero = codec.scales_and_zeros(*parts.parts())
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
+    # If a block only contains zeros then its scale is zero as well.
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     if zero is None:
         wanted = blocks * inverse

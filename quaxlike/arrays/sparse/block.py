@@ -110,6 +110,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             raise ValueError(f"BlockSparseArray.from_dense takes 0 < density <= 1; found {density}.")
         *batch, n, k = w.shape
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
+        # Use float32, since squares might overflow in half precision.
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
             masks = largest(norms, density, "the {} blocks of each row")
@@ -117,6 +118,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             flat = norms.reshape(*norms.shape[:-2], -1)
             masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
+        # Padding has an index that is out of bounds, so clip it, and then clear these slots.
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, jnp.asarray(places), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
@@ -155,6 +157,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         matrices = [col_idx[i] for i in np.ndindex(*batch)]
         # Both indices are derived from the same pattern here, and mustn't be changed separately afterwards.
         each = [transposed_index(index, columns) for index in matrices]
+        # The matrices of a stack might have different numbers of slots, so pad these to the largest one.
         width = max((index.shape[1] for index in each), default=0)
         padded = [
             np.pad(index, ((0, 0), (0, width - index.shape[1])), constant_values=rows * slots)

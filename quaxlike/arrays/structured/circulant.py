@@ -64,6 +64,7 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
+            # A Fourier transform would introduce rounding errors.
             return product(self.materialise(), x, precision=precision)
 
         def by(blocks: Any, x: Any) -> Any:
@@ -99,6 +100,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return isinstance(other, BlockCirculantMatrix) and self.kernel.shape[-3:] == other.kernel.shape[-3:]
 
     def transposed(self) -> "BlockCirculantMatrix":
+        # Transposing a circulant block reverses its first row, except for the element on the diagonal.
         return self.each(lambda x, _: jnp.roll(jnp.flip(jnp.swapaxes(x, -3, -2), -1), 1, -1))
 
     def _check_square(self) -> None:
@@ -127,6 +129,8 @@ class BlockCirculantMatrix(StructuredMatrix):
         self._check_square()
         sign, log = jnp.linalg.slogdet(self._spectrum())
         sign = jnp.prod(sign, -1)
+        # For a real kernel, frequencies come in complex conjugate pairs, so their product is real up to
+        # rounding.
         sign = sign if jnp.iscomplexobj(jnp.zeros((), self.dtype)) else jnp.sign(sign.real)
         return sign.astype(self.dtype), jnp.sum(log, -1)
 
@@ -137,5 +141,6 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def diagonal_elements(self) -> Any:
         b = self.kernel.shape[-1]
+        # The diagonal of each circulant block is constant.
         first = jnp.diagonal(self.kernel[..., 0], axis1=-2, axis2=-1)
         return jnp.repeat(first, b, axis=-1)

@@ -47,6 +47,7 @@ class DiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
+        # Don't multiply by the identity, as an infinite element would then produce NaNs.
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))

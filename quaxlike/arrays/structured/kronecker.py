@@ -117,6 +117,7 @@ class KroneckerMatrix(StructuredMatrix):
         sign_a, log_a, sign_b, log_b = (
             jnp.broadcast_to(x, self.batch) for x in (sign_a, log_a, sign_b, log_b)
         )
+        # det(a ⊗ b) = det(a)ⁿ det(b)ᵐ
         return sign_a**n * sign_b**m, n * log_a + m * log_b
 
     def det(self) -> Any:

@@ -104,6 +104,7 @@ def _slice(x: StructuredMatrix, **params: Any):
 @register("dynamic_slice")
 def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
     n = x.num_batch
+    # A block with dynamic rows and columns isn't structured, so we only support slices of batch axes.
     if tuple(slice_sizes[n:]) != x.matrix_shape:
         return NotImplemented
 

@@ -83,6 +83,7 @@ class TridiagonalMatrix(StructuredMatrix):
         lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())
         if x.shape[-2] < 2:
             return diagonal * x
+        # The elements below and above the diagonal multiply the previous and the next row of `x`.
         below, above = lower * x[..., :-1, :], upper * x[..., 1:, :]
         rows = [(0, 0)] * (below.ndim - 2)
         below, above = jnp.pad(below, [*rows, (1, 0), (0, 0)]), jnp.pad(above, [*rows, (0, 1), (0, 0)])
@@ -135,6 +136,7 @@ class TridiagonalMatrix(StructuredMatrix):
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
 
         def minor(last: tuple[Any, Any], row: tuple[Any, Any]) -> Any:
+            # Each leading minor is determined by the two preceding ones.
             d, beside = row
             return (d * last[0] - beside * last[1], last[0]), None
 
