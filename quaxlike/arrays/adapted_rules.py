@@ -30,6 +30,7 @@ def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
 
     fields = {name: getattr(x, name) for name in array_fields(x) if name not in x.numbers}
     out = x.replace(**jtu.tree_map(converted, fields, is_leaf=is_value))
+    # The base might not support this dtype.
     return out if out.dtype == new_dtype else NotImplemented
 
 

@@ -38,5 +38,6 @@ def reciprocal(y: Any) -> Any:
     y = compat.literal_of(y)
     if isinstance(y, jax.core.Tracer):
         return 1 / y
+    # Without this, the result would be traced when called under `jax.jit`.
     with jax.core.eval_context():
         return 1 / jnp.asarray(y)

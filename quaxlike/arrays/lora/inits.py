@@ -90,6 +90,7 @@ def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) 
     """
     w = dense_base(name, lora, "init='pissa'")
     u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
+    # Divide by the scaling, as the adapter is going to be multiplied by it.
     return _moved(lora, w, *halves(u, s / scaling_of(lora, s), vt))
 
 
@@ -97,6 +98,7 @@ def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
     """Uses the first columns of Q and the first rows of R. Büyükakyüz, OLoRA (2024)."""
     w = dense_base(name, lora, "init='olora'")
     q, r = jnp.linalg.qr(w)
+    # As in PEFT, the factors aren't divided by the scaling.
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 

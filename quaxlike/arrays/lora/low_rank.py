@@ -26,8 +26,8 @@ def as_lora(
     - `axes`: returns the `out_axes` and `in_axes` of the weight. (This isn't called for a LoRA, which has its
         own.)
 
-    **Returns:** the adapter, and a pair of Frobenius norms, namely the approximation error relative to the
-    change made by the adapter, and this change relative to the weight. The latter is None if the array is
+    **Returns:** the adapter, and a pair of relative Frobenius norms: the approximation error relative to the
+    change made by the adapter, and this change relative to the weight. The pair is None if the array is
     returned unchanged.
     """
     if isinstance(x, TransparentValue):
@@ -41,6 +41,7 @@ def as_lora(
     lora = padded_to(lora, lora.rank)  # removes rsLoRA
     w = materialise(lora.w).astype(in_float32(lora.dtype))
     if is_plain:
+        # The change is already low-rank, so it doesn't have to be formed.
         u, s, vt = _svd_of_factors(lora)
     else:
         whole = on_innermost(lambda _: w, x).merged()
@@ -76,6 +77,7 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
     b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
+    # Orthogonalise both factors, so that we only need the SVD of a matrix that is rank by rank.
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
     core = jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
     core = scaling_of(lora, core, 2) * core

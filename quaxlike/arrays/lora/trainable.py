@@ -40,6 +40,7 @@ class TransparentValue(AdaptedArray):
         def under(values: Any) -> Any:
             return [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
 
+        # If the same array occurs several times, then it's only materialised once.
         plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
@@ -198,6 +199,7 @@ class TrainableRows(TransparentValue):
         return self
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "TrainableRows":
+        # New rows are the mean of all existing rows, including the trained ones.
         w = resize(self.w, axis, like=self.merged())
         if max(self.indices) >= w.shape[0]:
             raise ValueError(f"its rows {list(self.indices)} are trained.")
@@ -227,7 +229,9 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
         return lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
 
     start = jnp.asarray(start)
+    # Look up each index amongst the trained rows.
     known = jnp.asarray(x.indices, start.dtype).reshape((1,) * (start.ndim - 1) + (-1,))
+    # `lax.gather` clips the indices of the base, so we have to do the same.
     at = jnp.clip(start, 0, n - 1) if params["mode"] == lax.GatherScatterMode.CLIP else start
     same = at == known  # the last axis of `start` has size one
     own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
@@ -267,6 +271,7 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
+            # Set the entries for the trained rows to zero, so that they don't multiply the base as well.
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
             return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)

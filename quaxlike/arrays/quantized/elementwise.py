@@ -41,6 +41,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
     """Computes the square of an array. Codes can't represent any other product of quantised arrays."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
+    # Compare leaves by identity, since their values aren't known when tracing.
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
     )

@@ -133,6 +133,7 @@ def _symmetric(
         values = rounded(_ratio(x, scale))
         product, square = _sum(weights * x * values), _sum(weights * values * values)
         best = _ratio(product, square)
+        # The loss omits the squared norm of `x`, as this is the same for every scale.
         return -best * product, best, square
 
     ends = [end for end in limits if end]
@@ -158,6 +159,7 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
         values = rounded(_ratio(x - minimum, scale))
         first, square = _sum(weights * values), _sum(weights * values * values)
         product = _sum(weights * above * values)
+        # Fit both by least squares. If the minimum isn't allowed then clip it, and fit the scale again.
         best = _ratio(total * product - mass * first, total * square - first * first)
         free = least + (mass - best * first) / total
         minimum = _allowed(free, codec)
@@ -194,5 +196,6 @@ def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Arr
 def power_of_two_above(x: Array) -> Array:
     """Rounds up to a power of two. This is done on the bits, as `exp2` isn't exact on all platforms."""
     raw = lax.bitcast_convert_type(jnp.maximum(x, _TINY), jnp.uint32)
+    # Increment the exponent unless the mantissa is zero.
     up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
     return lax.bitcast_convert_type((raw >> 23) + up << 23, jnp.float32)

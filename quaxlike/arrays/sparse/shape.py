@@ -88,6 +88,7 @@ def _broadcast_in_dim(
         return out
     x = unstacked(x)
     from_axis = dict(zip(broadcast_dimensions, range(len(x.sizes)), strict=True))
+    # Elements are repeated along new axes, and along axes of size one that are expanded.
     grown = [axis for axis in range(len(shape)) if axis not in from_axis or x.sizes[from_axis[axis]] == 1]
     grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
     repeats = (x.nse, *(shape[axis] for axis in grown))
@@ -156,6 +157,7 @@ def _padded(x: SparseArray, nse: int) -> SparseArray:
     if x.order is None:
         return out
     row_ptr, by_column, column_ptr = x.order
+    # Padding comes last in both orders.
     last = jnp.broadcast_to(jnp.arange(x.nse, nse, dtype=jnp.int32), (*by_column.shape[:-1], extra))
     return out.replace(order=(row_ptr, jnp.concatenate([by_column, last], -1), column_ptr))
 
@@ -166,6 +168,7 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
     shape = [1] * (xs[0].ndim + 1)
     for size, place in zip(xs[0].shape, new, strict=True):
         shape[place] = size
+    # Add the new axis with size one, and then concatenate along it.
     parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
     return _concatenate(*parts, dimension=axis)
 

@@ -215,6 +215,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         indices = jnp.broadcast_to(matrix.indices, (*batch, *matrix.indices.shape[matrix.n_batch :]))
         if not isinstance(indices, jax.core.Tracer):
             return cls.from_coo(data, indices, matrix.shape)
+        # Traced indices can't be sorted here, but we still have to sum duplicates.
         if not matrix.unique_indices:
             matrix = sparse.BCOO((data, indices), shape=matrix.shape)
             with jax.numpy_rank_promotion("allow"):  # JAX relies on rank promotion here

@@ -35,6 +35,7 @@ def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params:
     return NotImplemented if y <= 0 or x.places() is None else _of_parts(primitive, x, y=y, **params)
 
 
+# These are multiplicative, so they can be applied to both factors.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
     return _of_parts(primitive, x, **params)
@@ -42,6 +43,7 @@ def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
+    # If elements are products or sums of parts, then rounding each part gives a different result.
     if x.places() is None and (
         x.dtype == bool
         or not jnp.issubdtype(new_dtype, jnp.inexact)
@@ -131,6 +133,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
     by = functools.partial(primitive.bind, **params)
     orders = ((x, y), (y, x)) if primitive.name == "mul" else ((x, y),)
     for first, second in orders:
+        # The product with a diagonal matrix is diagonal.
         if isinstance(first, DiagonalMatrix):
             other = inside(lambda second: second.diagonal_elements(), second)
             return replace_fields(first, diagonal=quaxify(by)(first.stacked().diagonal, other))
