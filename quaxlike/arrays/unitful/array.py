@@ -197,7 +197,7 @@ class Unit:
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        # Guards only survive division and negative powers.
+        # A guard is only needed until the next division (or negative power), which removes it.
         used = USED if other._guard and power != 1 else other._guard
         guards = {self._guard, used if power > 0 else 0} - {0}
         exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
