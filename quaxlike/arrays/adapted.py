@@ -135,13 +135,16 @@ class AdaptedArray(GradientsArray):
         return [name for name in names if any(map(_is_inexact, jtu.tree_leaves(getattr(self, name))))]
 
     def merged(self) -> Any:
-        """Returns the array that `merge` puts in its place, differentiable in all parts. Default:
-        materialises."""
+        """Returns the array that [`quaxlike.merge`][] replaces this by, which is differentiable in all parts.
+
+        By default, this materialises.
+        """
         return self.replace(gradients=strongest("pass", self.gradients)).materialise()
 
     def unmerged(self, weight: jax.Array) -> Any:
-        """The inverse of `merged`: the adapter for a dense `weight`, with a new base. Default:
-        `NotImplemented`.
+        """The inverse of `merged`, i.e. converts a dense `weight` to an adapter with a new base.
+
+        Default: `NotImplemented`.
         """
         return NotImplemented
 
@@ -173,7 +176,7 @@ class AdaptedArray(GradientsArray):
         return others if all(form(x) == form(self) for x in others) else NotImplemented
 
     def combined(self, others: Sequence[Any], weights: Sequence[Any], method: str, rank: int | None) -> Any:
-        """Combines several adapters on one weight (including this one) into their weighted sum.
+        """Combines several adapters on one weight (including this one) by computing their weighted sum.
 
         The weights may be traced. The options are the same as for [`quaxlike.combine_adapters`][]. Default:
         `NotImplemented`.
@@ -189,7 +192,7 @@ class AdaptedArray(GradientsArray):
         return NotImplemented
 
     def description(self) -> str:
-        """Returns the description in [`quaxlike.summary`][]. Default: the class's name."""
+        """Returns the description used in [`quaxlike.summary`][]. Default: the name of the class."""
         return type(self).__name__
 
     def replace(self: _Self, **fields: Any) -> _Self:
@@ -207,7 +210,7 @@ class AdaptedArray(GradientsArray):
         return replace_fields(self, **fields)
 
     def with_base(self: _Self, w: Any) -> _Self:
-        """Puts this adapter on another base."""
+        """Replaces the base, keeping the adapter."""
         return replace_fields(self, w=w)
 
     @classmethod
@@ -227,7 +230,7 @@ class AdaptedArray(GradientsArray):
         return out.with_base(w).replace(gradients=strongest("pass", like.gradients))
 
     def widen(self, like: Value) -> Any:
-        """Propagates gradients to the base if `like` does. Returns a dense array if the axes differ."""
+        """Propagates gradients to the base if `like` does so. Materialises if the axes differ."""
         if type(like) is not type(self):
             return NotImplemented
         # The parts correspond to different axes of the weight, so they aren't interchangeable.
@@ -259,7 +262,7 @@ class AdaptedArray(GradientsArray):
 
 
 def number(x: Any, shape: Sequence[int] = ()) -> Any:
-    """Converts to float32. Python numbers become NumPy arrays, whose values are also known under a trace."""
+    """Converts to float32. Python numbers become NumPy arrays, whose values are known even when tracing."""
     if isinstance(x, (int, float, np.number)):
         return np.full(shape, x, np.float32)
     return x if x.dtype == np.float32 else x.astype(np.float32)
@@ -289,7 +292,7 @@ _on_device = jax.jit(lambda x: x)
 
 
 def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
-    """Returns the sizes of the batch axes that the base and all trained parts have."""
+    """Returns the sizes of the batch axes that are common to the base and all trained parts."""
     if not knows_axes(x) or _labels(*_form(x))[0] == len(x.out_axes) + len(x.in_axes):
         return ()
     labels, matrix = labels_of(x), matrix_labels(x)
@@ -300,7 +303,7 @@ def _trained_batch(x: AdaptedArray) -> tuple[int, ...]:
 
 
 def without_numbers(x: Any) -> Any:
-    """Replaces the numbers of an array's adapters by None."""
+    """Replaces the `numbers` of an array's adapters by None."""
     if not isinstance(x, AdaptedArray):
         return x
     x = x.with_base(without_numbers(x.w))
@@ -348,7 +351,7 @@ def on_innermost(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _decides(w: Any) -> bool:
-    """Returns whether a base controls its own gradients."""
+    """Returns whether a base controls its own gradients, in which case we don't freeze it."""
     return isinstance(w, AdaptedArray) or getattr(w, "gradients", None) == "train"
 
 
@@ -369,9 +372,10 @@ def reached_by(x: _Self, operand: Any) -> _Self:
 
 
 def gradients_through(like: AdaptedArray, *others: AdaptedArray) -> Gradients:
-    """Returns the gradients of the base of `like`.
+    """Returns the `gradients` of the base of `like`.
 
-    This includes the gradients that the base controls itself, unless the bases of the others do so as well.
+    This includes any gradients controlled by the base itself, unless this is also the case for all the
+    others.
     """
     alone = _decides(like.w) and not all(_decides(x.w) for x in others)
     return strongest("pass", like.gradients) if alone else like.gradients
@@ -391,7 +395,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def array_fields(x: AdaptedArray) -> list[str]:
-    """Returns the names of the fields that are not static."""
+    """Returns the names of all fields that aren't static."""
     cls: Any = type(x)
     return _array_fields(cls)
 
@@ -409,7 +413,7 @@ def _array_fields(cls: Any) -> list[str]:
 
 @functools.cache
 def _words(cls: Any) -> dict[str, list[Any]]:
-    """`part_axes`, with a negative label (-1, -2, ...) for each axis that the weight does not have."""
+    """Returns `part_axes` as labels, which are negative for axes that don't occur in the weight."""
     own: dict[str, int] = {}
 
     def label(word: Any) -> Any:
@@ -457,7 +461,7 @@ def _labels(
 ) -> tuple[int, dict[str, Labels]]:
     """Returns the number of axes of the whole array, and the labels."""
     size = {"out": len(out_axes), "in": len(in_axes)}
-    parts: dict[str, Any] = {}  # their words, and the number of their batch axes
+    parts: dict[str, Any] = {}  # the words, and the number of batch axes, of each part
     for (name, words), ndim in zip(_words(cls).items(), ndims, strict=True):
         if ndim is not None:
             parts[name] = words, ndim - sum(size.get(word, 1) for word in words)

@@ -1,6 +1,6 @@
-"""Conversion of adapters, and multiplication by factors, for any type.
+"""Rules that convert an adapter's dtype, or multiply an adapter by factors, regardless of its type.
 
-The dtype of an adapted array is the dtype of its base. Both rules keep it so.
+The dtype of an adapted array is always the dtype of its base, and both kinds of rule preserve this.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .factors import is_infinite, multiplies_nothing, reciprocal
 
 @register("convert_element_type")
 def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
-    """Converts the base and all floating-point parts."""
+    """Converts the base, and all parts that are floating-point."""
     if not jnp.issubdtype(new_dtype, jnp.floating) or type(x).default is not AdaptedArray.default:
         return NotImplemented
 
@@ -30,6 +30,7 @@ def _convert_element_type(x: AdaptedArray, *, new_dtype: Any, **params: Any):
 
     fields = {name: getattr(x, name) for name in array_fields(x) if name not in x.numbers}
     out = x.replace(**jtu.tree_map(converted, fields, is_leaf=is_value))
+    # The base might not support this dtype.
     return out if out.dtype == new_dtype else NotImplemented
 
 

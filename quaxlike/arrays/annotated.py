@@ -1,7 +1,8 @@
 """`AnnotatedArray`: an array with static metadata.
 
-A primitive without a rule never keeps metadata by accident: it either only moves elements (`STRUCTURAL`), or
-it gets the bare array. A unit that survived an unknown primitive would be wrong silently.
+A primitive without a rule must never preserve metadata by accident, as e.g. a unit would then be silently
+wrong. So either the primitive is known to only move elements (`STRUCTURAL`), or it's applied to the bare
+array.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,16 +30,17 @@ _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 STRUCTURAL = REARRANGEMENTS + installed(
     "copy copy_p convert_element_type dynamic_slice gather reduce_precision sharding_constraint"
 )
-"""Primitives that only move or round elements, and so keep an array's metadata."""
+"""Primitives that only move or round elements, and so preserve an array's metadata."""
 
 
 class AnnotatedArray(ArrayOperators, ArrayValue):
     """An array with static metadata, such as a unit, axis names, a frame of reference or a calendar.
 
-    Subclass this, declare the metadata as static fields, and register rules for primitives that read or
-    change it. Shape and dtype come from the array. Rows, stacks, shardings, derivatives, loop carries and all
-    `jax.Array` operators work without a rule. So do primitives that only move elements; they keep the
-    metadata. Any other primitive without a rule gets only the array, under the policy of
+    To create your own type, subclass this, declare the metadata as static fields, and register rules for the
+    primitives that read or change it. The shape and dtype are those of the array. You don't need any rules
+    for indexing, stacking, sharding, differentiation, loop carries, or the operators of `jax.Array`.
+    Primitives that only move elements don't need rules either; they preserve the metadata. Any other
+    primitive without a rule is applied to the bare array, subject to the policy of
     [`quaxlike.on_materialise`][].
 
     **Arguments:**
@@ -77,7 +79,7 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A copy: rules that a subclass registers must not apply to its parent.
+        # We copy this, since rules registered by a subclass mustn't apply to its parent.
         cls._several = dict(cls._several)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -92,25 +94,25 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def bind(cls, primitive: Primitive, operands: Iterable[Any], params: dict[str, Any]) -> Any:
-        """Applies the primitive to operands without this class's metadata. For use in rules."""
-        # Only this class is unwrapped. Other Values among the operands keep their own rules.
+        """Binds the primitive to the operands, with this class's metadata removed. For use in rules."""
+        # Only unwrap this class, so that any other Values amongst the operands still use their own rules.
         arrays = [x.array if isinstance(x, cls) else x for x in operands]
         return quaxify(primitive.bind)(*arrays, **params)
 
     @classmethod
     def rule_for_several(cls, primitives: str | Sequence[str]) -> Callable[[_Rule], _Rule]:
-        """Registers a rule for primitives with any number of operands, at least one having this class.
+        """Registers a rule for primitives with any number of operands, at least one of which has this class.
 
-        This is tried if no [`quaxlike.register`][] rule matches.
+        The rule is only tried if no [`quaxlike.register`][] rule matches.
 
         **Arguments:**
 
-        - `primitives`: a primitive's name, or several.
+        - `primitives`: the name of a primitive, or several names.
 
         **Returns:**
 
-        A decorator that returns the rule unchanged. The rule takes the primitive, then the operands by
-        position, and the primitive's parameters by keyword.
+        A decorator that returns the rule unchanged. The rule is called with the primitive and its operands as
+        positional arguments, and with the primitive's parameters as keyword arguments.
         """
 
         def decorator(rule: _Rule) -> _Rule:
@@ -128,9 +130,9 @@ class AnnotatedArray(ArrayOperators, ArrayValue):
 
     @classmethod
     def without_rule(cls, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Applies a primitive without a rule to the bare array. Can be overridden.
+        """Applies a primitive without a rule to the bare array. This can be overridden by subclasses.
 
-        Other operands stay what they are.
+        All other operands are passed on unchanged.
         """
         own = [i for i, x in enumerate(values) if isinstance(x, cls)]
         return cls.bind(primitive, dense_operands(primitive, values, own), primitive.get_bind_params(params))
@@ -152,7 +154,7 @@ def _moved(primitive: Primitive, x: AnnotatedArray, *rest: ArrayLike, **params: 
     return [x.with_array(part) for part in out] if primitive.multiple_results else x.with_array(out)
 
 
-# Primitives that combine elements from several arrays, and which operands these arrays are.
+# Primitives that combine elements of several arrays, and a slice that selects these arrays from the operands.
 _JOINING = {
     "concatenate": slice(None),
     "stack": slice(None),
@@ -165,21 +167,21 @@ _JOINING = {
 
 @AnnotatedArray.rule_for_several(tuple(_JOINING))
 def _joined(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    """Combines arrays with the same metadata."""
+    """Combines several arrays that have the same metadata."""
     arrays = xs[_JOINING[primitive.name]]
     if params.get("update_jaxpr") is not None and isinstance(xs[0], AnnotatedArray):
-        # `at[...].apply` calls any function, which ignores the updates
+        # `at[...].apply` calls an arbitrary function of the elements, and ignores the updates
         element = jax.ShapeDtypeStruct((), xs[0].dtype)
         elements = (xs[0].with_array(element), element)
         arrays = [xs[0], *of_elements(params["update_jaxpr"], params["update_consts"], elements)]
-    # Different metadata would describe only some of the elements.
+    # If the metadata differs, then neither would be correct for all elements of the result.
     if not isinstance(arrays[0], AnnotatedArray) or len(set(map(_metadata, arrays))) > 1:
         return NotImplemented
     return arrays[0].with_array(type(arrays[0]).bind(primitive, xs, params))
 
 
 def of_elements(jaxpr: Any, consts: Sequence[Any], elements: Iterable[Any]) -> list[Any]:
-    """Returns the results of a function that a primitive applies to elements. Only read their metadata."""
+    """Returns the results of a primitive's elementwise function, of which only the metadata is valid."""
     fn = jexc.jaxpr_as_fun(compat.closed(jaxpr, consts))
     out: list[Any] = []
     jax.eval_shape(lambda *xs: out.extend(quaxify(fn)(*xs)), *elements)

@@ -1,4 +1,4 @@
-"""Axes of adapted arrays: transposes, slices, joins, reshapes and lookups, each done part by part.
+"""Rules for the axes of adapted arrays: transposes, slices, joins, reshapes and lookups of each part.
 
 The same rules work for every type, because we label the axes of all parts (`labels_of`). If an axis of a part
 corresponds to an axis of the whole array, then its label is the number of that axis. Axes that only occur in
@@ -38,7 +38,7 @@ from .adapted import AdaptedArray, alike_in_training, array_fields, knows_axes, 
 from .bounds import cuts_of, dynamic_slice_in_dim, fill_value_of, filled, fills, in_bounds, slice_in_dim
 from .dot_axes import Labels, arrange, cast, common_dtype
 
-# Parts, one by one ---------------------------------------------------------------------------------
+# Part by part --------------------------------------------------------------------------------------
 
 
 def each(
@@ -59,7 +59,7 @@ def each(
 
 
 def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
-    """Returns the fields for output and input axes in `order`, if they change; None if they cannot."""
+    """Returns new values for `out_axes` and `in_axes` if these change; None if that isn't supported."""
     n = x.ndim
     at = {label: axis - len(order) for axis, label in enumerate(order)}
     old = {"out_axes": x.out_axes, "in_axes": x.in_axes}
@@ -71,8 +71,7 @@ def _axes_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _labels_in(x: AdaptedArray, order: Sequence[int]) -> dict[str, Labels]:
-    """Returns the labels that each part would have, with all batch axes, in an array with the axes
-    `order`."""
+    """Returns the labels of each part, with all batch axes, for an array with the axes `order`."""
     matrix = matrix_labels(x)
     batch = [i for i in order if i not in matrix]
     found = {"w": [*order]}
@@ -95,7 +94,7 @@ def with_all_axes(x: AdaptedArray) -> Any:
 
 
 def _even(x: AdaptedArray) -> Any:
-    """Expands parts that have a single entry along a batch axis."""
+    """Expands any parts that have size one along a batch axis, where the whole array doesn't."""
     for name, own in labels_of(x).items():
         sizes = zip(own, getattr(x, name).shape, strict=True)
         if any(i >= 0 and size != x.shape[i] for i, size in sizes):
@@ -104,7 +103,7 @@ def _even(x: AdaptedArray) -> Any:
 
 
 def rearranged(x: AdaptedArray, order: Sequence[int]) -> Any:
-    """Transposes the axes of `x` to this order of labels. Labels from `x.ndim` are new axes of size one."""
+    """Transposes to this order of labels. Labels that are at least `x.ndim` are new axes of size one."""
     n, wanted = x.ndim, _labels_in(x, order)
     lacked = {name: [i for i in wanted[name] if i not in own] for name, own in labels_of(x).items()}
     if any(i >= n for i in order) or any(wanted[name][: len(own)] != own for name, own in lacked.items()):
@@ -126,10 +125,11 @@ def _transpose(x: AdaptedArray, *, permutation: Sequence[int]):
 def _broadcast_in_dim(
     x: AdaptedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ):
-    """Adds leading axes (as batch axes of only the first part), or axes of size one anywhere."""
+    """Adds leading axes (as batch axes of the first part only), or axes of size one in any position."""
     n, n_new = x.ndim, len(shape) - x.ndim
     if not knows_axes(x) or x.shape != tuple(shape[i] for i in broadcast_dimensions):
         return NotImplemented
+    # It's enough to add the new batch axes to one part, as all other parts are constant along them.
     if tuple(broadcast_dimensions) == tuple(range(n_new, len(shape))):
         name = next((name for name in labels_of(x) if name not in ("w", *x.numbers)), "w")
         part, own = getattr(x, name), _labels_in(x, range(n))[name]
@@ -165,7 +165,7 @@ def _can_be_cut(x: AdaptedArray, axes: Collection[int]) -> bool:
 
 
 def _cut(x: AdaptedArray, axes: Collection[int], cut: Callable[[Any, int, int], Any]) -> Any:
-    """Applies `cut(part, axis, label)` along each of the whole's axes in `axes`."""
+    """Applies `cut(part, axis, label)` to each part, along those of the whole array's `axes` that it has."""
     if not _can_be_cut(x, axes):
         return NotImplemented
 
@@ -224,7 +224,7 @@ def _stack(*operands: AdaptedArray | ArrayLike, axis: int):
 
 
 def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
-    """Stacks adapters with one form along a new batch axis; `NotImplemented` if the type cannot have one."""
+    """Stacks adapters of the same form along a new batch axis. `NotImplemented` if these aren't supported."""
     order = list(range(xs[0].ndim))
     order.insert(axis, xs[0].ndim)
     expanded = [rearranged(x, order) for x in xs]
@@ -232,7 +232,7 @@ def stacked(xs: Sequence[AdaptedArray], axis: int) -> Any:
 
 
 def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
-    """Joins adapters with one form along a batch axis."""
+    """Concatenates adapters of the same form along a batch axis."""
     xs = [with_all_axes(x) for x in xs]
     parts = {
         name: concatenated([getattr(x, name) for x in xs], own.index(axis))
@@ -242,13 +242,13 @@ def joined(xs: Sequence[AdaptedArray], axis: int) -> Any:
 
 
 def concatenated(parts: Sequence[Any], axis: int) -> Any:
-    """Concatenates arrays or Values in a common dtype."""
+    """Concatenates arrays or Values, after converting them to a common dtype."""
     dtype = common_dtype(*parts)
     return quaxify(lambda parts: jnp.concatenate([cast(x, dtype) for x in parts], axis))(parts)
 
 
 def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
-    """Converts the operands to adapters with one form; None if there is none.
+    """Converts the operands to adapters of the same form, or returns None if this isn't possible.
 
     Plain arrays are given parts that have no effect.
     """
@@ -262,7 +262,7 @@ def _of_one_form(operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _form(x: AdaptedArray) -> Any:
-    """Returns the properties that joined adapters must share."""
+    """Returns everything that must agree for adapters to be joined."""
     matrix = matrix_labels(x)
     core: dict[str, Any] = {}
     for name, own in labels_of(x).items():
@@ -279,14 +279,16 @@ def _form(x: AdaptedArray) -> Any:
 
 @register("reshape")
 def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
-    """Splits or merges axes within `out`, `in`, or the batch. If these would be mixed then the array is made
-    dense."""
+    """Splits or merges axes within `out`, `in`, or the batch. Materialises if axes from several of these
+    would be merged.
+    """
     if not knows_axes(x) or any(value is not None for value in params.values()) or math.prod(new_sizes) == 0:
         return NotImplemented
     n, m, matrix = x.ndim, len(new_sizes), matrix_labels(x)
     batch = [i for i in range(n) if i not in matrix]
-    ends = len(batch) - n  # if all batch axes are in front, and the matrix does not change
+    ends = len(batch) - n  # this is used if all batch axes are leading ones, and the matrix isn't reshaped
     kept = batch == [*range(len(batch))] and tuple(new_sizes[ends:]) == x.shape[ends:]
+    # The matrix doesn't have any batch axes yet, so all new axes have size one.
     if kept and not batch:
         return rearranged(x, [*range(n, m), *range(n)])
     if kept:
@@ -308,6 +310,7 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
     moved = axes != {"out_axes": x.out_axes, "in_axes": x.in_axes}
     if moved and not x.any_axes:
         return NotImplemented
+    # If batch axes are split or merged then every part needs to have all of them.
     regrouped = any(old[0] in batch and (len(old), len(axes)) != (1, 1) for old, axes in groups)
     x = with_all_axes(x) if regrouped else _even(x)
 
@@ -322,8 +325,10 @@ def _reshape(x: AdaptedArray, *, new_sizes: Sequence[int], **params: Any):
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Returns the shortest runs of old axes that become runs of new axes. There must be elements, and
-    axes."""
+    """Returns the shortest runs of old axes that are reshaped to runs of new axes.
+
+    Assumes that the array isn't empty, and has at least one axis.
+    """
     groups: list[tuple[Sequence[int], Sequence[int]]] = []
     i = j = 0
     while i < len(old) and j < len(new):
@@ -347,12 +352,12 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Sequence[int],
 class Lookup:
     """A `gather` from an array with labelled parts.
 
-    Index axes are labelled `ndim`, `ndim + 1`, ...; an axis paired with one of these shares its
-    label.
+    The axes of the indices are labelled `ndim`, `ndim + 1`, and so on. Batching axes of the array have the
+    same label as the corresponding axis of the indices.
     """
 
     out: Labels
-    """The labels of the result's axes."""
+    """The labels of the axes of the result."""
 
     def __init__(
         self,
@@ -374,13 +379,14 @@ class Lookup:
         kept = [i for i in range(n) if i not in self.gone]
         for position, label in zip(dnums.offset_dims, kept, strict=True):
             self.out.insert(position, label)
-        #: The labels of axes that are only partly read, or entry by entry.
+        #: The labels of all axes that are indexed, or of which only a slice is read.
         self.cut = self.gone | {i for i, size in enumerate(x.shape) if slice_sizes[i] != size}
 
     def __call__(self, part: Any, own: Labels, outside: Any = None) -> tuple[Any, Labels]:
-        """Gathers slices of a part. Also returns their labels; `outside` fills slices out of bounds."""
+        """Gathers slices of a part, filling those out of bounds with `outside`. Also returns their labels."""
         n_indices, partner = len(self._of_indices), self._partner
         mine = [i for i in self._picked if i in own]
+        # If the part doesn't have any of the indexed axes then all slices share it.
         if not mine:
             return part, [partner.get(i, i) for i in own]
         here = [i for i in own if i in partner]
@@ -393,6 +399,7 @@ class Lookup:
             start_indices_batching_dims=tuple(partner[i] - self._n for i in here),
         )
         columns = jnp.asarray(self._indices)
+        # Only use those columns of the indices that refer to axes of this part.
         if len(mine) < len(self._picked):
             columns = columns[..., jnp.array([self._picked.index(i) for i in mine])]
         sizes = tuple(size if i < 0 else self._sizes[i] for i, size in zip(own, part.shape, strict=True))
@@ -416,7 +423,10 @@ def looked_up(
     fill_value: Any,
     **params: Any,
 ) -> Any:
-    """Looks up whole matrices in a stack, each with its own adapter; else `rows(x, lookup)`, dense."""
+    """Looks up whole matrices in a stack, each with its own adapter.
+
+    If this isn't possible, then returns `rows(x, lookup)`, which is a dense array.
+    """
     dnums, where = dimension_numbers, (indices, x.shape, dimension_numbers, slice_sizes)
     if not knows_axes(x):
         return NotImplemented
@@ -426,8 +436,8 @@ def looked_up(
         return NotImplemented
     x, outside = _even(x), fills(*where, mode)
     fill = fill_value_of(mode, fill_value, x.dtype)
-    # Filling the base with NaN is enough to fill the result with it. This mustn't happen to slices shared by
-    # parts.
+    # It's enough to fill the base with NaN, since the result will then be NaN as well. But if some part
+    # doesn't have all indexed axes then its slices are shared, so they mustn't be filled.
     in_all = all(picked <= {*own} for own in labels_of(x).values() if own)
     if not outside or (in_all and np.isnan(fill)):
         found = _matrices(x, Lookup(x, indices, dnums, slice_sizes, mode, params), fill_value)
@@ -435,7 +445,7 @@ def looked_up(
             return found
     if rows is None:
         return NotImplemented
-    # Fill rows at the end, as NaNs in the rows would otherwise propagate to the gradients of all parts.
+    # Fill the rows at the end, as NaNs would otherwise propagate to the gradients of all parts.
     found = rows(x, Lookup(x, indices, dnums, slice_sizes, "clip" if outside else mode, params))
     if found is NotImplemented or not outside:
         return found
@@ -462,5 +472,5 @@ def _matrices(x: AdaptedArray, lookup: Lookup, fill_value: Any) -> Any:
         if name not in keys
     }
     if any(part is None for part in parts.values()):
-        return NotImplemented  # a part is missing a batch axis after the new one, so labels would be wrong
+        return NotImplemented  # a part lacks a batch axis after the new one, so its labels would be wrong
     return x.replace(**parts, **axes)

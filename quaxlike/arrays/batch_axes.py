@@ -1,6 +1,6 @@
-"""Batch axes, which stack arrays of one kind: moves, reshapes and slices them part by part.
+"""Batch axes of stacked arrays, which are transposed, reshaped and sliced one part at a time.
 
-A stack consists of parts, and each part has the batch axes in front of its own axes.
+A stack consists of several parts, each of which has the batch axes in front of its own axes.
 """
 
 import math
@@ -22,14 +22,14 @@ class Stack(Protocol):
 
     @property
     def num_batch(self) -> int:
-        """How many leading axes are batch axes."""
+        """The number of leading axes that are batch axes."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def each(self: _S, fn: Callable[[Any, int], Any]) -> _S:
-        """Replaces each part by `fn(part, own)`. Its last `own` axes are not batch axes."""
+        """Replaces each part by `fn(part, own)`, where the last `own` axes of the part aren't batch axes."""
         ...
 
     def stacked(self: _S) -> _S:
@@ -38,7 +38,7 @@ class Stack(Protocol):
 
 
 def transpose_batch(x: _S, order: Sequence[int]) -> _S:
-    """Puts the batch axes in another `order`."""
+    """Transposes the batch axes to this `order`."""
     n = len(order)
     if tuple(order) == tuple(range(n)):
         return x
@@ -48,16 +48,16 @@ def transpose_batch(x: _S, order: Sequence[int]) -> _S:
 
 
 def squeeze_batch(x: _S, axes: Sequence[int]) -> _S:
-    """Removes these batch axes, which have size one."""
+    """Removes these batch axes, which must have size one."""
     return x.stacked().each(lambda part, _: lax.squeeze(part, axes)) if axes else x
 
 
 def reshape_batch(x: Stack, new_sizes: Sequence[int]) -> Any:
-    """Reshapes an array, or returns `NotImplemented` unless only batch axes change."""
+    """Reshapes the batch axes. Returns `NotImplemented` if any other axes would change."""
     n = x.num_batch
     num_new = len(new_sizes) - (len(x.shape) - n)
     batch = new_sizes[: max(num_new, 0)]
-    # Otherwise elements would move from one array of the stack to another.
+    # Otherwise elements would move between different arrays of the stack.
     if num_new < 0 or tuple(new_sizes[num_new:]) != x.shape[n:] or math.prod(batch) != math.prod(x.shape[:n]):
         return NotImplemented
     return x.stacked().each(lambda part, own: jnp.reshape(part, (*batch, *part.shape[part.ndim - own :])))
@@ -75,16 +75,16 @@ def cut_batch(x: _S, cut: Callable[[Any, int], Any], axes: Sequence[int]) -> _S:
 
 
 def mapped(fn: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """Maps `fn` over this many leading axes of all its arguments."""
+    """Applies `jax.vmap` to `fn` this many times, i.e. maps it over the leading axes of all arguments."""
     for _ in range(times):
         fn = jax.vmap(fn)
     return fn
 
 
 def with_batch_of(part: Any, like: Any, core: int) -> Any:
-    """Broadcasts a part to the batch axes of `like`, if that has more of them.
+    """Broadcasts a part to the batch axes of `like`, if `like` has more of them.
 
-    All but the last `core` axes are batch axes.
+    All but the last `core` axes are considered to be batch axes.
     """
     batch = like.shape[: like.ndim - core]
     if part.ndim - core >= len(batch):

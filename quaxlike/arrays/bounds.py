@@ -1,4 +1,4 @@
-"""Starts, bounds and fill values for `dynamic_slice` and `gather` beyond an array's ends.
+"""Starts, bounds and fill values for `dynamic_slice` and `gather` when indices are out of bounds.
 
 `jax.numpy` and `jax.lax` wrap negative indices before they bind a primitive, whereas the primitives
 themselves never do so. Rules therefore mustn't wrap indices either, as otherwise they would return elements
@@ -23,15 +23,15 @@ def cuts_of(
     limit_indices: Sequence[int],
     strides: Sequence[int] | None,
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Returns the start, end and step of a `slice` along each axis, and the axes it shortens."""
+    """Returns the start, end and step of a `slice` along each axis, and the list of axes that it changes."""
     cuts = list(zip(start_indices, limit_indices, strides or [1] * len(shape), strict=True))
     return cuts, [axis for axis, size in enumerate(shape) if cuts[axis] != (0, size, 1)]
 
 
 def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int = 0) -> Any:
-    """Like `lax.slice_in_dim`, but without strides if they are 1.
+    """As `lax.slice_in_dim`, but doesn't pass any strides if they are 1.
 
-    With strides, JAX has to compile each slice separately. Without them, the start is passed as an operand.
+    If there are strides then JAX compiles each slice separately, whereas otherwise the start is an operand.
     """
     starts, limits = [0] * operand.ndim, list(operand.shape)
     starts[axis], limits[axis] = start, limit
@@ -40,13 +40,13 @@ def slice_in_dim(operand: Any, start: int, limit: int, step: int = 1, axis: int 
 
 
 def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, ""]:
-    """Clamps `start` so that a dynamic slice along an axis lies inside.
+    """Clamps `start` so that a dynamic slice along an axis is within bounds.
 
     **Arguments:**
 
     - `start`: an operand of `dynamic_slice` or `dynamic_update_slice`, with any integer dtype.
-    - `size`: the axis's size.
-    - `slice_size`: how long the slice is along this axis.
+    - `size`: the size of the axis.
+    - `slice_size`: the size of the slice along this axis.
     """
     start = jnp.asarray(start)
     # E.g. for int8, the last valid start along a long axis might not be representable. If this were to wrap
@@ -57,19 +57,19 @@ def clamped_start(start: ArrayLike, size: int, slice_size: int) -> Int32[Array, 
 
 
 def dynamic_slice_in_dim(operand: Any, start: ArrayLike, slice_size: int, axis: int) -> Any:
-    """Takes a dynamic slice along one axis. Its `start` is clamped, and never wrapped."""
+    """Takes a dynamic slice along one axis. Note that `start` is clamped, but never wrapped."""
     start = clamped_start(start, operand.shape[axis], slice_size)
     return lax.dynamic_slice_in_dim(operand, start, slice_size, axis, allow_negative_indices=False)
 
 
 def fill_value_of(mode: Any, fill_value: Any, dtype: Any) -> Any:
-    """Returns the value that `gather` returns out of bounds; None for a mode that never fills.
+    """Returns the value that `gather` fills in for slices out of bounds, or None if its mode never does so.
 
     **Arguments:**
 
     - `mode`, `fill_value`: parameters for `gather`.
-    - `dtype`: its operand's dtype. The default fill value is NaN for inexact dtypes, the least number
-        for signed integers, the largest for unsigned ones, and True for booleans.
+    - `dtype`: the operand's dtype. The default fill value is NaN for inexact dtypes, the smallest value for
+        signed integers, the largest for unsigned ones, and True for booleans.
     """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return None
@@ -89,7 +89,7 @@ def in_bounds(
     dimension_numbers: lax.GatherDimensionNumbers,
     slice_sizes: Sequence[int],
 ) -> Bool[Any, "*batch"]:
-    """Returns which slices of a `gather` lie inside its operand. A NumPy array if the indices are concrete.
+    """Returns which slices of a `gather` are within bounds, as a NumPy array if the indices are concrete.
 
     **Arguments:**
 
@@ -111,8 +111,10 @@ def fills(
     slice_sizes: Sequence[int],
     mode: Any,
 ) -> bool:
-    """Returns whether a `gather` might be out of bounds, and fills if so. See `in_bounds` for the
-    arguments."""
+    """Returns whether a `gather` has slices that might be out of bounds, and that would then be filled.
+
+    See `in_bounds` for the arguments.
+    """
     if lax.GatherScatterMode.from_any(mode) != lax.GatherScatterMode.FILL_OR_DROP:
         return False
     inside = in_bounds(indices, shape, dimension_numbers, slice_sizes)
@@ -120,8 +122,7 @@ def fills(
 
 
 def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Array:
-    """Moves axes (first those of the indices, then those of the slices) to their positions in `gather`'s
-    result."""
+    """Transposes from (axes of the indices, axes of the slices) to the axes of `gather`'s result."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     order = [*batch, *dimension_numbers.offset_dims]
     return out.transpose([order.index(axis) for axis in range(out.ndim)])
@@ -130,7 +131,7 @@ def as_gathered(out: Array, dimension_numbers: lax.GatherDimensionNumbers) -> Ar
 def filled(
     out: Array, inside: Bool[Any, "*batch"], dimension_numbers: lax.GatherDimensionNumbers, fill_value: Any
 ) -> Array:
-    """Replaces the slices that are not `inside` by `fill_value`."""
+    """Replaces all slices that aren't `inside` by `fill_value`."""
     batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
     mask = lax.broadcast_in_dim(jnp.asarray(inside), out.shape, batch)
     return jnp.where(mask, out, jnp.asarray(fill_value, out.dtype))

@@ -1,4 +1,4 @@
-"""Axes in products: what `dot_general` does with each axis, and how to multiply labelled arrays."""
+"""The role of each axis in `dot_general`, and products of arrays with labelled axes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,20 +16,20 @@ _Axes = tuple[int, ...]
 
 
 class DotAxes(NamedTuple):
-    """One operand's axes in `dot_general`. Every axis is in one of the first three."""
+    """One operand's axes in `dot_general`. Each axis belongs to exactly one of the first three fields."""
 
     __module__ = "quaxlike"
 
     contracting: _Axes
-    """The axes summed over, paired with the other operand's in this order."""
+    """The axes that are summed over, in the order in which they're paired with the other operand's."""
     batch: _Axes
-    """The axes that both operands and the result have. They are paired likewise, and come first in the
-    result.
+    """The axes that both operands share with the result, in which they come first. These are paired in the
+    same way.
     """
     free: _Axes
-    """The other axes, which only this operand and the result have."""
+    """The remaining axes, which this operand shares with the result only."""
     in_result: Mapping[int, int]
-    """For each batch and free axis, its index in the result."""
+    """Maps each batch and free axis to its index in the result."""
 
 
 def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) -> tuple[DotAxes, DotAxes]:
@@ -41,13 +41,13 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
     **Arguments:**
 
     - `w`, `x`: the operands, arrays or Values.
-    - `dimension_numbers`: the parameter of `dot_general`, `((contracting axes of the first, of the second),
-        (batch axes of the first, of the second))`.
-    - `on_left`: whether `w` is the first operand and `x` the second, or the other way round.
+    - `dimension_numbers`: the parameter of `dot_general`, `((lhs contracting axes, rhs contracting axes),
+        (lhs batch axes, rhs batch axes))`.
+    - `on_left`: whether `w` is the left operand and `x` the right one, as opposed to vice versa.
 
     **Returns:**
 
-    [`quaxlike.DotAxes`][] for `w`, then for `x`.
+    The [`quaxlike.DotAxes`][] of `w`, and those of `x`.
 
     !!! example
 
@@ -73,12 +73,12 @@ def dot_axes(w: Any, x: Any, dimension_numbers: Any, *, on_left: bool = True) ->
 
 
 def in_order(on_left: bool, own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Orders both operands' free axes as in the product: the left operand's come first."""
+    """Returns the free axes in the order of the product, in which the left operand's axes come first."""
     return [*own, *other] if on_left else [*other, *own]
 
 
 def placed(y: jax.Array, params: Mapping[str, Any]) -> jax.Array:
-    """Shards a product as its `out_sharding` specifies."""
+    """Shards a product as specified by its `out_sharding`."""
     sharding = params.get("out_sharding")
     return y if sharding is None else jax.sharding.reshard(y, sharding)
 
@@ -89,8 +89,8 @@ Labels = list[int]
 def contract(
     x: Any, x_labels: Sequence[int], y: Any, y_labels: Sequence[int], keep: Collection[int], **params: Any
 ) -> tuple[Any, Labels]:
-    """Multiplies `x` and `y`, summing over all labels not in `keep`. Also returns the result's labels."""
-    # If only one of the operands has a label then sum over it beforehand, which makes the product smaller.
+    """Multiplies `x` and `y`, summing over labels not in `keep`. Also returns the labels of the result."""
+    # If a label only occurs in one of the operands then we sum over it beforehand, for a smaller product.
     x, x_labels = _sum_out(x, x_labels, {*y_labels, *keep})
     y, y_labels = _sum_out(y, y_labels, {*x_labels, *keep})
     shared = [i for i in x_labels if i in y_labels]
@@ -111,7 +111,7 @@ def contract(
 
 
 def weight_product(x: Any, y: Any, dimension_numbers: Any, **params: Any) -> Any:
-    """Multiplies a weight: by `dense_matmul` if both are arrays.
+    """Multiplies by a weight, using `dense_matmul` if both operands are arrays.
 
     Values are dispatched unchanged, since some of them only have rules for one side.
     """
@@ -126,7 +126,7 @@ def _sum_out(x: Any, labels: Sequence[int], wanted: Collection[int]) -> tuple[An
 
 
 def arrange(x: Any, labels: Sequence[int], out: Sequence[int]) -> Any:
-    """Transposes `x` to the order `out`, adding an axis of size one for each label it lacks."""
+    """Transposes `x` to the order `out`, adding axes of size one for any missing labels."""
     order = [i for i in out if i in labels]
     if order != list(labels):
         x = jax.lax.transpose(x, [labels.index(i) for i in order])
@@ -139,18 +139,18 @@ def common_dtype(*arrays: Any) -> Any:
     dtypes = {x.dtype for x in arrays}
     if len(dtypes) == 1:
         return dtypes.pop()
-    # Rules run under the user's settings, and strict promotion would raise an error for our own computations.
+    # Rules run under the user's settings, so strict promotion would raise errors for our own computations.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
 
 def product_dtype(x: Any, y: Any, preferred_element_type: Any) -> np.dtype:
-    """Returns the dtype that `dot_general(x, y)` has."""
+    """Returns the dtype of `dot_general(x, y)`."""
     return np.dtype(common_dtype(x, y) if preferred_element_type is None else preferred_element_type)
 
 
 def in_float32(dtype: Any) -> Any:
-    """Returns the dtype to compute with, at least float32."""
+    """Returns the dtype to compute in, which has at least float32 precision."""
     return common_dtype(jax.ShapeDtypeStruct((), dtype), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -1,4 +1,4 @@
-"""Factors of arrays made from several parts: what we know about them during tracing.
+"""Factors of arrays that are made from several parts, and what we know about them during tracing.
 
 Distributing a product over the parts is only exact for finite factors, and only if every part has elements.
 The functions below detect the cases in which this doesn't hold.
@@ -27,16 +27,17 @@ def is_infinite(y: Any) -> bool:
 def multiplies_nothing(x: Any, y: Any) -> bool:
     """Returns whether neither `x` nor its product with `y` has any elements.
 
-    In this case we mustn't multiply any nonempty part of `x`: this might become infinite, so that its
-    gradient would be NaN when it ought to be zero.
+    In this case we mustn't multiply any nonempty part of `x`, since it might become infinite. Its gradient
+    would then be NaN rather than zero.
     """
     return 0 in x.shape and np.broadcast_shapes(x.shape, np.shape(y)) == x.shape
 
 
 def reciprocal(y: Any) -> Any:
-    """`1 / y`, known during tracing if `y` is."""
+    """Returns `1 / y`, whose value is known during tracing if that of `y` is."""
     y = compat.literal_of(y)
     if isinstance(y, jax.core.Tracer):
         return 1 / y
+    # Without this, the result would be traced when called under `jax.jit`.
     with jax.core.eval_context():
         return 1 / jnp.asarray(y)

@@ -1,5 +1,4 @@
-"""`gradients`: whether a part that is frozen by default should receive gradients, and whether it should be
-trained.
+"""`gradients`: whether a part that's frozen by default receives gradients, and whether it's trained.
 
 The possible values are ordered, and combining two arrays must keep the stronger one, as otherwise we would
 freeze something that the user is training.
@@ -19,7 +18,7 @@ _ORDER: tuple[Gradients, ...] = get_args(Gradients)
 
 
 def strongest(*marks: Gradients) -> Gradients:
-    """Returns the strongest of several values, for use when combining arrays."""
+    """Returns the strongest of these values. To be used whenever arrays are combined."""
     return max(marks, key=_ORDER.index)
 
 
@@ -29,22 +28,21 @@ def trained_if(train: bool) -> Gradients:
 
 
 class _TakesSwitches(type(ArrayValue)):
-    """Lets constructors (and so `dataclasses.replace`) accept the old names until 0.3."""
+    """Lets constructors (and so `dataclasses.replace`) accept the old field names until 0.3."""
 
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **cls.with_switches(kwargs))
 
 
 class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
-    """An array with one part that is frozen by default: an adapter's base, or the scales of codes.
+    """An array with a part that is frozen by default, such as the base of an adapter, or block scales.
 
-    Version 0.1 used two boolean fields instead of `gradients`, which therefore still occur in its files and
-    pickles.
+    Version 0.1 had two boolean fields instead of `gradients`, which still occur in its files and pickles.
     """
 
     gradients: eqx.AbstractVar[Gradients]
-    """`"none"`: differentiation treats this part as a constant. `"pass"`: gradients pass through, but no
-    optimiser trains it. `"train"`: it is trained.
+    """`"none"`: this part is treated as a constant in differentiation. `"pass"`: gradients are propagated
+    through it, but it isn't trained. `"train"`: it is trained.
     """
 
     older_switches: ClassVar[tuple[str, str]]
@@ -62,19 +60,20 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
 
     @classmethod
     def without_switches(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Converts fields from version 0.1 to current ones."""
+        """Converts fields from version 0.1 to the current ones."""
         if fields.keys().isdisjoint(cls.older_switches):
             return dict(fields)
         train, passes = cls.older_switches
         mark = fields.get("gradients", "none")
-        # An old file might only contain one of the two. In this case, get the other one from `gradients`.
+        # An old file might only contain one of the two fields, in which case the other one is given by
+        # `gradients`.
         trains, open_ = fields.get(train, mark == "train"), fields.get(passes, mark == "pass")
         kept = {name: x for name, x in fields.items() if name not in cls.older_switches}
         return kept | {"gradients": "train" if trains else "pass" if open_ else "none"}
 
     @classmethod
     def with_switches(cls, fields: dict[str, Any], gradients: Gradients = "none") -> dict[str, Any]:
-        """Like `without_switches`, for fields that a caller wrote. Warns about the old names."""
+        """As `without_switches`, but warns about the old names, since these were passed by a caller."""
         old = [name for name in cls.older_switches if name in fields]
         for name in old:
             _warn(cls, name)
@@ -82,7 +81,7 @@ class GradientsArray(ArrayOperators, ArrayValue, metaclass=_TakesSwitches):
 
 
 def switch(name: str) -> Any:
-    """A property for an old name, until 0.3."""
+    """A property with an old field name, to be removed in 0.3."""
 
     def is_on(self: GradientsArray) -> bool:
         _warn(type(self), name)

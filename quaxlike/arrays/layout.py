@@ -1,4 +1,4 @@
-"""`Layout`: which axes of a weight are outputs and which are inputs, and a notation for this."""
+"""`Layout`: the output and input axes of a weight, and a string notation for them."""
 
 import dataclasses
 from typing import Literal
@@ -10,22 +10,23 @@ _WINDOW = "dhw"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of a weight are outputs and which are inputs, counted from the end.
+    """The output and input axes of a weight, counted from the end.
 
-    A string means the same, with a letter for each axis: `i` for inputs, `o` for outputs, `d`, `h`, `w` for
-    the window of a convolution, and `v` for an embedding's rows. `"oi"` is the weight of a linear layer
-    in PyTorch and Equinox, `"io"` a kernel in Flax, `"ioo"` a kernel of shape (in, heads, dim), `"hwio"` a
-    convolution's kernel in Flax, `"oihw"` one in PyTorch, `"vo"` an embedding. Any axes in front of these
-    count layers or experts in a stack.
+    A layout can also be written as a string with one letter per axis: `i` for inputs, `o` for outputs, `d`,
+    `h`, `w` for the window of a convolution, and `v` for the rows of an embedding. For example, a linear
+    layer's weight is `"oi"` in PyTorch and Equinox, and `"io"` in Flax; `"ioo"` is a kernel with shape (in,
+    heads, dim); a convolution's kernel is `"hwio"` in Flax and `"oihw"` in PyTorch; and `"vo"` is an
+    embedding. Any additional leading axes are batch axes, e.g. of stacked layers or experts.
 
     **Arguments:**
 
-    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. A convolution's window belongs to the inputs,
-        after the channels.
-    - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"`
-        (transposed, or not shared between positions); `"matrix"` for a weight we assume belongs to a
-        linear layer, `(out, in)` unless `fan_in_fan_out` reverses this; `"unknown"` if we cannot tell;
-        `"other"` for an array that need not be a weight at all. Default: `"linear"`.
+    - `out_axes`, `in_axes`: as for [`quaxlike.LoraArray`][]. The window of a convolution counts as inputs,
+        and comes after the channels.
+    - `kind`: the kind of layer: `"linear"`, `"embedding"`, `"conv"`, `"grouped conv"`, `"other conv"` (either
+        transposed, or with weights that aren't shared between positions); `"matrix"` for a weight that we
+        assume belongs to a linear layer, with shape `(out, in)` unless `fan_in_fan_out` reverses this;
+        `"unknown"` if we can't tell; `"other"` for an array that isn't necessarily a weight. Default:
+        `"linear"`.
     """
 
     out_axes: tuple[int, ...]
@@ -37,7 +38,7 @@ class Layout:
     @classmethod
     @checked
     def parse(cls, text: str) -> "Layout":
-        """Parses the notation. Raises `ValueError` for any other letter, or without an input or output."""
+        """Parses the notation. Raises a `ValueError` for unknown letters, or without outputs or inputs."""
         n = len(text)
         axes = {letter: tuple(i - n for i in range(n) if text[i] == letter) for letter in set(text)}
         window = tuple(axis for i, axis in enumerate(range(-n, 0)) if text[i] in _WINDOW)
@@ -61,7 +62,7 @@ class Layout:
         letters = dict.fromkeys(self.out_axes, "o") | dict.fromkeys(self.in_axes, "i")
         if self.kind == "embedding":
             letters |= dict.fromkeys(self.in_axes, "v")
-        if self.is_conv:  # channels come first
+        if self.is_conv:  # the channels come before the window
             window = self.in_axes[1:]
             letters |= dict(zip(window, _WINDOW[-len(window) :] if window else "", strict=True))
         return "".join(letters.get(axis, "*") for axis in range(min(letters, default=0), 0))
@@ -77,21 +78,23 @@ class Layout:
         return self.kind not in ("unknown", "other")
 
     def out_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of all output axes, after a stack's axes."""
+        """Returns the sizes of the batch axes, followed by those of the output axes."""
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.out_axes))
 
     def in_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of all input axes, after a stack's axes. A convolution has channels, then its
-        window."""
+        """Returns the sizes of the batch axes, followed by those of the input axes (the channels and then the
+        window, for a convolution).
+        """
         return (*self.batch_shape(shape), *(shape[axis] for axis in self.in_axes))
 
     def batch_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of all other axes."""
+        """Returns the sizes of all axes that are neither outputs nor inputs."""
         matrix = {len(shape) + axis for axis in (*self.out_axes, *self.in_axes)}
         return tuple(size for i, size in enumerate(shape) if i not in matrix)
 
     def fits(self, shape: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-        """Returns whether a layer with this weight may have this bias: its outputs, with trailing axes of
-        size 1."""
+        """Returns whether a bias with this shape fits the weight: it should have the output axes, optionally
+        followed by axes of size 1.
+        """
         out = self.out_shape(shape)
         return bias[: len(out)] == out and set(bias[len(out) :]) <= {1}

@@ -1,11 +1,11 @@
 """The order in which rules for nested array types are tried if several match.
 
-Types with a larger number are tried first. These are the outer ones when types are nested, and pass on their
-contents to the others. (If an inner type were tried first, then it would need a rule for every outer one.)
-Types that aren't listed have precedence 0.
+Types with a higher precedence are tried first. If types are nested then these are the outer ones, which apply
+the primitive to their contents. (If an inner type were tried first, then it would need a rule for every
+possible outer type.) Types that aren't listed have precedence 0.
 """
 
-ADAPTED = -1  # for any kind of adapter: a type's own rules come first
+ADAPTED = -1  # for rules that handle any adapter, so that those for a specific type come first
 SPARSE_BESIDE_VALUES = -1
 LORA = 1
 LORA_OF_CODES = LORA + 1

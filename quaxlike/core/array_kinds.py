@@ -1,4 +1,4 @@
-"""Dtypes and shapes in annotations such as jaxtyping's `Float[Array, "n m"]`.
+"""Dtypes and shapes in annotations, such as jaxtyping's `Float[Array, "n m"]`.
 
 Dispatch orders rules by `implies`, and `excludes` lets two rules coexist. Both are conservative: they return
 False when in doubt, since incorrectly returning True would silently select the wrong rule.
@@ -15,7 +15,7 @@ from jaxtyping import AbstractDtype, Shaped
 
 
 class Axis(NamedTuple):
-    """One axis of an annotated shape. By default it has any size."""
+    """An axis of an annotated shape. By default this can have any size."""
 
     size: int | None = None
     same_as: int | None = None  # axes with the same number have the same size
@@ -35,10 +35,10 @@ class ArrayKind:
     """
 
     dtypes: Any = None
-    """A jaxtyping class's dtypes, as strings and patterns; None for any."""
+    """The dtypes of a jaxtyping class, as strings and patterns; None for any dtype."""
     first: tuple[Axis, ...] = ()
     last: tuple[Axis, ...] | None = None
-    """The axes after `...` or `*name`; None if the annotation has neither."""
+    """The axes after `...` or `*name`; None if the annotation doesn't have either."""
 
     @staticmethod
     def of(hint: Any) -> "ArrayKind":
@@ -76,7 +76,7 @@ class ArrayKind:
         return True
 
     def _axes(self, ndim: int) -> list[Axis | None] | None:
-        """Returns the constraint on each axis if there are `ndim` axes, or None if `ndim` does not fit."""
+        """Returns the constraint on each axis if there are `ndim` axes, or None if `ndim` doesn't fit."""
         last = self.last or ()
         more = ndim - len(self.first) - len(last)
         return None if more < 0 or (more and self.last is None) else [*self.first, *[None] * more, *last]

@@ -1,7 +1,8 @@
-"""Access to JAX's private modules, and differences between its versions.
+"""Access to private modules of JAX, and differences between versions of JAX.
 
-Nothing else in this package touches `jax._src` or branches on a version; a lint rule (TID251) enforces this.
-So a new JAX release can break only this file, and tests/core/test_compat.py says where.
+Nothing else in this package uses `jax._src`, or depends on the version, which is enforced by a lint rule
+(TID251). So if a new release of JAX breaks something then it can only be this file, and
+tests/core/test_compat.py will tell us where.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,13 +43,13 @@ try:  # from JAX 0.11
 except ImportError:
     flattree = None
 
-# Marks an absent sharding in jit. It has no public name.
+# Represents a sharding that isn't specified for a jit, which doesn't have a public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
 
 # XLA's CPU backend copies arrays that begin elsewhere.
 _ALIGNMENT = 64
 
-# Hides JAX's and our own frames in tracebacks, as `jax_traceback_filtering` asks.
+# Hides the frames of JAX and of this package in tracebacks, as specified by `jax_traceback_filtering`.
 api_boundary = traceback_util.api_boundary
 
 
@@ -59,9 +60,9 @@ def hide_file(path: str) -> None:
 
 
 def drops_frames(error: Exception) -> bool:
-    """Returns whether `jax_traceback_filtering` lets us drop frames from this error.
+    """Returns whether `jax_traceback_filtering` permits us to drop frames from the traceback of this error.
 
-    If so, this also removes JAX's first traceback, i.e. the one showing where an equation was made.
+    If so, then this also removes JAX's first traceback, which shows where an equation was created.
     """
     if traceback_util._filtering_mode() == "off":
         return False
@@ -71,14 +72,14 @@ def drops_frames(error: Exception) -> bool:
 
 
 def current_traceback() -> Any:
-    """Returns the recorded traceback of JAX's current equation, or None."""
+    """Returns the traceback that was recorded for JAX's current equation, or None."""
     return source_info_util.current().traceback
 
 
 # Traces -------------------------------------------------------------------------------------------
 
 
-def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # no transform below it
+def is_eval_trace(trace: jax.core.Trace | None) -> bool:  # i.e. there's no transform below it
     return type(trace) is core.EvalTrace
 
 
@@ -89,7 +90,7 @@ def current_trace() -> jax.core.Trace | None:
     return core.trace_ctx.trace
 
 
-# Makes a trace current. JAX's context manager would take another microsecond per primitive.
+# Makes a trace the current one. JAX's context manager would add another microsecond for every primitive.
 set_trace: Callable[[jax.core.Trace | None], None] = core.trace_ctx.set_trace
 
 
@@ -99,16 +100,16 @@ def bind_with_trace(
     operands: Sequence[Any],
     params: dict[str, Any],
 ) -> Any:
-    """Binds `primitive` on `trace`, without searching for the current one."""
+    """Binds `primitive` on `trace`, without looking up the current trace."""
     return primitive.bind_with_trace(trace, operands, [core.typeof(x) for x in operands], params)
 
 
-# All JAX settings with an effect on jaxprs (mesh, x64, axis names, ...).
+# All settings of JAX that affect jaxprs (mesh, x64, axis names, ...).
 trace_context: Callable[[], Hashable] = config.trace_context
 
 
 def x64_enabled() -> bool:
-    """Returns whether 64-bit types are enabled. Faster than a lookup by name."""
+    """Returns whether 64-bit types are enabled. This is faster than a lookup by name."""
     return config.enable_x64.value
 
 
@@ -127,12 +128,12 @@ def from_numpy(array: np.ndarray) -> jax.Array:
 
 
 def set_user_context(context: Any, value: Any) -> None:
-    """Sets a context made by `jax.make_user_context`, and never restores it."""
+    """Sets a context created by `jax.make_user_context`, without ever restoring it."""
     context._obj.set_local(value)
 
 
 class DecidedLate:
-    """A setting decided when JAX first uses it in a cache key.
+    """A setting whose value is determined when JAX first uses it in a cache key.
 
     JAX's settings are thread-local, but asyncio tasks share a thread, so we can't set one per task. Instead
     we set the context to an instance of this class, whose value is only computed once JAX hashes or compares
@@ -162,14 +163,14 @@ class DecidedLate:
 
 
 def register_stand_in(cls: type, aval: Callable[[Any], jax.core.AbstractValue]) -> None:
-    """Gives instances of `cls` a JAX type, so functions can be traced with them as arguments."""
+    """Gives instances of `cls` a JAX type, so that functions can be traced with these as arguments."""
     core.pytype_aval_mappings[cls] = aval
 
 
 def register_late_values(
     cls: type, canonicalise: Callable[[Any], Any], aval: Callable[[Any], jax.core.AbstractValue]
 ) -> None:
-    """Lets instances of `cls` be operands: `canonicalise` turns each into a JAX type."""
+    """Allows instances of `cls` to be used as operands, where `canonicalise` converts each to a JAX type."""
     register_stand_in(cls, aval)
     if hasattr(dtypes, "register_canonicalize_value_handler"):
         dtypes.register_canonicalize_value_handler(cls, canonicalise)
@@ -179,7 +180,7 @@ def register_late_values(
 
 # Jaxprs -------------------------------------------------------------------------------------------
 
-# A jaxpr with its constants. Since JAX 0.11 every jaxpr has them, and the old name is about to be removed.
+# A jaxpr with its constants. Since JAX 0.11 this applies to every jaxpr, and the old name will be removed.
 if TYPE_CHECKING:
     ClosedJaxpr = jexc.Jaxpr
 else:
@@ -191,14 +192,14 @@ def trace_to_jaxpr(
     avals: Sequence[jax.core.AbstractValue],
     debug_info: jexc.DebugInfo,
 ) -> tuple[Any, list[Any]]:
-    """Traces `fun`, which takes and returns flat lists.
+    """Traces `fun`, which accepts and returns flat lists.
 
     **Returns:**
 
-    A jaxpr without constants, and the constants, which are its first inputs.
+    A jaxpr without constants, and the constants, which have become its first inputs.
     """
-    # We drop the names of the arguments and results, since JAX checks that there is one for each, and their
-    # number changes here.
+    # Drop the names of the arguments and results, since JAX checks that there is precisely one for each, and
+    # we change how many there are.
     wrapped = lu.wrap_init(fun, debug_info=debug_info.with_unknown_names())
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
     return partial_eval.convert_constvars_jaxpr(jaxpr), list(consts)
@@ -216,7 +217,8 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
 def closed(jaxpr: Any, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """Closes an open jaxpr.
 
-    Without constants, this always returns the same object for the same jaxpr, so it can be a cache key.
+    Without any constants, this always returns the same object for the same jaxpr, so that it can be used as a
+    cache key.
     """
     if hasattr(jaxpr, "consts"):
         return jaxpr
@@ -233,7 +235,7 @@ _closed_lock = threading.Lock()
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """Returns the open jaxpr inside a closed one without constants. Some primitives carry an open one."""
+    """Returns the open jaxpr inside a closed one without constants, which is required by some primitives."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -241,9 +243,9 @@ jvp_rule: Callable[[jexc.Primitive], Callable[..., Any]] = ad.primitive_jvps.__g
 
 
 def transpose_rule(primitive: jexc.Primitive) -> Callable[..., Any]:
-    """Returns the transpose rule of a primitive, as a function returning cotangents.
+    """Returns the transpose rule of a primitive, as a function that returns cotangents.
 
-    Some rules in JAX add to accumulators instead; these are wrapped.
+    Some rules in JAX add to accumulators instead, so we wrap these.
     """
     fancy = ad.fancy_transposes.get(primitive)
     return ad.primitive_transposes[primitive] if fancy is None else functools.partial(_returning, fancy)
@@ -278,18 +280,18 @@ def is_differentiated(x: Any) -> bool:
 
 
 def source_of(eqn: jexc.JaxprEqn) -> Any:
-    """A context in which staged equations get the source line and name stack of `eqn`."""
+    """A context in which any equations that are staged have the source line and name stack of `eqn`."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def flat_tree(leaves: list[Any]) -> Any:
-    """Wraps a list in shard_map's container for results and their metadata."""
+    """Wraps a list in the container that shard_map uses for results and their metadata."""
     return cast(Any, getattr(tree_util, "FlatTree", flattree)).flatten(leaves)
 
 
 def literal_of(x: Any) -> Any:
-    """Returns the concrete value of a tracer that is a literal in a staged program; otherwise `x` itself."""
+    """Returns the value of a tracer that is a literal in a staged program. Otherwise returns `x` itself."""
     literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return literal.val if isinstance(literal, jexc.Literal) else x
 
@@ -302,7 +304,7 @@ def debug_info_of(jaxpr: Any) -> jexc.DebugInfo:
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many of a scan's operands are constants, and how many are its carry."""
+    """Returns how many operands of a scan are constants, and how many are its carry."""
     if "ft_in" in params:  # from JAX 0.11
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)
@@ -327,8 +329,8 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def is_jit_without_options(fun: Any) -> bool:
-    """Returns whether `fun` was made by `jax.jit(f)`, without any options."""
-    if type(fun) is not _JITTED:  # another wrapper may have copied its attributes
+    """Returns whether `fun` was created by `jax.jit(f)`, without any options."""
+    if type(fun) is not _JITTED:  # another wrapper might have copied its attributes
         return False
     info = cast(Any, fun)._jit_info
     leaves = (*info.in_shardings_leaves, *info.out_shardings_leaves)
@@ -343,15 +345,14 @@ def is_jit_without_options(fun: Any) -> bool:
 
 
 def is_inlined_jit(params: dict[str, Any], *, eager: bool) -> bool:
-    """Returns whether a jit is inlined, without an equation of its own. (Since JAX 0.11, `inline` is an
-    enum.)"""
+    """Returns whether a jit is inlined, i.e. has no equation of its own. (An enum since JAX 0.11.)"""
     inline = params["inline"]
     if isinstance(inline, bool):
         return inline
     return inline.name == "JAX_EARLY" or (eager and inline.name == "JAX_LATE")
 
 
-# The flat backward function of a custom_vjp returns its cotangents; since JAX 0.11, logs as well.
+# The flat backward function of a custom_vjp returns its cotangents and, since JAX 0.11, logs.
 BWD_RETURNS_LOGS = flattree is not None
 
 
@@ -360,9 +361,10 @@ BWD_RETURNS_LOGS = flattree is not None
 
 @functools.cache
 def named_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
-    """Every primitive in JAX's tables of rules, by name.
+    """Returns all primitives in JAX's tables of rules, by name.
 
-    There are several if libraries chose the same name, but only JAX's if it is public.
+    There can be several if libraries chose the same name, except that a public primitive of JAX takes
+    precedence.
     """
     found: dict[str, dict[jexc.Primitive, None]] = {}
     for p in [*mlir._lowerings, *ad.primitive_jvps, *batching.fancy_primitive_batchers]:
@@ -378,16 +380,16 @@ def public_primitives() -> dict[str, tuple[jexc.Primitive, ...]]:
 
 
 def parameters_of(primitive: jexc.Primitive) -> frozenset[str]:
-    """A primitive's parameters, as far as the signature of its lowering shows them."""
+    """Returns the parameters of a primitive, as far as they occur in the signature of its lowering rule."""
     rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
-    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # perhaps a partial function
+    is_function = isinstance(getattr(rule, "func", rule), types.FunctionType)  # might be a partial function
     known = inspect.signature(rule).parameters.values() if is_function else ()
     return frozenset(p.name for p in known if p.kind is p.KEYWORD_ONLY)
 
 
 @weakly_cached
 def arity_of(primitive: jexc.Primitive) -> int | None:
-    """Returns how many operands a primitive takes; None if this varies, or its rules do not show it."""
+    """Returns the number of operands of a primitive; None if this varies, or can't be determined."""
     jvp = ad.primitive_jvps.get(primitive)
     lowering: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
     if isinstance(jvp, functools.partial) and jvp.func in (ad.standard_jvp, ad.standard_jvp2):
@@ -402,7 +404,7 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
         return None
     _, *rest = inspect.signature(lowering).parameters.values()  # the first is a context
     operands = [p for p in rest if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # Some lowerings take the primitive's parameters in the same way as operands, not as keywords.
+    # Some lowering rules don't have keyword-only parameters, so we can't distinguish these from operands.
     clear = len(operands) == 1 or any(p.kind is p.KEYWORD_ONLY for p in rest)
     varies = any(p.kind is p.VAR_POSITIONAL for p in rest) or any(p.default is not p.empty for p in operands)
     return len(operands) if clear and not varies else None
@@ -414,7 +416,7 @@ def arity_of(primitive: jexc.Primitive) -> int | None:
 
 
 def is_operator_of_array(frame: types.FrameType) -> bool:
-    """Returns whether this frame is an array's operator, which may defer to the other operand."""
+    """Returns whether this frame is an array's operator, which might defer to the other operand."""
     return frame.f_code.co_name.startswith("_operator_")
 
 
@@ -424,7 +426,7 @@ def is_check_of_argument(frame: types.FrameType) -> bool:
 
 
 def asking_function(frame: Any) -> str | None:
-    """Returns the name of the jax.numpy function checking its arguments in this frame."""
+    """Returns the name of the jax.numpy function that is checking its arguments in this frame."""
     return _local(frame, "fun_name", str)
 
 
@@ -442,9 +444,9 @@ def _local(frame: Any, variable: str, kind: type) -> Any:
 
 
 def traceback_of_equation(frame: types.FrameType) -> Any:
-    """Returns the recorded traceback of the equation interpreted by this frame, or None.
+    """Returns the traceback that was recorded for the equation being interpreted by this frame, or None.
 
-    JAX's interpreters hold it in a variable `eqn`, and ours in `step`.
+    JAX's interpreters store this equation in a variable called `eqn`, and ours in `step`.
     """
     if {"eqn", "step"}.isdisjoint(frame.f_code.co_varnames):
         return None
@@ -468,7 +470,7 @@ def wants_concrete(error: Exception) -> bool:
 
 
 def place_aval_like(aval: Any, leaves: Sequence[Any]) -> Any:
-    """Puts `aval` on the mesh of the leaves, varying over the axes of all leaves."""
+    """Moves `aval` to the mesh of the leaves, and makes it vary over the axes of all leaves."""
     placed = [a for a in leaves if getattr(a, "sharding", None) is not None and not a.sharding.mesh.empty]
     if not placed or not isinstance(aval, jax.core.ShapedArray):
         return aval
@@ -490,13 +492,13 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def lower_with_devices(primitive: jexc.Primitive, needed: bool = True) -> None:
-    """Makes JAX choose devices before it lowers `primitive`, because the lowering rule depends on them."""
+    """Ensures that JAX chooses devices before lowering `primitive`, as its lowering rule depends on these."""
     asking = dispatch.prim_requires_devices_during_lowering
     (asking.add if needed else asking.discard)(primitive)
 
 
 def is_missing_tangent(x: Any) -> bool:
-    """Returns whether a tracer is `jax.jacfwd`'s zeros for a missing tangent."""
+    """Returns whether a tracer is the zeros that `jax.jacfwd` uses for a missing tangent."""
     operands = getattr(getattr(x, "parent", None), "in_tracers", ())
     return any(getattr(t.aval, "dtype", None) == dtypes.float0 for t in operands)
 
@@ -507,7 +509,7 @@ def lowers_with_devices(jaxpr: Any) -> bool:
 
 
 def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: Any) -> Any:
-    """Lowers as if the operands did not vary over any `shard_map` axis.
+    """Lowers as if the operands didn't vary over any axis of a `shard_map`.
 
     A kernel can't declare which axes its results vary over, and in any case this doesn't affect its lowering.
     """
@@ -518,14 +520,14 @@ def lower_unvaried(rule: mlir.LoweringRule, context: Any, *args: Any, **params: 
 
 
 def check_errors_like(primitive: Any, other: Any, as_other: Callable[..., tuple[Any, Any]]) -> None:
-    """Makes `checkify` report the same errors for `primitive`, which returns its only operand, as for
+    """Makes `checkify` report the same errors for `primitive` (which returns its only operand) as for
     `other`.
 
     The operands and parameters of `other` are `as_other(operand, **params)`.
     """
 
     def report(*args: Any, **params: Any) -> tuple[Any, Any]:
-        *context, operand = args  # since JAX 0.11, an error counter comes first
+        *context, operand = args  # since JAX 0.11, the first argument is an error counter
         operands, others = as_other(operand, **params)
         return checkify.error_checks[other](*context, *operands, **others)[0], operand
 
@@ -546,19 +548,19 @@ def register_dce(
     partial_eval.dce_rules[primitive] = registered
 
 
-# Before 0.12, JAX does not eliminate dead code in the body of a `while_loop`.
+# Before version 0.12, JAX doesn't eliminate dead code in the body of a `while_loop`.
 WHILE_HAS_DCE = jexc.primitives.while_p in partial_eval.dce_rules
 
 
 def dce(
     jaxpr: ClosedJaxpr, used_outs: Sequence[bool], *, keep_inputs: bool = False
 ) -> tuple[ClosedJaxpr, tuple[bool, ...]]:
-    """Eliminates dead code in a closed jaxpr. Also returns which inputs remain."""
+    """Eliminates dead code in a closed jaxpr. Also returns which inputs still exist."""
     live, used_ins = partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(used_outs), keep_inputs)
     return live if hasattr(live, "consts") else ClosedJaxpr(live, jaxpr.consts), tuple(used_ins)
 
 
-# Whether an equation does anything besides computing its results.
+# Returns whether an equation does anything besides computing its results.
 has_effects: Callable[[jexc.JaxprEqn], bool] = partial_eval.has_effects
 
 
@@ -572,9 +574,9 @@ def batch_jaxpr(
 
     **Arguments:**
 
-    - `axis`: JAX's description of the axis, as batching rules receive it.
-    - `out_mapped`: for each result, True to put the axis in front, or None to do so only if the result
-        depends on it.
+    - `axis`: JAX's description of the axis, as passed to batching rules.
+    - `out_mapped`: for each result, True to add the axis as the first one, or None to do so only if the
+        result depends on it.
 
     **Returns:**
 
@@ -586,7 +588,7 @@ def batch_jaxpr(
 
 
 def retyped(x: Any, aval: jax.core.ShapedArray) -> Any:
-    """Gives `x` the weak type and varying axes of `aval`, whose shape and dtype it already has."""
+    """Gives `x` the weak type and varying axes of `aval`, which must have the same shape and dtype."""
     if not aval.weak_type and jax.typeof(x).weak_type:
         x = jax.lax.convert_element_type(x, aval.dtype)
     return vary_over(x, aval.manual_axis_type.varying)
@@ -608,7 +610,7 @@ def vary_alike(operands: Sequence[Any]) -> list[Any]:
 
 
 def named_axes() -> dict[Hashable, int]:
-    """Returns the named axes of `vmap` and `shard_map` for collectives here, with their sizes."""
+    """Returns the named axes of `vmap` and `shard_map` that can be used by collectives, with their sizes."""
     return dict(core.get_axis_env().axis_sizes)
 
 
@@ -617,5 +619,5 @@ def mapped_mesh_axes() -> frozenset[Any]:  # explicit mesh axes used by a `vmap`
 
 
 def bind_axes(axes: dict[Hashable, int]) -> contextlib.AbstractContextManager[None]:
-    """A context in which collectives can name `axes`."""
+    """A context in which collectives can refer to `axes` by name."""
     return core.extend_axis_env_nd(axes.items())

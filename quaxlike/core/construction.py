@@ -1,9 +1,9 @@
 """Fast construction of Values, with a check for arrays in static fields.
 
-An instance built by the fast path must be equal to the one that Equinox would build, so we only use it if
+An instance created by the fast path must be equal to the one that Equinox would create, so we only use it if
 constructing the class does nothing except set its fields. The check ensures that every Value can be used as a
 cache key: otherwise an array in a static field, which isn't hashable, would make `jit` fail with an error
-that says nothing about the actual mistake.
+that isn't related to the actual mistake.
 """
 
 import copyreg
@@ -46,7 +46,7 @@ class QuickMeta(type(eqx.Module), _Making):
     """
 
     def __new__(mcs, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(mcs, "__concrete_class__"):  # `plum.parametric` makes a metaclass for each class
+        if hasattr(mcs, "__concrete_class__"):  # `plum.parametric` creates a metaclass for each class
             copyreg.pickle(mcs, _pickled)
         return super().__new__(mcs, *args, **kwargs)
 
@@ -76,7 +76,7 @@ class QuickMeta(type(eqx.Module), _Making):
 
 
 def _pickled(cls: Any) -> Any:
-    """Pickles a class made by `plum.parametric`, either by name or (for e.g. `P["m"]`) as `P` and its
+    """Pickles a class created by `plum.parametric`, either by name or (for e.g. `P["m"]`) as `P` and its
     parameter.
 
     A class such as `P["m"]` is not an attribute of any module, so it can't be pickled by name.
@@ -91,7 +91,7 @@ def _of_parameter(cls: Any, parameter: Any) -> Any:
 
 
 class _NotToInitialise(Exception):
-    """Carries the result of `__new__` past Equinox, which would otherwise initialise it."""
+    """Passes the result of `__new__` through Equinox, which would otherwise initialise it."""
 
     def __init__(self, instance: Any) -> None:
         super().__init__(instance)
@@ -109,8 +109,8 @@ def _is_frozen(instance: Any) -> bool:
     return False
 
 
-# For each instantiated class: its field names if construction only sets them, else None. (JAX's
-# pytree registry keeps these classes alive anyway.)
+# For each class that was instantiated, its field names if construction only sets these, or otherwise None.
+# (These classes are kept alive by JAX's pytree registry in any case.)
 _plain_fields: dict[type, tuple[str, ...] | None] = {}
 
 
@@ -137,7 +137,7 @@ def _sets_fields(cls: type) -> bool:
 
 
 def _made(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Makes an instance in the same way as Equinox."""
+    """Creates an instance in the same way as Equinox."""
     instance = object.__new__(cls)
     fields = [f for f in dataclasses.fields(cls) if f.init]
     given = dict(zip([f.name for f in fields if not f.kw_only], args, strict=False)) | kwargs

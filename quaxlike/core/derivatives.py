@@ -1,8 +1,8 @@
-"""Derivatives of Values as JAX returns them: without tangents for indices, codes and keys.
+"""Derivatives of Values as returned by JAX, which don't have tangents for indices, codes and keys.
 
-JAX returns float0 arrays as the tangents of integer leaves (or, in `jax.jacfwd`, zeros). A Value made of such
-leaves has lost its pattern, so using it as an array would silently compute wrong numbers. We raise an error
-instead.
+JAX returns float0 arrays as the tangents of integer leaves (or, in `jax.jacfwd`, zeros). A Value with such
+leaves doesn't have its original pattern any more, so using it as an array would silently give incorrect
+results. We raise an error instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from .source_lines import calling_frame, is_internal
 
 
 def is_derivative_alone(leaves: Sequence[Any]) -> bool:
-    """Returns whether these leaves (or avals) belong to a derivative without its integer leaves."""
+    """Returns whether these leaves (or avals) belong to a derivative whose integer leaves are missing."""
     return any(getattr(leaf, "dtype", None) == jax.dtypes.float0 for leaf in leaves)
 
 
 def derivative_alone(cls: type) -> ValueError:
-    """Makes the error for using a derivative whose pattern is missing."""
+    """Returns the error for using a derivative whose pattern is missing."""
     return ValueError(
         f"The derivative of a function that returns {cls.__qualname__} was used as an array. JAX "
         "gives leaves that are not inexact, such as indices or codes, no tangents, so it stands for none. "
@@ -32,7 +32,7 @@ def derivative_alone(cls: type) -> ValueError:
 
 
 def lacks_tangents(value: Any) -> bool:
-    """Returns whether traced leaves of a Value are zeros substituted by `jax.jacfwd`."""
+    """Returns whether traced leaves of a Value are the zeros that `jax.jacfwd` substitutes."""
     # `jax.jacfwd` runs under `vmap`, so this can't happen eagerly, and we don't need to look at the leaves.
     if compat.is_eval_trace(compat.current_trace()):
         return False
@@ -40,9 +40,9 @@ def lacks_tangents(value: Any) -> bool:
 
 
 def _is_result_for_jacfwd(frame: Any) -> bool:
-    """Returns whether this frame's function returns the result to `jax.jacfwd`.
+    """Returns whether the result of this frame's function is returned to `jax.jacfwd`.
 
-    This holds if no frame of another function lies between them.
+    This is the case if there is no frame of another function between them.
     """
     # JAX only fills in the zeros after this function has returned, and doesn't offer a hook for it. So we
     # have to inspect the calling frames.
@@ -54,7 +54,7 @@ def _is_result_for_jacfwd(frame: Any) -> bool:
 
 
 def check_jacobian(out: Any, is_value: Callable[[Any], bool]) -> Any:
-    """Returns `out`, or raises if `jax.jacfwd` would destroy the pattern of a Value in it."""
+    """Returns `out`. Raises an error if `jax.jacfwd` would destroy the pattern of any Value in it."""
     if not _is_result_for_jacfwd(calling_frame()):
         return out
     for value in filter(is_value, jtu.tree_leaves(out, is_leaf=is_value)):

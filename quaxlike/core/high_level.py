@@ -1,7 +1,7 @@
-"""Hijax's primitives: instances of `HiPrim`, which are all bound by one JAX primitive.
+"""High-level primitives of hijax: instances of `HiPrim`, all of which are bound by the same JAX primitive.
 
-Rules are registered for a *class* of `HiPrim`. We give each class one primitive, kept as long as the class
-lives: dispatch compares primitives by identity.
+Rules are registered for a *class* of `HiPrim`. Dispatch compares primitives by identity, so we create one
+primitive for each class, with the same lifetime as the class.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ _REPLACED = {
 
 
 def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns a primitive's name and parameters.
+    """Returns the name and parameters of a primitive.
 
-    For a high-level primitive that carries code, e.g. a jaxpr, these are the name and parameters of the
-    ordinary primitive that it replaces.
+    For a high-level primitive that calls a function (e.g. given as a jaxpr), these are the name and
+    parameters of the ordinary primitive that it replaces.
     """
     hi: Any = params.get("_prim")
     name = _REPLACED.get(type(hi).__name__)
@@ -40,7 +40,7 @@ def as_call(primitive: jexc.Primitive, params: dict[str, Any]) -> tuple[str, dic
 
 
 class HighLevelPrimitive(jexc.Primitive):
-    """The primitive under which rules for a class of `HiPrim` are registered."""
+    """The primitive for which we register the rules of a class of `HiPrim`."""
 
     multiple_results = True
 

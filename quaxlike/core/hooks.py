@@ -1,4 +1,4 @@
-"""Calls to a Value's hooks, made so that errors name the hook, and so that no trace is active.
+"""Calls to the hooks of a Value, such that errors mention the hook, and no trace is active.
 
 A hook runs while a primitive is being bound, so without a note its error would look like an error in the
 user's program. In addition, a hook must return the same result wherever it is called, because we cache the
@@ -26,7 +26,7 @@ from . import compat
 from .construction import QuickMeta
 from .derivatives import derivative_alone, is_derivative_alone, lacks_tangents
 
-# Each hook, and what we call it for.
+# The name of each hook, and what we use it for.
 _HOOKS = {
     "aval": "its shape and dtype",
     "materialise": "its dense array",
@@ -41,7 +41,7 @@ _HOOKS = {
 
 
 def _naming(hook: str, method: Any) -> Any:
-    """Wraps a hook so that its errors carry a note naming the type and the hook."""
+    """Wraps a hook, so that its errors have a note with the type and the hook."""
     if isinstance(method, classmethod | staticmethod):
         return type(method)(_naming(hook, method.__func__))
     if not callable(method):
@@ -104,13 +104,13 @@ class _RunningHooks(threading.local):
     """The hooks that this thread is currently running, outermost first."""
 
     def __init__(self) -> None:
-        self.materialising: list[tuple[Callable[..., Any], Any]] = []  # each with its Value
+        self.materialising: list[tuple[Callable[..., Any], Any]] = []  # along with their Values
         self.inferring: dict[Any, type] = {}  # memo keys, and the classes whose avals are being inferred
-        self.endless: set[type] = set()  # classes found to need their own aval
+        self.endless: set[type] = set()  # classes whose aval was found to depend on itself
 
 
 running_hooks = _RunningHooks()
-OFTEN = 5  # on hitting the recursion limit, a hook nested at least this often is taken to be calling itself
+OFTEN = 5  # a hook nested at least this often at the recursion limit is considered to be calling itself
 
 
 def as_dense(out: Any, hook: str) -> Any:
@@ -148,7 +148,7 @@ def remedy(value: Any, error: Exception) -> str:
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """Non-static fields which hold (or held before tracing) Python numbers."""
+    """Returns non-static fields that contain Python numbers, or that did so before tracing."""
     try:
         hints = typing.get_type_hints(type(value))
     except (NameError, TypeError):
@@ -173,13 +173,13 @@ def _is_of_numbers(hint: Any) -> bool:
 
 
 class RuleError(TypeError):
-    """A rule cannot be used: what it takes or returns does not fit its primitive."""
+    """Raised if a rule can't be used, because its operands or results don't fit its primitive."""
 
     __module__ = "quaxlike"
 
 
 class Endless(ValueError):
-    """A hook, or a rule it uses, calls itself endlessly.
+    """Raised if a hook, or a rule used by a hook, calls itself endlessly.
 
     This is converted to a `RuleError` once it has propagated out of all hooks. We can't raise a `RuleError`
     to begin with, because JAX replaces any `TypeError` raised while binding a primitive.
@@ -187,7 +187,7 @@ class Endless(ValueError):
 
 
 def hook_of_shape(cls: Any) -> types.CodeType:
-    """Returns the code that decides a class's shape: its own `aval`, or `materialise`."""
+    """Returns the code that determines the shape of a class, which is its own `aval` or `materialise`."""
     own = inspect.unwrap(cls.aval)
     is_inherited = own.__module__.partition(".")[0] == __name__.partition(".")[0]
     return inspect.unwrap(cls.materialise if is_inherited else own).__code__
@@ -204,12 +204,12 @@ def computes_with_itself(hook: types.CodeType) -> str:
 
 
 def endless_error(error: Endless) -> Exception:
-    """Makes the error for recursion of a hook: unchanged inside other hooks, else a `RuleError`."""
+    """Returns the error for endless recursion in a hook, which is a `RuleError` outside of all hooks."""
     return error if running_hooks.inferring or running_hooks.materialising else RuleError(str(error))
 
 
 def not_an_array(value: Any, leaf: Any) -> ValueError:
-    """Makes the error for a field that isn't an array. (JAX would replace a `TypeError` by its own.)"""
+    """Returns the error for a field that isn't an array. (JAX would replace a `TypeError` by its own.)"""
     paths = jtu.tree_leaves_with_path(value)
     (name, *_) = (jtu.keystr(path) for path, x in paths if x is leaf)
     return ValueError(
@@ -219,7 +219,7 @@ def not_an_array(value: Any, leaf: Any) -> ValueError:
 
 
 class ValueMeta(QuickMeta):
-    """Makes the errors of a class's hooks name the hook."""
+    """A metaclass for which errors raised in hooks mention the hook."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], /, **kwargs: Any) -> Any:
         named = {hook: _naming(hook, namespace[hook]) for hook in _HOOKS if hook in namespace}
@@ -227,7 +227,7 @@ class ValueMeta(QuickMeta):
 
 
 class _Probing:
-    """A context for calling hooks outside every trace.
+    """A context for calling hooks outside of any trace.
 
     This also enters every context in `asides`, e.g. one that suspends the policy. (Since the results of hooks
     are cached, a policy would otherwise only see the hook's operations the first time around.)
@@ -249,10 +249,10 @@ probing = _Probing()
 
 
 def traced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Calls `hook` with the shapes in a Value replaced by tracers, so that the hook can compute with them."""
+    """Calls `hook` with tracers in place of a Value's shapes, so that the hook can compute with these."""
 
     def on_shapes(value: Any) -> Any:
-        # The result may not be an array, and `eval_shape` returns only arrays.
+        # The result isn't necessarily an array, but `eval_shape` can only return arrays.
         found: list[Any] = []
         with probing():
             jax.eval_shape(lambda value: found.append(hook(value)), value)

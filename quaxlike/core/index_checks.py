@@ -1,4 +1,4 @@
-"""Makes `jax.experimental.checkify` see indices into Values.
+"""Checks indices into Values when using `jax.experimental.checkify`.
 
 Rules clamp and shift the indices used by a program, and index into leaves whose shapes differ from that of
 the array. If checkify were only to see these, then it would miss out-of-bounds indices, or report valid ones.
@@ -20,8 +20,8 @@ from jax.interpreters import ad, batching, mlir
 from . import compat
 from .values import aval_of, is_value
 
-# Returns its operand, which holds indices `(..., len(axes))` of slices with these `sizes` in an array with
-# this `shape`. If `axes` is a single axis, it holds indices along that axis.
+# Returns its operand, which consists of indices `(..., len(axes))` of slices with these `sizes`, for an array
+# with this `shape`. If `axes` is a single axis, then these are indices along that axis.
 index_p = jexc.Primitive("quaxlike_index")
 index_p.def_impl(lambda indices, **params: indices)
 index_p.def_abstract_eval(lambda indices, **params: indices)

@@ -11,8 +11,9 @@ from . import compat
 
 
 def level_of(value: Any | None = None) -> Any:
-    """Returns the innermost running level, or the innermost one that dispatches on `value`; None if there is
-    none."""
+    """Returns the innermost running level, or the innermost one that dispatches on `value`, or otherwise
+    None.
+    """
 
     def ours(trace: Any) -> bool:
         return hasattr(trace, "dispatches_on") and (value is None or trace.dispatches_on(value))
@@ -41,7 +42,7 @@ running = _Running()
 
 
 def has_operators(value: Any) -> bool:
-    """Returns whether this Value has operators here, although its type does not define any.
+    """Returns whether this Value has operators here, even though its type doesn't define any.
 
     This is the case if a running level dispatches on it. Inside a rule, it also applies to the Values nested
     inside the operands.
@@ -52,13 +53,13 @@ def has_operators(value: Any) -> bool:
     if level is None or not level.in_rule:
         return False
     trace = compat.current_trace()
-    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # else not in the rule
+    while trace is not None and getattr(trace, "tag", None) is not level.tag:  # otherwise not in the rule
         trace = getattr(trace, "parent_trace", None)
     return trace is None
 
 
 def not_dispatched(value: Any, what: str) -> str:
-    """Returns the error message for a Value outside every `quaxify`."""
+    """Returns the error message for using a Value outside of any `quaxify`."""
     return (
         f"{type(value).__name__} was passed to {what} "
         + ("outside `quaxlike.quaxify`. " if level_of() is None else "but no `filter_spec` selects it. ")

@@ -1,4 +1,4 @@
-"""Operators, methods and functions of arrays for Values, inside `quaxify` or not.
+"""Operators, methods and functions of arrays for Values, both inside and outside of `quaxify`.
 
 Outside of `quaxify`, an operator opens a level of its own. Inside, it must instead use the running level: a
 new level would treat the Values of the running one as plain arrays, and would therefore skip their rules.
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `fn(value, ...)` under the level for `value`, or under a new one."""
+    """Calls `fn(value, ...)` at the level for `value`, or at a new one."""
     check_complete(value)
     level = level_of(value)
     # In this case we must not open a new level, which would treat the Values of the running one as arrays.
@@ -41,7 +41,7 @@ def run(fn: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wraps a jax.numpy function so that it accepts Values, inside `quaxify` or not.
+    """Wraps a jax.numpy function so that it accepts Values, both inside and outside of `quaxify`.
 
     If a running level dispatches on the Values, then we use that level, so that they can be combined with the
     level's own Values.
@@ -53,7 +53,7 @@ def anywhere(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         if level_of() is None:
             return quaxified(*args, **kwargs)
         leaves, structure = jtu.tree_flatten((args, kwargs), is_leaf=is_value)
-        if any(is_value(x) and level_of(x) is None for x in leaves):  # no running level dispatches on it
+        if any(is_value(x) and level_of(x) is None for x in leaves):  # i.e. no running level dispatches on it
             return quaxified(*args, **kwargs)
         operands = [level_of(x).adopt(x) if is_value(x) else x for x in leaves]
         args, kwargs = jtu.tree_unflatten(structure, operands)
@@ -117,10 +117,10 @@ def _attribute(name: str) -> property:
 
 
 class ArrayOperators:
-    """The operators, methods and indexing of `jax.Array`, each run through [`quaxlike.quaxify`][].
+    """The operators, methods and indexing of `jax.Array`, all of which use [`quaxlike.quaxify`][].
 
-    This is a mixin for array types. List it *before* [`quaxlike.ArrayValue`][] among the bases, so that `==`
-    is elementwise. Like a `jax.Array`, such values cannot be hashed.
+    This is a mixin for array types. It must come *before* [`quaxlike.ArrayValue`][] in the list of bases, so
+    that `==` is elementwise. As for a `jax.Array`, this means that values can't be hashed.
 
     !!! example
 
@@ -138,7 +138,7 @@ class ArrayOperators:
         ```
     """
 
-    # Makes NumPy arrays defer to us in `array + value`.
+    # Ensures that NumPy arrays defer to us in `array + value`.
     __array_priority__ = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -216,9 +216,9 @@ class ArrayOperators:
         return placement.dlpack_device(self)  # pyright: ignore[reportArgumentType]
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        """Returns `quaxlike.numpy`, as the array API standard asks: its functions accept Values anywhere."""
-        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises for an unknown version
-        return importlib.import_module("quaxlike.numpy")  # above the core
+        """Returns `quaxlike.numpy`, as required by the array API standard, whose functions accept Values."""
+        jnp.zeros(()).__array_namespace__(api_version=api_version)  # raises an error for unknown versions
+        return importlib.import_module("quaxlike.numpy")  # imported here, as it depends on the core
 
     __getitem__ = _unary(operator.getitem)
     __contains__ = _unary(operator.contains)
@@ -239,16 +239,16 @@ class ArrayOperators:
         return (self[i] for i in range(len(self)))
 
     def to_device(self, device: Any, *, stream: Any = None) -> Any:
-        """Like `jax.Array.to_device`: moves to a device, or applies a sharding of the logical array."""
+        """As `jax.Array.to_device`. Moves to a device, or applies a sharding of the logical array."""
         return run(_to_device, self, device, stream=stream)
 
     def block_until_ready(self) -> Any:
-        """Waits for all leaves, like `jax.Array.block_until_ready`."""
+        """As `jax.Array.block_until_ready`. Waits for all leaves."""
         return jax.block_until_ready(self)
 
     @property
     def at(self) -> "_At":
-        """Like `jax.Array.at`: `x.at[index].set(y)` and its siblings."""
+        """As `jax.Array.at`, i.e. `x.at[index].set(y)` and so on."""
         return _At(self)
 
     itemsize = property(lambda self: self.dtype.itemsize)
@@ -300,7 +300,7 @@ class ArrayOperators:
 
 
 class _At:
-    """`value.at`, or `value.at[index]` once it is indexed."""
+    """Either `value.at`, or `value.at[index]`."""
 
     __slots__ = ("_index", "_value")
 

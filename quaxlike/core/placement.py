@@ -1,4 +1,4 @@
-"""A Value's devices and sharding, read from its leaves.
+"""Devices and shardings of Values, which are determined from their leaves.
 
 We only return a result that is also correct for the dense array. Specifically, if there is no single sharding
 of the logical array that explains how every leaf is placed, then we raise an error, rather than reporting the
@@ -17,7 +17,7 @@ from .values import Value, aval_of
 
 
 def devices(value: Value) -> set[Any]:
-    """Like `jax.Array.devices`: the devices of the leaves.
+    """As `jax.Array.devices`, for the leaves.
 
     A Value without leaves would be materialised on the default device.
     """
@@ -25,14 +25,14 @@ def devices(value: Value) -> set[Any]:
 
 
 def device(value: Value) -> Any:
-    """Like `jax.Array.device`: the device, or the sharding if there are several."""
+    """As `jax.Array.device`. If there are several devices, then this is the sharding."""
     _require_placed(value, "device")
     found = devices(value)
     return found.pop() if len(found) == 1 else sharding(value)
 
 
 def sharding(value: Value) -> jax.sharding.Sharding:
-    """Like `jax.Array.sharding`, for the logical array."""
+    """As `jax.Array.sharding`, for the logical array."""
     _require_placed(value, "sharding")
     arrays = _arrays(value)
     found = [leaf.sharding for leaf in [*filter(_is_placed, arrays)] or arrays]
@@ -56,7 +56,7 @@ def sharding(value: Value) -> jax.sharding.Sharding:
 
 
 def dlpack_device(value: Value) -> Any:
-    """Like `jax.Array.__dlpack_device__`."""
+    """As `jax.Array.__dlpack_device__`."""
     found = devices(value)
     if len(found) != 1:
         name = type(value).__name__
@@ -73,12 +73,12 @@ def _arrays(value: Value) -> list[Any]:
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Whether a leaf determines where a value is placed. Uncommitted scalars don't."""
+    """Returns whether a leaf determines where a value is placed, unlike e.g. an uncommitted scalar."""
     return isinstance(leaf, jax.Array) and (leaf.ndim > 0 or leaf.committed)
 
 
 def _require_placed(value: Value, name: str) -> None:
-    """Raises JAX's error for tracers: nothing traced has a device yet."""
+    """Raises JAX's error for tracers, which aren't placed on any device yet."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jtu.tree_leaves(value)):
         hint = " Use `jax.typeof(value).sharding`." if name == "sharding" else ""
         raise AttributeError(
@@ -87,7 +87,7 @@ def _require_placed(value: Value, name: str) -> None:
 
 
 def _follow(slot: LeafLayout, spec: jax.P, leaves: list[Any]) -> bool:
-    """Returns whether the leaves are placed as `spec` for the logical array would place them."""
+    """Returns whether the leaves are placed in the same way as `spec` for the logical array would."""
     try:
         expected = leaf_specs(slot, spec)
     except ValueError:

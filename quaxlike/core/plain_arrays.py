@@ -1,9 +1,9 @@
-"""Two hooks for types whose rules depend on the contents of plain arrays next to them.
+"""Two hooks for types whose rules depend on the values of plain arrays that they are combined with.
 
-For example, zeros are the same in every unit, so a library that initialises a loop with zeros doesn't specify
-their unit. For this reason, quantities with units track which plain arrays are filled with a constant (see
-arrays/unitful/placeholders.py). Neither hook is set until a type is defined whose `promote` can be called
-without `like`, and until then the only overhead is a few `if`s.
+For example, zeros are the same in any unit, so a library that initialises a loop with zeros doesn't specify
+their unit. For this reason, quantities with units keep track of which plain arrays are filled with a constant
+(see arrays/unitful/placeholders.py). These hooks aren't set until a type is defined whose `promote` can be
+called without `like`, and until then the only overhead is a few `if`s.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ from typing import Any
 
 
 def takes_no_like(cls: Any) -> bool:
-    """Returns whether the class's `promote` may be called without `like`: see `Value.promote`."""
+    """Returns whether `promote` of this class can be called without `like`, see `Value.promote`."""
     like = inspect.signature(cls.promote).parameters.get("like")
     return like is not None and like.default is not like.empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """The hook of the trace, called with primitives on plain arrays if any Value at the level requires it."""
+    """The hook of the trace, which is called with primitives on plain arrays if any Value requires this."""
 
     asked_for_by: Callable[[Any], bool]  # whether a Value, or one nested inside it, requires this
     asked_for_by_type: Callable[[Any], bool]
@@ -29,7 +29,8 @@ class Following:
 
 @dataclasses.dataclass(frozen=True)
 class Placeholders:
-    """The hook of the slots: tracks the constant that fills a plain array through branches and loops.
+    """The hook of the slots, which propagates the constants that fill plain arrays through branches and
+    loops.
 
     This is stored as the `constant` of the array's slot, which is None unless some Value requires it.
     """

@@ -1,11 +1,10 @@
-"""What happens if no rule matches: a `default`, or materialising under the policy.
+"""What happens if no rule matches: we call `default`, or materialise subject to the policy.
 
-Nothing may become dense unnoticed: a Value materialised for want of a rule goes
-through `_densify`, which raises, warns or records. A second path would break the promise of
-`on_materialise("error")`.
+Values must never be materialised unnoticed. So if this is due to a missing rule, then it must go through
+`_densify`, which raises, warns or records, as otherwise `on_materialise("error")` couldn't be relied upon.
 
-The mode also has to reach JAX's caches. A function traced under "allow" must be traced again under
-"error", or else the cached program would materialise silently: see `_jit_mode`.
+The mode must also be part of the keys of JAX's caches, see `_jit_mode`. A function that was traced under
+"allow" has to be traced again under "error", as the cached program would materialise silently.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ from .rules import (
 from .values import ArrayValue, Value, aval_of, is_value, materialised, probing
 
 Mode = Literal["allow", "warn", "error"]
-_MODES: tuple[Mode, ...] = typing.get_args(Mode)  # laxest first
+_MODES: tuple[Mode, ...] = typing.get_args(Mode)  # from most to least permissive
 
 
 class MaterialisationError(RuntimeError):
@@ -57,13 +56,15 @@ class MaterialisationWarning(UserWarning):
 
 
 class on_materialise(contextlib.ContextDecorator):
-    """Sets what happens inside this context if no rule matches, and a Value must be materialised.
+    """Sets what happens inside this context if no rule matches, so that a Value has to be materialised.
 
-    This is a context manager and a decorator. The innermost one wins, and each overrides the class attribute
-    `on_materialise`. It is local to the thread and the context, so each asyncio task has its own. (A
-    thread running in a copy of a context, as with `asyncio.to_thread`, has to enter its own.)
+    This can be used as a context manager or as a decorator. The innermost one takes precedence, and they all
+    override the class attribute `on_materialise`. It's local to the current thread and context, so that every
+    asyncio task has its own. (A thread that runs in a copy of a context, as for `asyncio.to_thread`, has to
+    enter its own.)
 
-    A jitted function is traced once for each mode. It materialises, warns or raises during tracing.
+    Note that a jitted function is traced once for each mode, and only materialises, warns or raises when
+    tracing.
 
     **Arguments:**
 
@@ -84,17 +85,18 @@ class on_materialise(contextlib.ContextDecorator):
         if mode not in _MODES:
             raise ValueError(f"on_materialise takes one of {_MODES}; found {mode!r}.")
         self.mode: Mode = mode
-        self.warned: set[Any] = set()  # call sites we warned about
+        self.warned: set[Any] = set()  # call sites for which we've already issued a warning
 
     def __enter__(self) -> None:
         _count(1)
         entered.set((*entered.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        # This need not be the innermost: an abandoned generator exits when it is garbage collected.
+        # This isn't necessarily the innermost one, since an abandoned generator exits when it is garbage
+        # collected.
         stack = entered.get()
         if stack and stack[-1] is self:
-            entered.set(stack[:-1])  # before any call, which would fail at the recursion limit
+            entered.set(stack[:-1])  # do this before any calls, which could fail at the recursion limit
         else:
             at = max((i for i, policy in enumerate(stack) if policy is self), default=len(stack))
             entered.set(stack[:at] + stack[at + 1 :])
@@ -109,24 +111,24 @@ entered: contextvars.ContextVar[tuple[on_materialise, ...]] = contextvars.Contex
 
 
 def policy_key() -> Mode | None:
-    """Returns the mode in force. It is part of every cached jaxpr's key."""
+    """Returns the current mode, which is part of the key of every cached jaxpr."""
     stack = entered.get()
     return stack[-1].mode if stack else None
 
 
-# The mode, as a setting in the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again under another
-# mode, so what it materialises is reported. JAX keys on a thread-wide setting, but asyncio tasks on one
-# thread each have their own mode. So the setting is one object, which looks the mode up only when JAX hashes
-# it.
+# The mode, as part of the keys of JAX's caches: `jax.jit(quaxify(f))` is traced again for a different mode,
+# so that it reports what it materialises. JAX's keys use settings that are local to a thread, but asyncio
+# tasks on the same thread have different modes. So the setting is always the same object, which looks up the
+# mode when JAX hashes it.
 _jit_mode = jax.make_user_context(None)
-_n_entered = 0  # in all contexts
+_n_entered = 0  # in all contexts together
 _enter_lock = threading.Lock()
 
 
 def _count(more: int) -> None:
-    """Sets the key for JAX's caches while a policy is entered anywhere.
+    """Sets the key for JAX's caches if there's a policy in any context.
 
-    Otherwise there is no key, and JAX's fast path for jitted functions stays as quick as without us.
+    Otherwise we don't set a key, so that we don't slow down JAX's fast path for jitted functions.
     """
     global _n_entered
     with _enter_lock:
@@ -139,13 +141,13 @@ def _count(more: int) -> None:
 
 
 def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint: str = "") -> Any:
-    """Makes `value` a dense array if it is a Value, under the policy.
+    """Materialises `value` if it's a Value, subject to the policy.
 
     **Arguments:**
 
     - `what`: the primitive, or a phrase such as "bool()".
-    - `operands`: all operands of the primitive, for the message. Default: only `value`.
-    - `hint`: the reason, or what can be done. Default: register a rule for the primitive `what`.
+    - `operands`: all operands of the primitive, for use in the message. Default: only `value`.
+    - `hint`: the reason, or what could be done about it. Default: register a rule for the primitive `what`.
     """
     if not is_value(value):
         return value
@@ -155,7 +157,7 @@ def dense(value: Any, what: str, operands: Sequence[Any] | None = None, *, hint:
 def dense_operands(
     primitive: jexc.Primitive, operands: Sequence[Any], places: Sequence[int] | None = None
 ) -> list[Any]:
-    """Makes all operands dense, or those in `places`, under the policy."""
+    """Materialises all operands, or just those in `places`, subject to the policy."""
     arrays = list(operands)
     places = range(len(arrays)) if places is None else places
 
@@ -170,10 +172,11 @@ def dense_operands(
 def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the result if no rule matches.
 
-    We try an overridden `default`, then a rule for only some dense operands, and finally make all
-    operands dense.
+    First we try a `default` that was overridden, then a rule that requires only some of the operands to be
+    materialised, and finally we materialise all of them.
     """
-    # Types that inherit one `default` from a common base do not compete, so the function is the key.
+    # Several types might inherit the same `default`, which isn't ambiguous, so we use the function as the
+    # key.
     overriding = {type(v).default: type(v) for v in operands if is_value(v)}
     overriding.pop(Value.default, None)
     if len(overriding) > 1:
@@ -194,13 +197,13 @@ def by_default(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any], p
         names = dict.fromkeys(type(operands[i]).__name__ for i in found.places)
         recording.note(f"only {' and '.join(names)} is made dense")
         return trace.dispatch(primitive, some, params)
-    # JAX's functions make operands vary over the same mesh axes, but `bind` expects that they already do.
+    # JAX's functions ensure that all operands vary over the same mesh axes, but `bind` doesn't.
     arrays = compat.vary_alike(dense_operands(primitive, operands))
     return primitive.bind(*arrays, **primitive.get_bind_params(params))
 
 
 def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any]) -> Beyond | None:
-    """Finds a rule which matches after making some operands dense, preferably none which refuses."""
+    """Finds a rule that matches after materialising some operands, if possible none that refuse to."""
     types = [type(x) if is_value(x) else None for x in operands]
     if sum(t is not None for t in types) < 2:
         return None
@@ -209,7 +212,7 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
     once = _places_of_first(operands)
 
     def keeps_twins_together(rule: Beyond) -> bool:
-        # If a Value occurs twice, it is kept in both places or in neither: see `map_values`.
+        # If a Value occurs twice then we materialise either both or neither of them, see `map_values`.
         made_dense = {once[i] for i in rule.places}
         return made_dense.isdisjoint(once[i] for i in once if i not in rule.places)
 
@@ -220,9 +223,9 @@ def _rule_beyond(trace: Any, primitive: jexc.Primitive, operands: Sequence[Any])
 def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any]) -> list[Any]:
     """Replaces the Values among `operands` by the results of `f`.
 
-    If a Value occurs twice, it is passed to `f` only once. If it were computed twice, the compiler might fuse
-    each copy differently, and the two could differ in their last digits. Then `x != x`, which tests for NaN,
-    would be true.
+    If a Value occurs twice, then it's only passed to `f` once. If we were to compute it twice, then the
+    compiler might fuse the copies differently, so that their last digits might differ. In this case `x != x`,
+    which is used to test for NaN, could be true.
     """
     first = _places_of_first(operands)
     once = list(dict.fromkeys(first.values()))
@@ -231,7 +234,7 @@ def map_values(f: Callable[[list[Value]], Sequence[Any]], operands: Sequence[Any
 
 
 def _places_of_first(operands: Sequence[Any]) -> dict[int, int]:
-    """For each place with a Value, the first place where the same Value occurs."""
+    """Returns the first position of the same Value, for each position of a Value."""
     flat = {i: jtu.tree_flatten(x) for i, x in enumerate(operands) if is_value(x)}
     return {i: next(j for j in flat if _are_one(flat[j], flat[i])) for i in flat}
 
@@ -249,7 +252,7 @@ def _densify(values: Sequence[Value], what: str, operands: Sequence[Any], hint: 
     try:
         return [materialised(v) for v in values]
     except Exception as error:
-        if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # deeper down
+        if not any(note.startswith(_WHEN) for note in getattr(error, "__notes__", ())):  # already added
             error.add_note(f"{_WHEN}\n{event.message()}")
         raise
 
@@ -258,27 +261,27 @@ _WHEN = "Raised when it had to be materialised, by"
 
 
 def _strictest(values: Sequence[Value]) -> Mode:
-    """Returns the strictest policy among the types, including nested Values."""
+    """Returns the strictest policy of any of the types, including those of nested Values."""
     found: set[Mode] = {mode for x in _with_nested(values) if (mode := x.on_materialise) is not None}
-    # One operand's type may forbid what another allows. The stricter one wins.
+    # If one type forbids what another one allows, then the stricter one takes precedence.
     return max(found | {"allow"}, key=_MODES.index)
 
 
 def _with_nested(values: Sequence[Any]) -> Iterator[Value]:
-    """These Values, followed by the Values inside them."""
+    """Returns these Values, followed by those nested inside them."""
     for x in filter(is_value, values):
         yield x
         yield from _with_nested(jtu.tree_leaves(x, is_leaf=lambda y, x=x: y is not x and is_value(y)))
 
 
 def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
-    """Like `materialised`, but while `explain` traces shapes: continues if a type refuses."""
+    """As `materialised`, but continues if a type refuses while `explain` is tracing shapes."""
     try:
         return materialised(value)
     except Exception as error:
         aval = aval_of(value)
         recorder.note(f"{type(value).__name__}.materialise raises {type(error).__name__}: {error}")
-        # Zeros can stand in for any array, but not for keys.
+        # We can use zeros in place of any array, except for keys.
         if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
             raise
         return jnp.zeros(aval.shape, aval.dtype)
@@ -286,14 +289,14 @@ def _materialised_or_stand_in(value: Value, recorder: Any) -> Any:
 
 # Messages -----------------------------------------------------------------------------------------
 
-_OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # primitives with any number of operands
+_OF_ANY_NUMBER = ("concatenate", "sort", "optimization_barrier")  # primitives with arbitrarily many operands
 _warned_for_types: set[Any] = set()
 _warned_lock = threading.Lock()
 
 
 @dataclasses.dataclass
 class _Materialisation:
-    """One materialisation, and the message about it."""
+    """A materialisation, along with the message that reports it."""
 
     values: Sequence[Value]
     what: str
@@ -305,7 +308,7 @@ class _Materialisation:
         return sum(map(_logical_bytes, self.values))
 
     def happens(self, mode: Mode) -> None:
-        """Raises, warns or records it."""
+        """Raises, warns or records this materialisation."""
         if any(isinstance(v, kept.get()) for v in self.values):
             raise Lost(self.lacking)
         if (recorder := recording.active()) is not None:
@@ -317,11 +320,11 @@ class _Materialisation:
             self.warn()
 
     def lacking(self) -> tuple[str, str]:
-        """The operation and its operands, and the rule to write."""
+        """The operation and its operands, and the rule that should be written."""
         return f"{self.what} of ({', '.join(map(describe, self.operands))})", self.remedy
 
     def message(self, *, happened: bool = False) -> str:
-        """Returns what is materialised, where and why, and what to do about it."""
+        """Returns what is materialised, where and why, and what could be done about it."""
         source, through = user_source()
         types = ", ".join(map(describe, self.operands))
         why = "" if self.hint else f"no rule for ({types}); "
@@ -340,7 +343,7 @@ class _Materialisation:
         )
 
     def _on_purpose(self, happened: bool) -> str:
-        """Returns how to materialise on purpose: the types' own `to_materialise`, or else "allow"."""
+        """Returns how to materialise on purpose: `to_materialise` of these types, or otherwise "allow"."""
         strict = [v.to_materialise for v in _with_nested(self.values) if v.on_materialise == "error"]
         if instead := " ".join(dict.fromkeys(filter(None, strict))):
             return instead
@@ -349,7 +352,7 @@ class _Materialisation:
 
     @property
     def remedy(self) -> str:
-        """The rule the type's author can write."""
+        """The rule that the author of the type could write."""
         if self.hint:
             return self.hint
         if declined := [rule for misfit, rule in self._ranked() if not misfit]:
@@ -371,15 +374,15 @@ class _Materialisation:
         )
 
     def _lacked_by(self, declined: Rule) -> tuple[str, str] | None:
-        """What a rule for any type had no rule for."""
+        """Returns the operation for which a rule for arbitrary types didn't find a rule."""
         key = (declined.primitive, *(type(x) if is_value(x) else None for x in self.operands))
         rules = resolver(active_layers.get()).cache.get(key, ())
         return next((r.lacked for r in rules if isinstance(r, Keeping) and r.rule is declined), None)
 
     def _nearest(self) -> list[Rule]:
-        """At most two rules for the primitive, unless one declined.
+        """Returns at most two rules for the primitive, unless one declined.
 
-        Ours for other types are left out: which there are depends on what has been loaded.
+        We leave out our own rules for other types, as these depend on which modules have been loaded.
         """
         ranked = self._ranked()
         if not all(misfit for misfit, _ in ranked):
@@ -387,9 +390,9 @@ class _Materialisation:
         return [rule for _, rule in ranked if not (rule.is_ours and self._is_others(rule))][:2]
 
     def _ranked(self) -> list[tuple[int, Rule]]:
-        """Returns the primitive's rules, each with the number of mismatching operands.
+        """Returns the rules for the primitive, each with the number of operands that don't match.
 
-        Rules for the operands' own types come first, and among them the best fits.
+        Rules for the operands' own types come first, sorted by how well they fit.
         """
         require_stack_depth()
         types = [type(x) if is_value(x) else jax.Array for x in self.operands]
@@ -406,18 +409,18 @@ class _Materialisation:
         return sorted(ranked, key=lambda entry: (bool(entry[0]), self._is_others(entry[1]), entry[0]))
 
     def _is_others(self, rule: Rule) -> bool:
-        """Whether a rule is for none of the operands' own types."""
+        """Returns whether a rule isn't for any of the operands' own types."""
         bases = {cls for x in self.operands if is_value(x) for cls in type(x).__mro__}
         hints = (*rule.signature.types, *([rule.signature.varargs] if rule.signature.has_varargs else []))
         named = {t for hint in hints for t in (typing.get_args(hint) or (hint,))}
         return named.isdisjoint(bases.difference(ArrayValue.__mro__))
 
     def warn(self) -> None:
-        """Warns at the user's own line, once per call site, primitive and operand types."""
+        """Warns at a line of the user's code, once for each call site, primitive, and types of operands."""
         source, _ = user_source()
         site = source, self.what, tuple(map(type, self.operands))
         stack = entered.get()
-        # Each context warns anew. Outside of all contexts, a warning appears once per process.
+        # Each context issues its own warnings. Outside of any context, we warn once per process.
         warned = stack[-1].warned if stack else _warned_for_types
         with _warned_lock:
             if site in warned:

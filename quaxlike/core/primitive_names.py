@@ -1,4 +1,4 @@
-"""Finds the primitives behind a JAX function, for rules registered by a function's name."""
+"""Finds the primitives used by a JAX function, for rules that are registered by the name of a function."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ CALLS: list[Callable[..., Any]] = [
     lambda f, x, i, b: f(x, (2, 2)),
 ]
 _CALLERS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
-_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only named if alone
+_FORMS = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "copy")  # only used if alone
 
 
 def function_called(name: str) -> tuple[str, Any] | None:
@@ -62,7 +62,7 @@ def primitives_of(function: Any) -> list[str]:
             warnings.simplefilter("ignore")
             try:
                 jaxpr = jax.make_jaxpr(lambda *xs, call=call: call(function, *xs))(*args)
-            except Exception:  # takes something else
+            except Exception:  # the function requires different arguments
                 continue
         found = list(dict.fromkeys(_names(jaxpr)))
         if found := [name for name in found if name not in _FORMS] or found:

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 @jtu.register_pytree_with_keys_class
 class _Quaxified(Generic[_T]):
-    """A quaxified function. It is a pytree over the function, which may hold Values."""
+    """A quaxified function. This is a pytree over the function, which might contain Values."""
 
     __slots__ = ("__dict__", "__weakref__", "_filter_spec", "_fn", "_rules")
 
@@ -61,9 +61,9 @@ class _Quaxified(Generic[_T]):
 
     @functools.cached_property
     def _whole(self) -> Callable[..., Any] | None:
-        """For a jitted function: the whole call, as one jitted function.
+        """For a jitted function: the whole call as a single jitted function.
 
-        This avoids having to dispatch the inner jit on every eager call.
+        This means that eager calls don't have to dispatch the inner jit.
         """
         if self._rules is not None or self._filter_spec is not True:
             return None
@@ -75,7 +75,7 @@ class _Quaxified(Generic[_T]):
     @compat.weakly_cached
     def _of_jit(jitted: Any) -> Callable[..., Any]:
         """Shared by all quaxified versions of `jitted`, so that quaxifying it again doesn't recompile it."""
-        of = weakref.ref(jitted)  # a strong reference from here would keep it in the cache forever
+        of = weakref.ref(jitted)  # a strong reference would keep it in the cache forever
 
         @functools.wraps(jitted.__wrapped__)
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class _Quaxified(Generic[_T]):
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "_Quaxified[Any]":
-        out = object.__new__(cls)  # no checks: children may be anything, such as bools from a filter_spec
+        out = object.__new__(cls)  # skip checks, as children can be anything, e.g. bools of a filter_spec
         out._fn, (out._filter_spec, out._rules) = children[0], aux
         functools.update_wrapper(out, out._fn, updated=())
         return out
@@ -141,31 +141,32 @@ class _Quaxified(Generic[_T]):
 def quaxify(
     fn: Callable[..., _T], /, filter_spec: PyTree = True, *, rules: RuleSet | None = None
 ) -> Callable[..., _T]:
-    """Wraps a function so that Values may be passed where it expects arrays.
+    """Wraps a function so that you can pass Values where it expects arrays.
 
-    Every primitive with a Value is dispatched, by the types of all its operands, to the rule registered
-    for them. If no rule matches, the Value is materialised, subject to [`quaxlike.on_materialise`][]. Plain
-    arrays are never wrapped: they reach the primitive unchanged.
+    Every primitive that is called with a Value is dispatched to a registered rule, based on the types of all
+    operands. If no rule matches then the Value is materialised, subject to [`quaxlike.on_materialise`][].
+    Plain arrays are never wrapped, so they are passed to primitives as usual.
 
     **Arguments:**
 
-    - `fn`: any callable: a function, a method, an Equinox module, a transformed function.
+    - `fn`: any callable, such as a function, a method, an Equinox module, or the result of a transform.
     - `filter_spec`: which Values in `(fn, args, kwargs)` to dispatch on. This is a bool, a function on leaves
-        (a Value is one leaf), or a prefix of the tree `(fn, args, kwargs)`, as in `eqx.partition`. All others
-        pass through untouched, so a nested `quaxify` can dispatch on them; apart from that they behave
-        as outside `quaxify`. A Value `fn` closes over or builds is treated like one inside `fn`.
-        Default: all Values.
-    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. A nested `quaxify` inherits it.
+        (where each Value is a leaf), or a prefix of the tree `(fn, args, kwargs)`, as for `eqx.partition`.
+        Any other Values are passed through unchanged, so that a nested `quaxify` can dispatch on them; apart
+        from this they behave as they would outside of `quaxify`. Values that `fn` closes over or creates are
+        treated as if they were part of `fn`. Default: all Values.
+    - `rules`: a [`quaxlike.RuleSet`][] to try before the global rules. This is inherited by any nested
+        `quaxify`.
 
     **Returns:**
 
-    A function with the same signature as `fn`. It returns Values where the computation produced Values. For
-    type checkers it takes anything, since `fn` is annotated for arrays.
+    A function with the same signature as `fn`, which returns Values if the computation results in Values.
+    Type checkers accept any arguments for it, since those of `fn` are annotated as arrays.
 
     **Raises:**
 
-    `ValueError` if `filter_spec` is not a prefix of `(fn, args, kwargs)`; `TypeError` if it holds anything
-    but bools and functions. (The arguments for `fn` belong in a second pair of parentheses.)
+    `ValueError` if `filter_spec` isn't a prefix of `(fn, args, kwargs)`; `TypeError` if it contains anything
+    other than bools and functions. (Arguments for `fn` have to be passed in a second pair of parentheses.)
 
     !!! example
 
@@ -186,9 +187,9 @@ def quaxify(
 
 
 def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
-    """Raises a `TypeError` for a filter with arrays, Values or other data in it.
+    """Raises a `TypeError` if a filter contains arrays, Values or other data.
 
-    These are usually arguments that were meant for the function.
+    These were usually intended as arguments for the function.
     """
     if isinstance(filter_spec, bool | types.FunctionType | functools.partial):
         return
@@ -206,7 +207,7 @@ def check_filter_spec(caller: str, filter_spec: PyTree) -> None:
 
 
 def _is_outermost() -> bool:
-    """Returns whether this call is neither traced nor recorded."""
+    """Returns whether this call is neither being traced nor recorded."""
     return compat.is_eval_trace(compat.current_trace()) and recording.active() is None
 
 
@@ -254,10 +255,10 @@ def _select(
 
 
 def _name_culprit(error: Exception, call: Any) -> None:
-    """Adds a note if an argument's shape couldn't be computed, for the reason given in the error."""
+    """Adds a note if the shape of an argument couldn't be computed, for the reason given in the error."""
     try:
         leaves = jtu.tree_leaves_with_path(call, is_leaf=_is_instance)
-    except Exception:  # not a pytree, which may be what the error says
+    except Exception:  # this isn't a pytree, which might be the reason for the error
         return
     for path, leaf in leaves:
         try:

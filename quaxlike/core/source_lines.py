@@ -18,7 +18,8 @@ import jax.extend.core as jexc
 
 from . import compat
 
-# The whole package except its programs: hidden from tracebacks, and never reported as the user's line.
+# The whole package except for its programs, all of which is hidden from tracebacks, and never reported as the
+# line of a user.
 _OURS = tuple(
     f"{path}{os.sep}" if path.is_dir() else str(path)
     for path in sorted(pathlib.Path(__file__).parents[1].iterdir())

@@ -74,25 +74,25 @@ class Value(eqx.Module, metaclass=ValueMeta):
     """
 
     linear: ClassVar[bool] = False
-    """Whether this value is linear in its array leaves, so its tangents and cotangents have its class.
+    """Whether this value is linear in its array leaves, so that its tangents and cotangents have its class.
 
-    A value counts as linear if both it and the Values inside it declare so; a type need not check its parts.
-    Integer, boolean and key leaves have no tangents: a derivative shares them. If a leaf is shared by several
-    elements, or is only part of one, then no cotangent belongs to a single element, and the backward function
-    of a `jax.custom_vjp` receives a dense cotangent.
+    A value is treated as linear if it and all Values inside it declare this, so a type doesn't have to check
+    its parts. Integer, boolean and key leaves don't have tangents, and are shared by derivatives. If a leaf
+    is shared by several elements, or is only part of one, then a cotangent doesn't belong to a single
+    element, and the backward function of a `jax.custom_vjp` receives a dense cotangent.
     """
 
     own_dtypes: ClassVar[bool] = False
-    """Whether rules for this type may return a dtype other than the primitive's."""
+    """Whether rules for this type are allowed to return a dtype other than the primitive's."""
 
     own_shapes: ClassVar[bool | None] = None
-    """Whether rules for this type may return a shape other than the primitive's, such as one boolean per
-    vector if the elements are vectors. None means that they may, with a warning, if the value refuses to
-    materialise.
+    """Whether rules for this type are allowed to return a shape other than the primitive's, such as one
+    boolean per vector if the elements are vectors. None means that they are, with a warning, if the value
+    can't be materialised.
     """
 
     default_precedence: ClassVar[int] = 0
-    """If operands of several types override `default`, the highest precedence wins."""
+    """If operands of several types override `default`, then the one with the highest precedence is used."""
 
     # Equinox overrides attribute lookup (in Python) so that bound methods are pytrees. This would dominate
     # the cost of calling a rule, so for Values we restore the usual behaviour.
@@ -114,7 +114,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
     @abc.abstractmethod
     def aval(self) -> jax.core.AbstractValue:
-        """Returns the JAX type of this value, as seen by the code that uses it."""
+        """Returns the JAX type of this value, as seen by any code that uses it."""
 
     @abc.abstractmethod
     def materialise(self) -> Any:
@@ -173,7 +173,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
 
         First one of the two is widened to the other, and then the other is widened to the result, after which
         the two must agree. The value returned must be equal to this one, and have the same derivative. If
-        it's a dense array, then both are made dense.
+        it's a dense array, then both are materialised.
 
         If this isn't overridden, then fields that are Values are widened, and everything else has to agree.
         """
@@ -189,7 +189,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return ct
 
     def cotangent_factor(self, dtype: Any) -> Any:
-        """A scalar of this type and `dtype`, for converting a cotangent of this value to one for its leaves.
+        """Returns a scalar of this type and `dtype` that converts a cotangent to one for the leaves.
 
         This is used for values that are created inside a function being differentiated. For example, a
         quantity returns one in the same unit. By default this is None, which leaves cotangents unchanged.
@@ -204,7 +204,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return True
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
-        """For each array leaf, its axis for the logical leading axis, or None if all rows share the leaf.
+        """Returns each array leaf's axis for the leading axis of the array; None if it's shared by all rows.
 
         This is used to iterate over rows in `lax.scan` and `lax.map`. If it isn't overridden, then leaves
         with the shape of the array are sliced along their first axis, provided that the slices materialise to
@@ -213,7 +213,7 @@ class Value(eqx.Module, metaclass=ValueMeta):
         return NotImplemented
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
-        """For each array leaf, the partition spec for the logical array's `spec`.
+        """Returns the partition spec of each array leaf, given the `spec` of the logical array.
 
         If this isn't overridden, then we use `spec` itself for leaves with the logical shape (provided that
         slicing them slices the array), and we replicate all leaves if `spec` is empty. In any other case an
@@ -382,10 +382,10 @@ def missing_field(value: Value) -> str:
 
 @functools.cache
 def _required_fields(cls: Any) -> list[str]:
-    """Returns the fields of a module or named tuple which may not be None."""
+    """Returns those fields of a module or named tuple which can't be None."""
     try:
         hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # a local class, or no types: then any field may be missing
+    except (NameError, TypeError):  # for a local class or without types, any field can be None
         hints = {}
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
@@ -441,7 +441,7 @@ def _holds_nothing_but_none(node: Any) -> bool:
 
 
 def refuses(value: Value) -> bool:
-    """Returns whether a Value refuses to materialise, or cannot."""
+    """Returns whether a Value refuses to be materialised, or can't be for any other reason."""
     leaves, treedef = jtu.tree_flatten(value)
     try:
         avals = tuple(map(jax.typeof, leaves))
@@ -464,7 +464,7 @@ def _refuses(treedef: Any, avals: tuple[Any, ...]) -> bool:
 
 
 def materialise(tree: PyTree) -> PyTree:
-    """Replaces every Value in `tree` by its dense array, nested Values included.
+    """Replaces every Value in `tree` by its dense array, including nested Values.
 
     This can be used both inside and outside of quaxified functions. Since materialisation is explicit here,
     it is not subject to the policy.
@@ -501,8 +501,7 @@ def as_shapes(value: Value) -> Value:
 
 
 class OfType:
-    """A leaf of which only the type is known: like `jax.ShapeDtypeStruct`, but for hijax types inside a
-    Value."""
+    """A leaf whose type is all we know. As `jax.ShapeDtypeStruct`, but for hijax types inside a Value."""
 
     __slots__ = ("aval",)
 

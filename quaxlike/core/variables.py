@@ -61,7 +61,7 @@ class Copies:
 
 
 def _add(tree: Any, path: tuple[Any, ...], variable: Any) -> None:
-    """Adds a Variable made during the call, as `nnx.Module.sow` does."""
+    """Adds a Variable that was created during the call, e.g. by `nnx.Module.sow`."""
     *above, last = path
     for key in above:
         tree = getattr(tree, key.name) if isinstance(key, jtu.GetAttrKey) else tree[_index(key)]

@@ -42,7 +42,7 @@ from ..dot_axes import Labels, arrange, cast, common_dtype, contract, in_float32
 from ..gradients import Gradients
 from .matrices import factored
 
-# The label of the axis that `a` and `b` share. The array's own axes are labelled 0, 1, ...
+# The label of the axis that `a` and `b` share. The axes of the whole array have labels 0, 1, ...
 RANK = -1
 
 
@@ -53,9 +53,9 @@ class LoraArray(AdaptedArray):
     that neither the sum nor its gradient is ever formed. Here `w` can be any Value; for example, if it's a
     4-bit array then this is QLoRA.
 
-    Any additional leading axes are batch axes, which `w`, `a` and `b` can each have or not. For example,
-    stacked layers have them in all three, whilst several adapters on the same base only have them in `a` and
-    `b`.
+    Any additional leading axes are batch axes, which may be present in any of `w`, `a` and `b`. For example,
+    all three of them have the axis of stacked layers, whereas if several adapters share one base then only
+    `a` and `b` have an axis for these.
 
     **Arguments:**
 
@@ -67,8 +67,8 @@ class LoraArray(AdaptedArray):
         Default: the rank, so that `scaling` is 1.
     - `rslora`: `scaling = alpha / sqrt(rank)` instead. Default: False.
     - `dropout`: the dropout rate for the adapter's inputs, if there is a `key`. Default: 0.
-    - `magnitude`: shape `(..., out)`; scales the rows of the sum to these norms (DoRA). Differentiation
-        treats the original norms as constants. Default: None.
+    - `magnitude`: shape `(..., out)`; the rows of the sum are rescaled to these norms (DoRA). The original
+        norms are treated as constants in differentiation. Default: None.
     - `key`: a typed PRNG key for dropout. Default: None, for inference without dropout.
     - `gradients`: `"none"` if `w` should be treated as a constant in differentiation; `"pass"` if gradients
         should be propagated through it, without training it (this is set by arithmetic with traced arrays);
@@ -104,8 +104,8 @@ class LoraArray(AdaptedArray):
     dropout: float = eqx.field(static=True)
     out_axes: tuple[int, ...] = eqx.field(static=True)
     in_axes: tuple[int, ...] = eqx.field(static=True)
-    # The part of `w` that was moved by the initialisation (`inits.taken_by`), for files that don't include
-    # the base.
+    # A record of the part of `w` that was moved by the initialisation (`inits.taken_by`), for use in files
+    # that don't include the base.
     taken: tuple[Any, ...] | None = eqx.field(static=True, default=None)
 
     on_materialise: ClassVar[Literal["allow", "warn", "error"] | None] = "warn"
@@ -161,16 +161,19 @@ class LoraArray(AdaptedArray):
 
     @property
     def scaling(self) -> Any:
-        """Returns the factor in front of `b @ a`, or one factor for each of several adapters."""
+        """Returns the factor that multiplies `b @ a`, or an array with one factor per adapter."""
         return self.scaling_in(jnp.float32)
 
     def scaling_in(self, dtype: Any) -> Any:
-        """`scaling` in the dtype of the array that it will be multiplied with, so that this isn't
-        promoted."""
+        """`scaling` in this dtype, so that multiplying an array of the same dtype by it doesn't promote."""
+        # Avoid dividing by zero.
         if self.rank == 0:
             return np.zeros(self.alpha.shape, dtype)
+        # Divide in at least float32, so that the result is only rounded once.
         wide = np.dtype(in_float32(dtype))
         divisor = np.full(self.alpha.shape, math.sqrt(self.rank) if self.rslora else self.rank, wide)
+        # NumPy arrays are concrete, so the scaling remains known when tracing. This allows us to skip it if
+        # it's 1.
         if isinstance(self.alpha, np.ndarray):
             return (self.alpha.astype(wide) / divisor).astype(dtype)
         return cast(jax.lax.div(cast(constant(self.alpha), wide), divisor), dtype)
@@ -186,21 +189,27 @@ class LoraArray(AdaptedArray):
         base = weight.astype(dtype)
         if self.magnitude is not None:
             scale, axes = row_scale(self)
+            # DoRA rescales the rows of the sum, which has to be undone before we can subtract the adapter.
             base = base / arrange(scale, axes, range(self.ndim)).astype(dtype)
         return self.with_base((base - self.delta().astype(dtype)).astype(weight.dtype))
 
     def adds_nothing(self) -> bool:
-        """Returns whether this is equal to the base if all parts are zero. Not for DoRA, or with dropout."""
+        """Returns whether this equals the base if all parts are zero: not for DoRA, or with dropout."""
         return self.magnitude is None and self.key is None
 
     def times(self, factor: jax.Array) -> Any:
-        """Multiplies by a scalar, or by one number per row or column, which can be absorbed into one of the
-        parts."""
+        """Multiplies by a scalar, or by one scalar per row or column, provided that one of the parts can
+        absorb it.
+        """
         if self.magnitude is not None:
             if factor.ndim:
                 return NotImplemented
+            # Rows are rescaled to this magnitude, so the base and the adapter don't have to be multiplied as
+            # well.
             return self.replace(magnitude=self.magnitude * cast(factor, self.magnitude.dtype))
         _, a_labels, b_labels = labels(self)
+        # It's enough to multiply one of `a` and `b`, provided that it has all axes along which the factor
+        # varies.
         varying = [i for i, size in enumerate(factor.shape) if size != 1]
         name, own = ("b", b_labels) if set(varying) <= set(b_labels) else ("a", a_labels)
         fits = set(varying) <= set(own) and all(factor.shape[i] == self.shape[i] for i in varying)
@@ -239,18 +248,19 @@ class LoraArray(AdaptedArray):
         if method == "linear":
             if len({x.rank for x in others}) > 1:
                 raise ValueError("method='linear' needs adapters of the same rank; found several")
+            # Each weight is divided evenly between the two factors.
             halves = [(jnp.sqrt(abs(f)), jnp.sign(f) * jnp.sqrt(abs(f))) for f in factors]
             a = _sum(_times(x, x.a, a_labels, half) for (half, _), x in zip(halves, others, strict=True))
             b = _sum(_times(x, x.b, b_labels, half) for (_, half), x in zip(halves, others, strict=True))
         else:
+            # Concatenating along the rank gives the exact sum, but its rank is the sum of all ranks.
             a = jnp.concatenate([x.a for x in others], axis=a_labels.index(RANK))
             weighted = [_times(x, x.b, b_labels, f) for f, x in zip(factors, others, strict=True)]
             b = jnp.concatenate(weighted, axis=b_labels.index(RANK))
         return self.replace(a=a, b=b, alpha=float(b.shape[-1]), rslora=False)
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "LoraArray":
-        """Resizes an axis. For new entries, the adapter's contribution is the mean of that to the existing
-        ones."""
+        """Resizes an axis. The adapter changes new entries by the mean of its changes to existing ones."""
 
         def part(x: Any, own: Any) -> Any:
             return resize(x, own.index(axis)) if axis in own else x
@@ -259,7 +269,7 @@ class LoraArray(AdaptedArray):
         out = self.replace(w=part(self.w, w), a=part(self.a, a), b=part(self.b, b), taken=None)
         if self.magnitude is None:
             return out
-        scale, own = row_scale(self)  # the kept rows do not change
+        scale, own = row_scale(self)  # existing rows aren't rescaled
         out = out.replace(magnitude=None)
         magnitude = part(scale, own) * row_norm(out)[0]
         return out.replace(magnitude=arrange(magnitude, own, b[:-1]).astype(self.magnitude.dtype))
@@ -270,7 +280,7 @@ class LoraArray(AdaptedArray):
         return f"{type(self).__name__}[{kind}{dropout if self.dropout else ''}]"
 
     def delta(self) -> jax.Array:
-        """`scaling * (b @ a)` as a dense array, with axes in the order of this array."""
+        """Materialises `scaling * (b @ a)`, with the axes in the same order as in this array."""
         a, b = materialise((self.a, self.b))
         dtype = common_dtype(a, b)
         _, a_labels, b_labels = labels(self)
@@ -278,9 +288,9 @@ class LoraArray(AdaptedArray):
         return arrange(*scaled(self, *out), range(self.ndim))
 
     def widen(self, like: Value) -> Value | jax.Array | NotImplementedType:
-        """Converts to a common rank, batch axes and base, which is trained if either is.
+        """Pads to a common rank and common batch axes, and widens the base. This is trained if either is.
 
-        Becomes dense if the axes or the kinds of adapters differ.
+        Materialises if the axes, or the kinds of adapter, differ.
         """
         if not isinstance(like, LoraArray):
             return NotImplemented
@@ -290,6 +300,7 @@ class LoraArray(AdaptedArray):
         if (x.rank, x.rslora) != (like.rank, like.rslora):
             x = padded_to(x, max(x.rank, like.rank))
         x = with_gradients(x, gradients_through(like, x))
+        # This is static, so it must be the same for both arrays.
         x = x if x.taken == like.taken else x.replace(taken=None)
         a, b = (
             with_batch_of(widened_part(x.a, like.a), like.a, 1 + len(x.in_axes)),
@@ -299,7 +310,7 @@ class LoraArray(AdaptedArray):
         return x.replace(w=with_batch_of(widened_part(x.w, like.w), like.w, 0), a=a, b=b, alpha=alpha)
 
     def _kind(self) -> Any:
-        """Returns the properties that cannot be changed."""
+        """Returns everything that must agree for arrays to be widened without materialising."""
         return self.out_axes, self.in_axes, self.magnitude is None, self.key is None, self.dropout
 
 
@@ -308,7 +319,7 @@ def _sum(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 def _times(x: LoraArray, part: Any, own: Labels, factor: jax.Array) -> Any:
-    """Multiplies a part by a factor with the axes of `alpha`."""
+    """Multiplies a part by a factor that has the same axes as `alpha`."""
     return part * cast(arrange(factor, labels_of(x)["alpha"], own), part.dtype)
 
 
@@ -334,9 +345,9 @@ def scaled(lora: LoraArray, part: Any, own: Labels) -> tuple[Any, Labels]:
 
 
 def _swapped(x: LoraArray) -> LoraArray:
-    """Swaps outputs and inputs, and therefore also the two factors.
+    """Swaps outputs and inputs, and hence also the two factors.
 
-    Returns `x` unchanged if there is a magnitude or dropout, since then these aren't interchangeable.
+    With a magnitude or dropout, outputs and inputs aren't interchangeable, so `x` is returned unchanged.
     """
     if x.magnitude is not None or x.key is not None or x.dropout:
         return x
@@ -346,13 +357,13 @@ def _swapped(x: LoraArray) -> LoraArray:
 
 
 def plainly_scaled(x: LoraArray) -> LoraArray:
-    """Changes `scaling` to 1, for the same array."""
+    """Returns an equal array whose `scaling` is 1."""
     b, _ = scaled(x, x.b, labels(x)[2])
     return x.replace(b=b, alpha=float(x.rank), rslora=False, dropout=0.0)
 
 
 def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
-    """Pads the adapter to this rank with zeros, without rsLoRA. Keeps its scaling."""
+    """Pads the adapter to this rank with zeros. The result doesn't use rsLoRA, but has the same scaling."""
     if x.rank == 0:
         alpha = number(rank, x.alpha.shape)
     else:
@@ -361,7 +372,7 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
     def pad(part: Any, own: Labels) -> Any:
         if rank == x.rank:
-            return part  # shared with `x`, and not a copy
+            return part  # don't copy this, so that it's shared with `x`
         widths = [(before, rank - before - x.rank) if i == RANK else (0, 0) for i in own]
         return quaxify(lambda part: jnp.pad(part, widths))(part)
 
@@ -369,7 +380,7 @@ def padded_to(x: LoraArray, rank: int, before: int = 0) -> LoraArray:
 
 
 def with_all_numbers(x: LoraArray) -> LoraArray:
-    """Gives each matrix of a stack its own `alpha`."""
+    """Broadcasts `alpha`, so that each matrix of a stack has its own."""
     batch = [size for i, size in enumerate(x.shape) if i not in matrix_labels(x)]
     return x.replace(alpha=jnp.broadcast_to(x.alpha, batch))
 
@@ -378,13 +389,13 @@ def with_all_numbers(x: LoraArray) -> LoraArray:
 
 
 def labels(lora: LoraArray) -> tuple[Labels, Labels, Labels]:
-    """Returns the labels of `w`, `a` and `b`: for each axis, the corresponding axis of the whole array."""
+    """Returns the labels of `w`, `a` and `b`, i.e. the corresponding axes of the whole array."""
     own = labels_of(lora)
     return own["w"], own["a"], own["b"]
 
 
 def parts_of(lora: LoraArray) -> dict[str, Labels]:
-    """Returns the labels of each array except the key and `alpha`, by field name."""
+    """Returns the labels of each array, by field name. Excludes the key and `alpha`."""
     return {name: own for name, own in labels_of(lora).items() if name not in ("key", "alpha")}
 
 
@@ -445,16 +456,17 @@ def dense(lora: LoraArray, base: Any) -> jax.Array:
 
 
 def row_scale(lora: LoraArray) -> tuple[Any, Labels]:
-    """Returns the factor for the rows in DoRA, `magnitude / norm`, and its labels."""
+    """Returns DoRA's factor for each row, `magnitude / norm`, and its labels."""
     norm, out = row_norm(lora)
+    # As in the DoRA paper, we don't differentiate the norm, which saves memory.
     norm = frozen(norm)
     return cast(arrange(lora.magnitude, labels(lora)[2][:-1], out), norm.dtype) / norm, out
 
 
 def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
-    """Returns the row norms of `w + s * b @ a`, and their labels.
+    """Returns the norms of the rows of `w + s * b @ a`, and their labels.
 
-    To avoid forming the sum, we use |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
+    This avoids forming the sum, by using |w + s b a|² = |w|² + (2s w aᵀ + s² b a aᵀ)·b for each row.
     """
     w_labels, a_labels, b_labels = labels(lora)
     rows, into = b_labels[:-1], {lora.ndim + axis for axis in lora.in_axes}
@@ -463,6 +475,7 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     w, a, b = cast(w, dtype), cast(a, dtype), cast(b, dtype)
     of_alpha = labels_of(lora)["alpha"]
     out = sorted({*rows, *w_labels, *a_labels, *of_alpha} - into - {RANK})
+    # The quadratic term sums over the rank twice, so we need a second label for it.
     other = RANK - 1
     other_a = [other if i == RANK else i for i in a_labels]
     other_b = [other if i == RANK else i for i in b_labels]
@@ -473,20 +486,21 @@ def row_norm(lora: LoraArray) -> tuple[Any, Labels]:
     s = arrange(jnp.asarray(lora.scaling_in(dtype)), of_alpha, thin)
     cross = contract(2 * s * wa + s * s * baa, thin, b, other_b, out)
     squares = arrange(*contract(w, w_labels, w, w_labels, out), out) + arrange(*cross, out)
+    # Rounding errors could make this slightly negative.
     return jnp.sqrt(jnp.maximum(squares, 0)), out
 
 
 class DropoutWarning(UserWarning):
-    """Warned if adapters with dropout are trained without a key, in which case dropout has no effect."""
+    """Issued if adapters with dropout are trained without a key, in which case dropout has no effect."""
 
 
 def drops(lora: LoraArray) -> bool:
-    """Returns whether dropout is on."""
+    """Returns whether dropout is applied."""
     return lora.key is not None and lora.dropout > 0
 
 
 def tell_of_dropout(lora: LoraArray) -> None:
-    """Warns if an adapter with dropout, but without a key, is being differentiated (and hence trained)."""
+    """Warns if an adapter with dropout but no key is being differentiated (and so presumably trained)."""
     if lora.dropout > 0 and lora.key is None and any(map(compat.is_differentiated, (lora.a, lora.b))):
         warnings.warn(
             f"An adapter with dropout={lora.dropout} is trained without a key, so nothing is dropped. Call "

@@ -23,12 +23,13 @@ from ..adapted import labels_of
 from ..dot_axes import Labels, arrange, cast, common_dtype, contract, dot_axes, in_order, weight_product
 from .array import RANK, LoraArray, drops, labels, row_scale, scaled, tell_of_dropout
 
-# We try this before the rules for arrays with a special storage, which then receive the parts, and after the
-# rules for arrays with known contents (zeros).
+# This is tried before the rules for types with special storage (which are then applied to each part), and
+# after the rules for arrays with known contents (zeros).
 
 
 @register_on_either_side("dot_general", LoraArray, precedence=precedence.LORA)
 def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
+    # This has to happen outside of the cached trace, which wouldn't warn a second time.
     for operand in (x, y):
         if isinstance(operand, LoraArray) and operand.dropout > 0:
             tell_of_dropout(operand)
@@ -45,8 +46,8 @@ def _traced_product(primitive: Primitive, x: Any, y: Any, **params: Any):
 def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
     n = lora.ndim
     of_lora, of_x = dot_axes(lora, x, dimension_numbers, on_left=on_left)
-    # Every axis of x has the same label as the corresponding axis of the array, or a new label if there is
-    # none.
+    # The axes of x have the same labels as the corresponding axes of the whole array. Any other axes are
+    # given new labels.
     x_labels = list(range(n, n + x.ndim))
     for own, others in zip(of_lora[:2], of_x[:2], strict=True):
         for label, axis in zip(own, others, strict=True):
@@ -62,6 +63,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         return contract(x, x_labels, part, part_labels, keep, **params)
 
     def base_product(w: Any, x: Any, x_labels: Labels) -> Any:
+        # `dimension_numbers` only apply if the base and x have the same axes as in the original product.
         spread = params.get("out_sharding") is None and not is_value(w) and is_spread((w, x))
         if len(w_labels) < n or len(x_labels) > x_ndim or spread:
             return arrange(*part_product(w, w_labels, x, x_labels, out, **params), out)
@@ -74,7 +76,7 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         dtype = common_dtype(a, b, x)
         first = cast(first[0], dtype), first[1]
         summed = {*labels_of(lora)["alpha"]} - {*out, *then[1]}
-        if summed:  # this includes an axis of adapters, so scale each of them beforehand
+        if summed:  # an axis of adapters is summed over, so scale each of them beforehand
             first = scaled(lora, *first)
         thin, thin_labels = part_product(
             *first, cast(x, dtype), x_labels, {*out, *then[1]}, precision=params["precision"]
@@ -89,7 +91,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         return add(y, adapter_product(a, b, dropped(lora, x), x_labels))
 
     def dora_product(w: Any, a: Any, b: Any, x: Any) -> Any:
-        if not set(rows) <= set(out):  # rows are summed over, so we scale x instead
+        if not set(rows) <= set(out):  # rows are summed over, so we have to scale x instead
+            # Integers would be rounded when multiplied by the scale.
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 x = cast(x, common_dtype(lora, x))
             more = [*(i for i in rows if i not in x_labels), *x_labels]
@@ -97,6 +100,8 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
         by_row = arrange(scale, rows, out)
         if not drops(lora):
             return multiply(product(w, a, b, x), by_row)
+        # As in PEFT, dropout only affects what is added to the output of the original layer, which includes
+        # the change in scale of the base.
         y, x = base_product(w, x, x_labels), dropped(lora, x)
         change = multiply(base_product(w, x, x_labels), by_row - 1)
         return add(y, add(change, multiply(adapter_product(a, b, x, x_labels), by_row)))
@@ -109,13 +114,13 @@ def _dot_general(lora: LoraArray, x: Any, on_left: bool, *, dimension_numbers: A
 
 
 def _shrinks_by_b(lora: LoraArray, summed: Sequence[int]) -> bool:
-    """Returns whether only axes of `b` are summed over, so that `b` comes first; otherwise `a` does."""
+    """Returns whether only axes of `b` are summed over, in which case we multiply by `b` before `a`."""
     n = lora.ndim
     return not any(i - n in lora.in_axes for i in summed) and any(i - n in lora.out_axes for i in summed)
 
 
 def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """Returns the `params` for a product in this dtype, which may be wider than the base's."""
+    """Returns the `params` for a product computed in this dtype, which may be wider than the base's."""
     preferred = params["preferred_element_type"]
     if preferred is not None:
         preferred = common_dtype(jax.ShapeDtypeStruct((), preferred), jax.ShapeDtypeStruct((), dtype))
@@ -126,7 +131,7 @@ def widened(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
 
 
 def add(y: Any, z: Any) -> Any:
-    """`y + z`, sharded over a mesh's explicit axes like `y`."""
+    """Returns `y + z`, sharded like `y` along any explicit mesh axes."""
     dtype = common_dtype(y, z)
     z = z if is_value(y) or is_value(z) or y.shape != z.shape else spread_like(z, y)
     return cast(cast(y, dtype) + cast(z, dtype), y.dtype)
@@ -138,7 +143,7 @@ def multiply(y: Any, z: Any) -> Any:
 
 
 def dropped(lora: LoraArray, x: Any) -> Any:
-    """Applies dropout to `x`, for the adapter."""
+    """Applies dropout to the adapter's input `x`."""
     if not drops(lora):
         return x
     keep = 1 - lora.dropout
@@ -158,14 +163,17 @@ def _conv(
     batch_group_count: int,
     **params: Any,
 ):
-    """Convolves with `a`, down to `rank` channels, then pointwise with `b`, back up.
+    """Convolves with `a`, which reduces to `rank` channels, and then pointwise with `b`.
 
-    In a gradient the order is reversed, since the inputs of the kernel are the outputs of the forward pass.
+    For the gradient we reverse this order, since the kernel's inputs are then the outputs of the forward
+    pass.
     """
     tell_of_dropout(lora)
     n, groups = lora.ndim, feature_group_count
     out, into, *window = dimension_numbers.rhs_spec
     w_labels, a_labels, b_labels = labels(lora)
+    # We support kernels with factors (rank, in, *window) and (out, rank), as well as their gradients, in
+    # which `in` and `out` are exchanged.
     backward = b_labels == [into, RANK] and groups == 1 and not drops(lora)
     ends = {RANK, out if backward else into, *window}
     if batch_group_count > 1 or not (backward or b_labels == [out, RANK]) or set(a_labels) != ends:
@@ -173,7 +181,7 @@ def _conv(
 
     scale, rows = (None, ()) if lora.magnitude is None else row_scale(lora)
     if scale is not None and scale.size != lora.shape[b_labels[0]]:
-        return NotImplemented  # the scale also varies across the window
+        return NotImplemented  # the scale would vary across the window as well
 
     def conv(x: Any, kernel: Any, **params: Any) -> Any:
         return primitive.bind(
@@ -185,6 +193,7 @@ def _conv(
             **params,
         )
 
+    # The convolution with `b` has a window of size one, and no strides or padding.
     pointwise = params | {
         "window_strides": (1,) * len(window), "padding": ((0, 0),) * len(window),
         "lhs_dilation": (1,) * len(window), "rhs_dilation": (1,) * len(window),
@@ -192,7 +201,8 @@ def _conv(
 
     def adapter(a: Any, b: Any, x: Any) -> Any:
         dtype = common_dtype(a, b, x)
-        # Both kernels have the axes of the base. In one, the rank replaces `out`; in the other, `in`.
+        # Both kernels have the same axes as the base, with the rank replacing `out` in one, and `in` in the
+        # other.
         if backward:
             down = arrange(cast(b, dtype), [out if i < 0 else i for i in b_labels], range(n))
             up = arrange(cast(a, dtype), [into if i < 0 else i for i in a_labels], range(n))
@@ -236,7 +246,7 @@ def _ragged_dot(
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
     **params: Any,
 ):
-    """Multiplies each row of `x` by the expert for its group, using two thin products for the adapter."""
+    """Multiplies each row of `x` by the expert for its group, with two thin products for the adapter."""
     dims = ragged_dot_dimension_numbers
     ((_, lora_summed), batch), rows = dims.dot_dimension_numbers, dims.lhs_ragged_dimensions
     parts = labels(lora)
@@ -258,6 +268,8 @@ def _ragged_dot(
         first, then = ((a, a_labels), (b, b_labels)) if summed in a_labels else ((b, b_labels), (a, a_labels))
         dtype = common_dtype(a, b, x)
         plain = params | {"preferred_element_type": None}
+        # If each expert has its own scaling then it's applied to the expert's factor, and otherwise to the
+        # thin result.
         part, by_expert = cast(first[0], dtype), bool(labels_of(lora)["alpha"])
         part = scaled(lora, part, first[1])[0] if by_expert else part
         thin = dot(cast(dropped(lora, x), dtype), part, first[1], summed, **plain)

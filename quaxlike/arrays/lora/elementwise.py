@@ -1,4 +1,4 @@
-"""Adds adapted arrays."""
+"""Addition of adapted arrays."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def _plus(x: LoraArray, y: Any) -> Any:
 
 
 def _sum(x: LoraArray, y: LoraArray) -> Any:
-    """Concatenates the adapters along the rank, on the sum of their bases."""
+    """Adds the bases, and concatenates the adapters along the rank."""
     loras = alike((x, y))
     if loras is None or x.shape != y.shape or x.magnitude is not None:
         return NotImplemented

@@ -1,6 +1,6 @@
-"""Initial values for adapters: for the adapter only, or moving a part of the base into it.
+"""Initialisations of adapters. Some of them also move a part of the base into the adapter.
 
-Either way, the adapted array equals the original weight at first.
+In either case, the adapted array is initially equal to the original weight.
 """
 
 import math
@@ -17,20 +17,20 @@ from ...core.values import is_value
 from .array import LoraArray
 from .matrices import as_array, as_matrix, halves, in_size, scaling_of, svd, with_factors
 
-# Takes the weight's name, its array with a zero adapter, and a key; returns the array with its adapter.
+# Called with the weight's name, the weight with a zero adapter, and a key. Returns the initialised adapter.
 Init = Callable[[str, LoraArray, Any], LoraArray]
 
 
 def initialise(init: str | Init, kind: str | None, name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """Initialises the adapter. `name` is the weight's name, `kind` its layer's."""
+    """Initialises the adapter. `name` is the name of the weight, and `kind` is the kind of its layer."""
     out = _initialised(init, kind, name, lora, key)
     return out if out.w is lora.w else out.replace(taken=taken_by(init, out))
 
 
 def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
-    """Returns a record of the part that `init` subtracts from the base for this adapter.
+    """Returns a record of what `init` subtracted from the base for this adapter.
 
-    For a deterministic initialisation, this is enough to recompute that part from the original base.
+    If the initialisation is deterministic, then it can be recomputed from this record and the original base.
     """
     name = "a function" if callable(init) else init
     sizes = tuple(lora.w.shape[axis] for axis in (*lora.out_axes, *lora.in_axes))
@@ -38,7 +38,7 @@ def taken_by(init: str | Init, lora: LoraArray) -> tuple[Any, ...]:
 
 
 def _known_scaling(lora: LoraArray) -> float | tuple[float, ...] | None:
-    """Returns the scaling as Python numbers: one, or one per matrix in a stack; None if it is traced."""
+    """Returns the scaling as a Python number, or as a tuple for a stack of matrices. None if it is traced."""
     if isinstance(lora.alpha, jax.core.Tracer):
         return None
     divisor = math.sqrt(lora.rank) if lora.rslora else lora.rank
@@ -61,47 +61,49 @@ def _initialised(init: str | Init, kind: str | None, name: str, lora: LoraArray,
     )
 
 
-# -- leaving the base as it is: the adapter adds nothing at first
+# -- initialisations that leave the base unchanged, such that the adapter adds zero
 
 
 def _kaiming(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` uniform within 1/sqrt(in), like PEFT's `kaiming_uniform_(a=sqrt(5))`; `b` zero."""
+    """Draws `a` uniformly within ±1/sqrt(in), like PEFT's `kaiming_uniform_(a=sqrt(5))`. Sets `b` to zero."""
     bound = in_size(lora) ** -0.5
     return lora.replace(a=jax.random.uniform(key, lora.a.shape, lora.a.dtype, -bound, bound))
 
 
 def _gaussian(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` normal with standard deviation 1/rank; `b` zero."""
+    """Draws `a` from a normal distribution with standard deviation 1/rank. Sets `b` to zero."""
     return lora.replace(a=jax.random.normal(key, lora.a.shape, lora.a.dtype) / lora.rank)
 
 
 def _embedding(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """`a` zero and `b` normal, like PEFT for embeddings."""
+    """Sets `a` to zero, and draws `b` from a normal distribution, like PEFT for embeddings."""
     return lora.replace(b=jax.random.normal(key, lora.b.shape, lora.b.dtype))
 
 
-# -- moving a part of the base into the adapter: their sum does not change
+# -- initialisations that move a part of the base into the adapter, such that their sum is unchanged
 
 
 def _pissa(name: str, lora: LoraArray, key: Any, iterations: int | None = None) -> LoraArray:
-    """Uses the principal singular vectors and values, computed by randomised SVD if `iterations` is given.
+    """Uses the principal singular vectors and values. With `iterations`, these come from a randomised SVD.
 
     Meng et al., PiSSA (2024).
     """
     w = dense_base(name, lora, "init='pissa'")
     u, s, vt = svd(w, lora.rank, None if iterations is None else (key, iterations))
+    # Divide by the scaling, as the adapter is going to be multiplied by it.
     return _moved(lora, w, *halves(u, s / scaling_of(lora, s), vt))
 
 
 def _olora(name: str, lora: LoraArray, key: Any) -> LoraArray:
-    """Uses the first columns of Q and rows of R. Büyükakyüz, OLoRA (2024)."""
+    """Uses the first columns of Q and the first rows of R. Büyükakyüz, OLoRA (2024)."""
     w = dense_base(name, lora, "init='olora'")
     q, r = jnp.linalg.qr(w)
+    # As in PEFT, the factors aren't divided by the scaling.
     return _moved(lora, w, r[..., : lora.rank, :], q[..., :, : lora.rank])
 
 
 def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
-    """Returns the base as a matrix. Raises an error if an initialisation can't subtract a part of it."""
+    """Returns the base as a matrix. Raises a `ValueError` if we can't subtract a part of it."""
     if is_value(lora.w):
         raise ValueError(
             f"{init} takes a part of the base into the adapter, and {name} is of type "
@@ -117,7 +119,7 @@ def dense_base(name: str, lora: LoraArray, init: str) -> jax.Array:
 
 
 def _moved(lora: LoraArray, w: jax.Array, a: jax.Array, b: jax.Array) -> LoraArray:
-    """Moves `scaling * b @ a` from the base into the adapter."""
+    """Subtracts `scaling * b @ a` from the base, and uses `a` and `b` as the adapter."""
     taken = jnp.matmul(b, a, precision="highest")
     taken = scaling_of(lora, taken, 2) * taken
     return with_factors(lora, a, b).with_base(as_array(lora, w - taken))

@@ -1,4 +1,4 @@
-"""Approximates any adapter by a LoRA, and its bias likewise."""
+"""Approximates arbitrary adapters, and adapted biases, by LoRAs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,27 +19,29 @@ def as_lora(
 ) -> tuple[Any, tuple[float, float] | None]:
     """Returns the best LoRA approximation to an adapter, with at most this rank.
 
-    A fully trained array doesn't have low rank, so it is returned unchanged.
+    A fully trained array isn't low-rank, so it's returned unchanged.
 
     **Arguments:**
 
-    - `axes`: returns the `out_axes` and `in_axes` of the weight. (Not used for a LoRA, which already has
-        these.)
+    - `axes`: returns the `out_axes` and `in_axes` of the weight. (This isn't called for a LoRA, which has its
+        own.)
 
-    **Returns:** the adapter, and two Frobenius norms: the error relative to the change, and the change
-    relative to the weight; None if the array is kept.
+    **Returns:** the adapter, and a pair of relative Frobenius norms: the approximation error relative to the
+    change made by the adapter, and this change relative to the weight. The pair is None if the array is
+    returned unchanged.
     """
     if isinstance(x, TransparentValue):
         return x, None
-    if hasattr(x, "composed"):  # a method that may be computed as a LoRA
+    if hasattr(x, "composed"):  # a method that can be expressed as a LoRA
         x = x.composed()
     is_plain = isinstance(x, LoraArray) and x.magnitude is None and not isinstance(x.w, AdaptedArray)
     lora: LoraArray = x if isinstance(x, LoraArray) else _without_rank(x, *axes())
     a, b = materialise((lora.a, lora.b))
     lora = lora.with_base(innermost(x)).replace(a=a, b=b, magnitude=None, key=None, dropout=0.0)
-    lora = padded_to(lora, lora.rank)  # without rsLoRA
+    lora = padded_to(lora, lora.rank)  # removes rsLoRA
     w = materialise(lora.w).astype(in_float32(lora.dtype))
     if is_plain:
+        # The change is already low-rank, so it doesn't have to be formed.
         u, s, vt = _svd_of_factors(lora)
     else:
         whole = on_innermost(lambda _: w, x).merged()
@@ -60,7 +62,7 @@ def as_lora(
 
 
 def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[int]) -> LoraArray:
-    """Puts an adapter of rank 0 on the base of `x`, with all axes of `x`."""
+    """Adds an adapter of rank 0 to the base of `x`, with all axes of `x`."""
     matrix = [x.ndim + axis for axis in (*out_axes, *in_axes)]
     batch = [size for i, size in enumerate(x.shape) if i not in matrix]
     w, dtype = innermost(x), in_float32(x.dtype)
@@ -70,11 +72,12 @@ def _without_rank(x: AdaptedArray, out_axes: Sequence[int], in_axes: Sequence[in
 
 
 def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the singular vectors and values of `scaling * b @ a`, without forming it."""
+    """Returns the SVD of `scaling * b @ a`, which is never formed."""
     dtype = in_float32(lora.a.dtype)
     a, b = (materialise(x).astype(dtype) for x in (lora.a, lora.b))
     a = a.reshape(*a.shape[: a.ndim - len(lora.in_axes)], -1)
     b = b.reshape(*b.shape[: b.ndim - len(lora.out_axes) - 1], -1, lora.rank)
+    # Orthogonalise both factors, so that we only need the SVD of a matrix that is rank by rank.
     left, right = jnp.linalg.qr(b), jnp.linalg.qr(jnp.swapaxes(a, -1, -2))
     core = jnp.matmul(left[1], jnp.swapaxes(right[1], -1, -2), precision="highest")
     core = scaling_of(lora, core, 2) * core
@@ -87,12 +90,12 @@ def _svd_of_factors(lora: LoraArray) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def is_other_bias(x: Any) -> bool:
-    """Returns whether this is an adapted bias that can only be represented as the own bias of a LoRA."""
+    """Returns whether this is an adapted bias which a LoRA can only represent as the adapter's own bias."""
     return isinstance(x, AdaptedArray) and not isinstance(x, LoraBias | TrainableArray)
 
 
 def as_lora_bias(x: Any, lora: LoraArray) -> LoraBias:
-    """Converts a bias next to the weight of `lora`: the adapter's own bias adds the same."""
+    """Converts the bias of a layer with weight `lora`, storing any change to it as the adapter's bias."""
     if isinstance(x, LoraBias):
         return x
     if not is_other_bias(x):

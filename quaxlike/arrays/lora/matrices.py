@@ -1,4 +1,4 @@
-"""Converts weights to matrices with shape (..., out, in), and finds their best factors."""
+"""Converts weights to and from matrices of shape (..., out, in), and computes their best low-rank factors."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -23,30 +23,30 @@ def _order(lora: "LoraArray") -> list[int]:
 
 
 def as_matrix(lora: "LoraArray", w: jax.Array) -> jax.Array:
-    """Converts an array with the axes of `lora` to a matrix, at least in float32."""
+    """Converts an array with the same axes as `lora` to a matrix, which has at least float32 precision."""
     w = jnp.transpose(w, _order(lora)).astype(in_float32(w.dtype))
     batch = w.shape[: w.ndim - len(lora.out_axes) - len(lora.in_axes)]
     return w.reshape(*batch, -1, in_size(lora))
 
 
 def as_array(lora: "LoraArray", w: jax.Array) -> jax.Array:
-    """The inverse of `as_matrix`."""
+    """Inverts `as_matrix`."""
     order = _order(lora)
     w = w.reshape([lora.shape[i] for i in order]).transpose([order.index(i) for i in range(lora.ndim)])
     return w.astype(lora.dtype)
 
 
 def with_factors(lora: "LoraArray", a: jax.Array, b: jax.Array) -> "LoraArray":
-    """Replaces the factors, given as matrices with shapes (..., rank, in) and (..., out, rank)."""
+    """Replaces the factors, which are passed as matrices of shape (..., rank, in) and (..., out, rank)."""
     out, into = ([lora.shape[axis] for axis in axes] for axes in (lora.out_axes, lora.in_axes))
     a, b = a.reshape(*a.shape[:-1], *into), b.reshape(*b.shape[:-2], *out, b.shape[-1])
     return lora.replace(a=a.astype(lora.a.dtype), b=b.astype(lora.b.dtype))
 
 
 def scaling_of(lora: "LoraArray", x: jax.Array, ndim: int = 1) -> jax.Array:
-    """Returns the scaling of each matrix in a stack, for `x` with this many axes after the batch axes."""
+    """Returns the scaling of each matrix in a stack, for an `x` with `ndim` axes after the batch axes."""
     scaling = jnp.asarray(lora.scaling_in(x.dtype))
-    lacked = max(x.ndim - ndim - scaling.ndim, 0)  # batch axes without an `alpha` of their own
+    lacked = max(x.ndim - ndim - scaling.ndim, 0)  # batch axes that `alpha` doesn't have
     return scaling.reshape((1,) * lacked + scaling.shape + (1,) * ndim)
 
 
@@ -64,16 +64,20 @@ def from_svd(lora: "LoraArray", u: jax.Array, s: jax.Array, vt: jax.Array) -> "L
 def svd(
     w: jax.Array, rank: int | None, randomised: tuple[Any, int] | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the first singular vectors and values of matrices, or all of them.
+    """Returns the leading singular vectors and values of a stack of matrices, or all of them if `rank` is
+    None.
 
-    Given a key and a number of iterations, this uses subspace iteration (Halko et al., 2011).
+    If a key and a number of iterations are given, then these are found by subspace iteration (Halko et al.,
+    2011).
     """
     if randomised is not None:
         assert rank is not None
         key, iterations = randomised
+        # Use more columns than necessary, as this makes the leading singular vectors more accurate.
         size = min(*w.shape[-2:], 2 * rank)
         wt = jnp.swapaxes(w, -1, -2)
         q = jnp.linalg.qr(w @ jax.random.normal(key, (*w.shape[:-2], w.shape[-1], size), w.dtype))[0]
+        # Orthogonalise after every product, as all columns would otherwise converge to the same vector.
         for _ in range(iterations):
             q = jnp.linalg.qr(w @ jnp.linalg.qr(wt @ q)[0])[0]
         u, s, vt = jnp.linalg.svd(jnp.swapaxes(q, -1, -2) @ w, full_matrices=False)
@@ -84,6 +88,6 @@ def svd(
 
 
 def halves(u: jax.Array, s: jax.Array, vt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits an SVD into factors `a` and `b` with equal norms, such that it is `b @ a`."""
+    """Splits an SVD into factors `a` and `b` of equal norm, whose product `b @ a` is the original matrix."""
     root = jnp.sqrt(s)
     return root[..., :, None] * vt, u * root[..., None, :]

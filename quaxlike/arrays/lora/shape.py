@@ -1,7 +1,7 @@
-"""Rules for the axes of a `LoraArray`, where it differs from other adapters (`axis_rules`).
+"""Rules for the axes of a `LoraArray`, if these differ from the rules for all adapters (`axis_rules`).
 
-Adapters with different ranks can be joined, also along outputs or inputs. Slices along the inputs of a DoRA,
-single rows, and rows looked up (embeddings) become dense.
+Adapters with different ranks can be joined, including along outputs or inputs. The following are
+materialised: slices along the inputs of a DoRA, single rows, and rows looked up in an embedding.
 """
 
 import functools
@@ -26,7 +26,7 @@ from .dot import add, multiply
 
 @register("squeeze")
 def _squeeze(x: LoraArray, *, dimensions: Sequence[Any]):
-    """Makes a single row or column dense. This is deliberate, since it's no longer a weight."""
+    """Materialises a single row or column. This is deliberate, as it's no longer a weight."""
     left = set(range(-x.ndim, 0)) - {i - x.ndim for i in dimensions}
     if left & {*x.out_axes} and left & {*x.in_axes}:
         return NotImplemented
@@ -50,7 +50,7 @@ def _stack(*operands: LoraArray | ArrayLike, axis: int):
 
 
 def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
-    """Converts the operands to adapted arrays with the same axes; None if that is impossible."""
+    """Converts the operands to adapted arrays with the same axes, or returns None if this isn't possible."""
     like = with_all_axes(next(x for x in operands if isinstance(x, LoraArray)))
     loras = [
         with_all_axes(x) if isinstance(x, LoraArray) else without_adapter(jnp.asarray(x), like)
@@ -61,7 +61,7 @@ def alike(operands: Sequence[Any]) -> list[LoraArray] | None:
 
 
 def without_adapter(w: Any, like: LoraArray) -> LoraArray:
-    """Puts an adapter of rank 0 on `w`; gradients flow to `w`."""
+    """Adds an adapter of rank 0 to `w`, whose gradients are propagated."""
     sizes = dict(enumerate(w.shape)) | {RANK: 0}
     _, a_labels, b_labels = labels(like)
     a, b = (jnp.zeros([sizes[i] for i in own], part.dtype) for own, part in
@@ -70,12 +70,12 @@ def without_adapter(w: Any, like: LoraArray) -> LoraArray:
 
 
 def _in_a_row(loras: Sequence[LoraArray], join: Callable[..., Any], axis: int) -> Any:
-    """Joins arrays along a batch axis, with one rank; each keeps its scaling."""
+    """Joins arrays along a batch axis, after padding them to a common rank. Each keeps its scaling."""
     first, *_ = loras = alike_in_training(loras)
     if any(statics(x) != statics(first) for x in loras):
         rank = max(x.rank for x in loras)
         loras = [padded_to(x, rank).replace(dropout=0.0) for x in loras]
-    return join([x.replace(key=None) for x in loras], axis)  # none of these has dropout
+    return join([x.replace(key=None) for x in loras], axis)  # dropout is zero for all of these
 
 
 def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
@@ -85,13 +85,14 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
     """
     parts = parts_of(loras[0])
     if loras[0].magnitude is not None and axis not in parts["b"]:
-        return NotImplemented  # the norms of the longer rows would be different
+        return NotImplemented  # this would change the norms of the rows
     loras = [plainly_scaled(x) for x in alike_in_training(loras)]
     rank, before, padded = sum(x.rank for x in loras), 0, []
+    # Each adapter is padded with zeros, so that it has its own range of the common rank.
     for x in loras:
         padded.append(padded_to(x, rank, before))
         before += x.rank
-    # The factor with this axis becomes block diagonal, and the other one is concatenated along the rank.
+    # The factor that has this axis becomes block diagonal, and the other one is concatenated along the rank.
     fused: dict[str, Any] = {}
     for name, own in parts.items():
         arrays = [getattr(x, name) for x in (padded if axis in own and RANK in own else loras)]
@@ -100,13 +101,13 @@ def _fused(loras: Sequence[LoraArray], axis: int) -> Any:
 
 
 def statics(x: LoraArray) -> Any:
-    """Returns the statics that stacked adapters must share."""
+    """Returns the static values that must agree for adapters to be stacked."""
     return x.rank, x.rslora, x.dropout
 
 
 @register(["slice", "dynamic_slice", "split"])
 def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: Any):
-    """Slices the inputs of a DoRA. As its norms are those of whole rows, the result is dense."""
+    """Slices the inputs of a DoRA. Its norms are those of whole rows, so the result is materialised."""
     if x.magnitude is None:
         return NotImplemented
     pieces = jtu.tree_leaves(jax.eval_shape(functools.partial(primitive.bind, **params), x.aval(), *starts))
@@ -124,12 +125,12 @@ def _cut_dora(primitive: Primitive, x: LoraArray, *starts: ArrayLike, **params: 
 
 @register("gather")
 def _gather(x: LoraArray, indices: ArrayLike, **params: Any):
-    """Implements `jnp.take`, indexing with arrays, and their batched forms."""
+    """Implements `jnp.take`, indexing with arrays, and `jax.vmap` of these."""
     return looked_up(x, indices, _rows, **params)
 
 
 def _rows(x: LoraArray, lookup: Lookup) -> Any:
-    """Gathers rows of the base, and of both factors, which are then multiplied."""
+    """Gathers rows of the base and of both factors, which are then multiplied."""
     w_labels, a_labels, b_labels = labels(x)
     out = lookup.out
 

@@ -1,4 +1,4 @@
-"""Arrays trained along with adapters: whole arrays, some rows of an embedding, biases."""
+"""Arrays that can be trained alongside adapters: whole arrays, some rows of an embedding, and biases."""
 
 from collections.abc import Callable, Sequence
 from types import NotImplementedType
@@ -30,7 +30,7 @@ from .dot import add
 class TransparentValue(AdaptedArray):
     """An adapted array that behaves like a plain array in every computation."""
 
-    # This is determined by the contents, so it isn't stored in the files of a model.
+    # This follows from the contents, so it isn't stored in a model's files.
     gradients: ClassVar[Gradients] = "none"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @staticmethod
@@ -40,14 +40,15 @@ class TransparentValue(AdaptedArray):
         def under(values: Any) -> Any:
             return [materialise(x) if isinstance(x, TransparentValue) else x for x in values]
 
+        # If the same array occurs several times, then it's only materialised once.
         plain = map_values(under, values)
         return quaxify(primitive.bind)(*plain, **primitive.get_bind_params(params))
 
 
 class TrainableArray(TransparentValue):
-    """An array that is fully trained, in an otherwise frozen model.
+    """An array that is fully trained, within an otherwise frozen model.
 
-    `loraify(..., modules_to_save=...)` and `bias=` insert it.
+    This is inserted by `loraify(..., modules_to_save=...)`, and by its argument `bias=`.
 
     **Arguments:**
 
@@ -85,7 +86,7 @@ class TrainableArray(TransparentValue):
         return cls(array) if is_value(array) == is_value(like.array) else NotImplemented
 
     def widen(self, like: Value) -> Any:
-        return NotImplemented  # only its contents are allowed to change
+        return NotImplemented  # only its values are allowed to change
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         return leading_axes([(self.array, True)])
@@ -95,15 +96,15 @@ class TrainableArray(TransparentValue):
 
 
 class LoraBias(TransparentValue):
-    """A layer's bias, if its adapter has a bias as well: `w + scaling * b`, where `b` is trained.
+    """The bias of a layer whose adapter has a bias too: `w + scaling * b`, where `b` is trained.
 
-    `loraify(..., lora_bias=True)` inserts it.
+    This is inserted by `loraify(..., lora_bias=True)`.
 
     **Arguments:**
 
-    - `w`: the layer's bias, frozen unless it is a `TrainableArray`; None if there is none.
+    - `w`: the layer's bias, which is frozen unless it's a `TrainableArray`. None if the layer has no bias.
     - `b`: the adapter's bias.
-    - `scaling`: the adapter's scaling, constant in differentiation.
+    - `scaling`: the adapter's scaling, which is treated as a constant in differentiation.
     """
 
     b: Any
@@ -118,7 +119,7 @@ class LoraBias(TransparentValue):
         return self._sum(self.base)
 
     def merged(self) -> jax.Array:
-        """Returns the sum, with gradients to both parts."""
+        """Returns the sum, which has gradients with respect to both parts."""
         return self._sum(self.w)
 
     def unmerged(self, weight: jax.Array) -> "LoraBias":
@@ -153,9 +154,9 @@ class TrainableRows(TransparentValue):
 
     - `w`: the matrix, `(n, size)`.
     - `rows`: the trained rows, `(len(indices), size)`.
-    - `indices`: the rows of the matrix that are replaced, without repetition.
-    - `transposed`: whether this is the transposed matrix, `(size, n)`; `w` and `rows` are not transposed.
-        Default: False.
+    - `indices`: the indices of the rows that are replaced, without duplicates.
+    - `transposed`: whether this represents the transposed matrix, `(size, n)`. Either way, `w` and `rows` are
+        stored as above. Default: False.
     """
 
     rows: Any
@@ -191,20 +192,21 @@ class TrainableRows(TransparentValue):
         return dense.T if self.transposed else dense
 
     def merged(self) -> jax.Array:
-        """Returns the matrix including the trained rows."""
+        """Returns the matrix, in which rows have been replaced by the trained ones."""
         return self.materialise()
 
     def unmerged(self, weight: jax.Array) -> "TrainableRows":
         return self
 
     def resized(self, axis: int, resize: Callable[..., Any]) -> "TrainableRows":
+        # New rows are the mean of all existing rows, including the trained ones.
         w = resize(self.w, axis, like=self.merged())
         if max(self.indices) >= w.shape[0]:
             raise ValueError(f"its rows {list(self.indices)} are trained.")
         return self.with_base(w)
 
     def widen(self, like: Value) -> Any:
-        """Makes this dense if `like` has other rows or another layout."""
+        """Materialises if `like` has different rows, or a different layout."""
         same = not isinstance(like, TrainableRows) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
@@ -227,9 +229,11 @@ def _gather(x: TrainableRows, start: ArrayLike, *, dimension_numbers: Any, slice
         return lax.gather_p.bind(w, at, dimension_numbers=d, slice_sizes=slice_sizes, **params)
 
     start = jnp.asarray(start)
+    # Look up each index amongst the trained rows.
     known = jnp.asarray(x.indices, start.dtype).reshape((1,) * (start.ndim - 1) + (-1,))
+    # `lax.gather` clips the indices of the base, so we have to do the same.
     at = jnp.clip(start, 0, n - 1) if params["mode"] == lax.GatherScatterMode.CLIP else start
-    same = at == known  # the last axis of `start` has one entry
+    same = at == known  # the last axis of `start` has size one
     own = look_up(x.rows.astype(x.dtype), jnp.argmax(same, axis=-1, keepdims=True).astype(start.dtype))
     found = jnp.expand_dims(jnp.any(same, axis=-1), d.offset_dims)
     return jnp.where(found, own, quaxify(look_up)(x.base, start))
@@ -250,9 +254,9 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any):
 
 
 def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbers: Any, **params: Any):
-    """If rows are summed over, then multiplies each part by the corresponding entries of `other`.
+    """Multiplies by both parts. If rows are summed over, then each part only uses its entries of `other`.
 
-    Otherwise, computes both products, and replaces entries of the first by those of the second.
+    Otherwise, we compute both products in full, and then replace entries of the first by those of the second.
     """
     of_x, of_other = dot_axes(x, other, dimension_numbers, on_left=on_left)
     if of_x.batch or len(of_x.contracting) != 1 or params.get("out_sharding") is not None:
@@ -267,6 +271,7 @@ def _dot_general(x: TrainableRows, other: Any, on_left: bool, *, dimension_numbe
 
     def product(w: Any, rows: Any, other: Any) -> Any:
         if axis == 0:
+            # Set the entries for the trained rows to zero, so that they don't multiply the base as well.
             own, nothing = (*[slice(None)] * other_summed[0], at), jnp.zeros((), other.dtype)
             return dot(w, other.at[own].set(nothing, unique_indices=True)) + dot(rows, other[own])
         own = (at,) if on_left else (..., at)

@@ -1,4 +1,4 @@
-"""Arrays with named axes, which are matched by name."""
+"""Arrays with named axes, which are matched by their names."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import AxisError, NamedArray, align

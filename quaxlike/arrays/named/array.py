@@ -25,33 +25,34 @@ Name = str | None
 
 
 class AxisError(OperandMismatch):
-    """Axis names do not match, or an array has no axis with this name."""
+    """Raised if axis names don't match, or if an array doesn't have an axis with some name."""
 
     @checked
     def __init__(self, message: str) -> None:
         super().__init__(message, NamedArray)
 
 
-# Any array can have names, regardless of whether it has a unit, so this type has the highest precedence.
+# Any array can have named axes, regardless of whether it has a unit, so this type has the highest precedence.
 
 
 class NamedArray(AnnotatedArray):
     """An array with named axes.
 
-    Operators broadcast by name: `x + y` has the axes of `x`, followed by any further axes of `y`. Reductions
-    take names. Under [`quaxlike.quaxify`][] any code keeps the names: transposing permutes them, reducing
-    drops them, new axes have none. A product contracts only axes with equal names, and added arrays must have
-    the same names in the same order. An axis without a name (None) matches any. Primitives without a rule,
-    such as decompositions, are applied to the array without its names.
+    Operators broadcast by name, so that `x + y` has the axes of `x`, followed by any further axes of `y`.
+    Reductions accept names. Under [`quaxlike.quaxify`][] names are propagated by any code: transposing
+    permutes them, reducing removes them, and new axes are unnamed. Products can only contract axes with the
+    same name, and arrays can only be added if they have the same names in the same order. An unnamed axis
+    (None) matches any name. Primitives without a rule, such as decompositions, are applied to the array
+    without its names.
 
     **Arguments:**
 
     - `array`: any array or `ArrayValue`.
-    - `names`: a name, or None, for each axis. They are counted from the last axis: if a transform
-        (`jax.vmap`, `jax.lax.scan`) adds an axis in front, it has no name; if it removes one, the name goes
-        with it.
+    - `names`: a name (or None) for each axis. Names are counted from the last axis: if a transform
+        (`jax.vmap`, `jax.lax.scan`) adds a leading axis then this is unnamed, and if it removes one then its
+        name is removed as well.
 
-    **Raises:** [`quaxlike.arrays.named.AxisError`][], which lists both sides.
+    **Raises:** [`quaxlike.arrays.named.AxisError`][], with the names on both sides.
 
     !!! example
 
@@ -79,12 +80,12 @@ class NamedArray(AnnotatedArray):
 
     @property
     def names(self) -> tuple[Name, ...]:
-        """Each axis's name, or None."""
+        """The name of each axis, or None."""
         missing = self.array.ndim - len(self._names)
         return (None,) * missing + self._names[max(-missing, 0) :]
 
     def widen(self, like: Any) -> Any:
-        """Drops the name of an axis that was sliced away, but is still in the static field."""
+        """Removes the name of an axis that was sliced away, but which still occurs in the static field."""
         if not isinstance(like, NamedArray) or like.names != self.names:
             return NotImplemented
         return replace_fields(self, array=widened_part(self.array, like.array), _names=self.names)
@@ -95,7 +96,7 @@ class NamedArray(AnnotatedArray):
             axes = ", ".join(f"{name or '_'}={size}" for name, size in sizes)
             return wl.TextDoc(f"NamedArray({self.dtype.name}[{axes}])")
         except (AttributeError, IndexError, TypeError, ValueError):
-            # Not an array, as in half of a partitioned model, or in a tree of specs.
+            # The field isn't an array, e.g. after partitioning a model, or in a tree of specs.
             return wl.bracketed(
                 begin=wl.TextDoc("NamedArray("),
                 docs=wl.named_objs([("array", self.array), ("names", self._names)], **kwargs),
@@ -115,7 +116,8 @@ class NamedArray(AnnotatedArray):
         return found[0]
 
     def rename(self, names: dict[str, Name]) -> "NamedArray":
-        """Renames some axes: `x.rename({"time": "step"})`."""
+        """Renames some of the axes, as in `x.rename({"time": "step"})`."""
+        # This raises an error for unknown names.
         for name in names:
             self.axis(name)
         return NamedArray(self.array, [names.get(n, n) if n else n for n in self.names])
@@ -127,7 +129,7 @@ class NamedArray(AnnotatedArray):
         return self.transpose([self.axis(name) for name in names])
 
     def isel(self, **indices: Any) -> Any:
-        """Indexes axes by name: `x.isel(time=0, batch=slice(2))`."""
+        """Indexes axes by name, as in `x.isel(time=0, batch=slice(2))`."""
         index: list[Any] = [slice(None)] * self.ndim
         for name, i in indices.items():
             index[self.axis(name)] = i
@@ -136,8 +138,8 @@ class NamedArray(AnnotatedArray):
     def contract(self, other: Any, *names: str) -> Any:
         """Multiplies by another named array, and sums over the axes with these names.
 
-        Any other axes in common are paired. The result has the paired axes first, then this array's remaining
-        axes, then the other's.
+        Any other axes that both arrays have are paired. These come first in the result, followed by the
+        remaining axes of this array, and then those of the other one.
         """
         contract = (tuple(map(self.axis, names)), tuple(map(other.axis, names)))
         shared = [n for n in self.names if n and n in other.names and n not in names]
@@ -181,10 +183,10 @@ for _name in _REDUCTIONS.split():
 
 
 def align(x: NamedArray, y: NamedArray) -> tuple[Any, Any]:
-    """Gives two named arrays the same axes in the same order.
+    """Transposes and expands two named arrays, so that they have the same axes in the same order.
 
-    These are the axes of `x`, then any further axes of `y`; a missing axis gets size 1. If any axis has no
-    name, both arrays are returned unchanged.
+    These are the axes of `x`, followed by any further axes of `y`. Missing axes are added with size 1. If any
+    axis is unnamed then both arrays are returned unchanged.
     """
     if None in (*x.names, *y.names):
         return x, y

@@ -20,7 +20,7 @@ _Any = ArrayLike | ArrayValue
 
 def _names(x: Any) -> tuple[Name, ...]:
     if isinstance(x, AnnotatedArray):
-        return x.names if isinstance(x, NamedArray) else _names(x.array)  # a unit around names, say
+        return x.names if isinstance(x, NamedArray) else _names(x.array)  # e.g. a unit around names
     return (None,) * len(getattr(x, "shape", ()))
 
 
@@ -35,8 +35,8 @@ def _unnamed(x: Any) -> Any:
 
 
 def _named(array: Any, names: Sequence[Name]) -> Any:
-    """Attaches names to an array; returns it unchanged if no axis has a name."""
-    if any(inner := _names(array)):  # its parts have names already
+    """Attaches names to an array, or returns it unchanged if no axis has a name."""
+    if any(inner := _names(array)):  # its parts might already have names
         array, names = _unnamed(array), [n or m for n, m in zip(names, inner, strict=True)]
     return NamedArray(array, names) if any(names) else array
 
@@ -71,7 +71,7 @@ def _reduced(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
 
 @NamedArray.rule_for_several("reduce")
 def _folded(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    arrays = xs[: len(xs) // 2]  # followed by their initial values
+    arrays = xs[: len(xs) // 2]  # these are followed by their initial values
     names = _without(_agreed(primitive, arrays), params["dimensions"])
     return [_named(out, names) for out in _bind(primitive, xs, params)]
 
@@ -114,11 +114,12 @@ def _reshape(primitive: Primitive, x: NamedArray, **params: Any) -> Any:
 
 
 def reshaped_names(names: Sequence[Name], old: Sequence[int], new: Sequence[int]) -> list[Name]:
-    """Returns the names after a reshape. An axis keeps its name if it is neither merged nor split."""
+    """Returns the names after a reshape. An axis keeps its name if it's neither merged nor split."""
     out: list[Name] = []
     i = 0
     for j, size in enumerate(new):
         before = math.prod(new[:j])
+        # Skip old axes that start before the new one, and those of size one that were removed.
         while i < len(old) and (math.prod(old[:i]) < before or (old[i] == 1 != size)):
             i += 1
         whole = i < len(old) and math.prod(old[:i]) == before and old[i] == size
@@ -143,7 +144,7 @@ def _gather(primitive: Primitive, x: NamedArray, indices: ArrayLike, **params: A
 
 
 def _agreed(primitive: Primitive, operands: Sequence[Any]) -> list[Name]:
-    """For each axis, the name on which all operands (except scalars) agree; raises if they do not."""
+    """Returns the names on which all operands (except for scalars) agree, and raises if they don't."""
     shaped = [_names(x) for x in operands if _names(x)]
     out: list[Name] = []
     for of_axis in zip(*shaped, strict=True):
@@ -223,7 +224,7 @@ def _sort(primitive: Primitive, *xs: Any, **params: Any) -> Any:
     )
 )
 def _of_the_first(primitive: Primitive, x: Any, *rest: Any, **params: Any) -> Any:
-    """If an array is written into another one, it takes that one's axes."""
+    """If an array is written into another one, then the result has the axes of the latter."""
     updates = rest[0] if primitive.name == "dynamic_update_slice" else None
     names = _agreed(primitive, (x, updates)) if updates is not None else _names(x)
     return _named(_bind(primitive, (x, *rest), params), names)

@@ -1,4 +1,4 @@
-"""PRNG keys as Values, with plain arrays of words as leaves."""
+"""PRNG keys as Values, whose leaves are plain arrays of words."""
 
 from .keys import KeyArray, key
 from .philox import philox4x32

@@ -1,7 +1,7 @@
 """`KeyArray`: keys for a pseudo-random number generator.
 
-JAX's own keys have an extended dtype, which `np.save`, averages and many checkpointers reject. Here the
-leaves are plain words, and the generator's name is static.
+JAX's own keys have an extended dtype, which isn't supported by `np.save`, by weight averaging, or by many
+checkpointers. Here the leaves are plain words, and the name of the generator is static.
 """
 
 import functools
@@ -27,15 +27,16 @@ _NAMES = ("threefry2x32", "rbg", "unsafe_rbg", *_IMPLEMENTATIONS)
 
 
 class KeyArray(ArrayOperators, ArrayValue):
-    """Keys for a pseudo-random number generator, stored as plain words.
+    """Keys for a pseudo-random number generator, which are stored as plain words.
 
-    Under [`quaxlike.quaxify`][], `jax.random` treats them as keys. Everything that handles leaves
-    (checkpoints, averages, `np.save`) sees uint32 arrays, unlike for JAX's own keys.
+    Under [`quaxlike.quaxify`][] these are accepted as keys by `jax.random`. In contrast to JAX's own keys,
+    any code that operates on leaves (checkpointing, weight averaging, `np.save`) only encounters uint32
+    arrays.
 
     **Arguments:**
 
     - `data`: the words, uint32 with shape `(*shape, words)`: 2 for Threefry and Philox, 4 for RBG.
-    - `impl`: the generator: "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
+    - `impl`: the generator, which is "threefry2x32" (default), "rbg", "unsafe_rbg" or "philox4x32".
 
     !!! example
 
@@ -69,16 +70,16 @@ class KeyArray(ArrayOperators, ArrayValue):
         return self.to_jax()
 
     def to_jax(self) -> jax.Array:
-        """Converts to JAX's own keys."""
+        """Converts this to JAX's own keys."""
         return jax.random.wrap_key_data(self.data, impl=_implementation(self.impl))
 
     @classmethod
     def from_jax(cls, key: jax.Array) -> "KeyArray":
-        """Converts JAX's own keys, made by `jax.random.key` or `jax.random.split`.
+        """Converts JAX's own keys, as created by `jax.random.key` or `jax.random.split`.
 
         **Raises:**
 
-        `ValueError` for another generator's key.
+        `ValueError` if the keys are for a different generator.
         """
         for name in _NAMES:
             if key.dtype == _like(name)[0]:
@@ -107,7 +108,7 @@ def _implementation(name: str) -> Any:
 
 @functools.cache
 def _like(impl: str) -> tuple[Any, int]:
-    """JAX's dtype for a generator's keys, and the number of words per key."""
+    """Returns JAX's dtype for keys of this generator, and the number of words per key."""
 
     def make() -> Any:
         return jax.random.key(0, impl=_implementation(impl))
@@ -118,7 +119,7 @@ def _like(impl: str) -> tuple[Any, int]:
 
 @checked
 def key(seed: ArrayLike, impl: str = "threefry2x32") -> KeyArray:
-    """Makes a key from a seed: `jax.random.key`, as a [`quaxlike.arrays.prng.KeyArray`][].
+    """Creates a key from a seed. As `jax.random.key`, but returns a [`quaxlike.arrays.prng.KeyArray`][].
 
     **Arguments:**
 
@@ -148,6 +149,7 @@ def _keys_of_keys(primitive: Primitive, x: KeyArray, *rest: ArrayLike, **params:
 
 @register(["concatenate", "stack"])
 def _joined(primitive: Primitive, x: KeyArray, *rest: KeyArray, **params: Any):
+    # Keys of different generators can't be stored in the same array.
     if any(y.impl != x.impl for y in rest):
         return NotImplemented
     return KeyArray.from_jax(primitive.bind(*(y.to_jax() for y in (x, *rest)), **params))

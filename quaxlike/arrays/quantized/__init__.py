@@ -1,4 +1,4 @@
-"""Arrays of codes with block scales: NF4, FP4, int4, int8, and every published block format."""
+"""Arrays of codes with block scales: NF4, FP4, int4, int8, and all published block formats."""
 
 # These are imported to register their rules.
 from ...kernels.block_matmul import CODECS, Codec

@@ -1,7 +1,7 @@
-"""The quantised types: NF4, FP4, int4, int8, any block format, and a cache that can be written.
+"""The quantised types: NF4, FP4, int4, int8, arbitrary block formats, and a cache that can be updated.
 
-NF4 and FP4 are identical to bitsandbytes' bit for bit, so files can be exchanged. Any change to
-rounding, nibble order or block layout breaks this.
+NF4 and FP4 are bit-for-bit identical to bitsandbytes, so that files can be exchanged. Any change to rounding,
+nibble order or block layout would break this.
 """
 
 from typing import Any, ClassVar, TypeVar
@@ -33,10 +33,10 @@ class AbstractCodebookArray(AbstractQuantizedArray):
     flattens = True
 
     codebook: ClassVar[np.ndarray]
-    """The 16 values that codes stand for."""
+    """The 16 values that are represented by the codes."""
 
     largest: ClassVar[float] = 1.0
-    """The value that represents a block's largest magnitude."""
+    """The value in the codebook to which a block's largest magnitude is mapped."""
 
     @classmethod
     def from_flat(
@@ -49,16 +49,16 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _C:
-        """Makes an array from codes and scales without leading axes, as they are stored in files.
+        """Creates an array from codes and scales as they are stored in files, i.e. without leading axes.
 
         **Arguments:**
 
         - `codes`: `ceil(prod(shape) / 2)` bytes, row-major, high nibble first.
-        - `scale`: one for each block of `block_size` codes.
-        - `shape`: the array's shape.
-        - `block_size`: how many codes share a scale.
+        - `scale`: one scale for each block of `block_size` codes.
+        - `shape`: the shape of the array.
+        - `block_size`: the number of codes that share a scale.
         - `dtype`: the logical dtype.
-        - `train_scales`: whether gradients flow into the scales.
+        - `train_scales`: whether the scales should be trained.
         """
         options: Any = {"logical_dtype": jnp.dtype(dtype), "gradients": trained_if(train_scales)}
         return cls(codes, scale, block_size, shape, **options).cut((), shape)
@@ -70,16 +70,15 @@ class AbstractCodebookArray(AbstractQuantizedArray):
         largest = np.float32(cls.largest)
 
         def encode(row: Array) -> tuple[Array, Any]:
-            # The kernel quantises to values of at most 1. So a table with larger ones is normalised, like its
-            # scales.
+            # The kernel quantises to values of magnitude at most 1, so we normalise tables with larger
+            # values, and adjust the scales accordingly.
             codes, scale = blockwise.quantize_codebook(row, cls.codebook / largest, block)
             return codes, NestedScales.quantize(scale / largest) if nested else scale / largest
 
         return mapped(encode, x.ndim - 1)(x)
 
     def flattened(self: _C) -> _C | None:
-        """The inverse of `from_flat`: the same codes as one row of bytes; None if they do not form
-        one."""
+        """Inverts `from_flat`, i.e. converts the codes to a single row of bytes; None if impossible."""
         if self.axes or (self.num_lead and not self.joins(in_columns=True)):
             return None
         if not self.num_lead:
@@ -90,7 +89,7 @@ class AbstractCodebookArray(AbstractQuantizedArray):
 
 
 class NF4Array(AbstractCodebookArray):
-    """A 4-bit NormalFloat array, identical to bitsandbytes' bit for bit.
+    """A 4-bit NormalFloat array, which is bit-for-bit identical to bitsandbytes.
 
     Source: Dettmers et al., QLoRA, <https://arxiv.org/abs/2305.14314>.
     """
@@ -99,9 +98,9 @@ class NF4Array(AbstractCodebookArray):
 
 
 class FP4Array(AbstractCodebookArray):
-    """A 4-bit floating-point array (1 sign, 2 exponent, 1 mantissa bit).
+    """A 4-bit floating-point array (1 sign bit, 2 exponent bits, 1 mantissa bit).
 
-    It is identical to bitsandbytes' bit for bit.
+    This is bit-for-bit identical to bitsandbytes.
     """
 
     codec, codebook = CODECS["fp4"], blockwise.FP4
@@ -127,20 +126,20 @@ class Int8Array(AbstractQuantizedArray):
 
 
 class BlockArray(AbstractQuantizedArray):
-    """An array in any published block format. A table of codecs describes how to read codes and scales.
+    """An array in any published block format. How codes and scales are decoded is specified by a codec.
 
-    Make one with `quantize`, or read a file with `quaxlike.lm.read`. As for every quantised array, products
-    on either side, transposing, slicing and stacking do not change the codes.
+    This is usually created by `quantize`, or read from a file by `quaxlike.lm.read`. As with all quantised
+    arrays, products on either side, transposing, slicing and stacking don't change the codes.
 
     **Arguments:**
 
-    - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; int8 for the codec `int8`.
-    - `scale`: `BlockScales`, with the same leading axes.
-    - `order`: for codes with sorted columns (GPTQ's act-order, which makes each block contiguous): the
-        logical column of each stored column, `(*lead, columns)`. The array's first inner axis then counts
-        rows, which share this order and stay together. None for columns in order.
-    - `codec`: how codes, scales and zeros are stored.
-    - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as for every quantised array.
+    - `codes`: `(*lead, bytes)` uint8, a little-endian stream of codes; or int8 for the codec `int8`.
+    - `scale`: `BlockScales` with the same leading axes.
+    - `order`: if columns are sorted (as for GPTQ's act-order, which makes each block contiguous), then the
+        logical column of each stored column, `(*lead, columns)`. The array's first inner axis is then an axis
+        of rows, which share this order and can't be separated. None if columns are in their original order.
+    - `codec`: the format in which codes, scales and zeros are stored.
+    - `block_size`, `inner`, `axes`, `logical_dtype`, `gradients`: as for all quantised arrays.
     """
 
     codes: UInt8[Array, "*lead n"] | Int8[Array, "*lead n"]
@@ -161,19 +160,19 @@ class BlockArray(AbstractQuantizedArray):
         dtype: DTypeLike = jnp.float32,
         train_scales: bool = False,
     ) -> _B:
-        """Makes an array from codes, one per byte, and scales. For file readers.
+        """Creates an array from scales and codes, with one code per byte. Used for reading files.
 
         **Arguments:**
 
         - `codes`: `(*lead, n)` uint8; with `order`, `(*lead, rows, n)`.
-        - `scale`: has the same leading axes as `codes`, including rows.
-        - `codec`, `block_size`: how to read these.
-        - `order`: `(*lead, n)`: the logical column of each stored column.
-        - `count`: if `codes` are already packed, the number of codes per row.
+        - `scale`: scales with the same leading axes as `codes`, including rows.
+        - `codec`, `block_size`: the format of these.
+        - `order`: `(*lead, n)`, the logical column of each stored column.
+        - `count`: the number of codes per row, if `codes` are already packed.
         - `dtype`: the logical dtype.
-        - `train_scales`: whether gradients flow into floating scales.
+        - `train_scales`: whether floating-point scales should be trained.
         """
-        # Rows that share an order belong together, so they become an inner axis and cannot be sliced apart.
+        # Rows that share an order have to stay together, so they become an inner axis, which can't be sliced.
         inner = (*codes.shape[-1 if order is None else -2 : -1], codes.shape[-1] if count is None else count)
         packed = codes if count is not None else codec.pack(codes)
         if order is not None:
@@ -202,11 +201,11 @@ class BlockArray(AbstractQuantizedArray):
 
 
 class CacheArray(AbstractQuantizedArray):
-    """A quantised array that can be written, such as a key cache.
+    """A quantised array that can be updated, such as a key cache.
 
-    `dynamic_update_slice` rounds the update, and does not change any other code. If an update covers only
-    part of the last axis, where elements share scales, then the array is materialised, like any other
-    quantised array. Make one with `empty`.
+    `dynamic_update_slice` rounds the update, and doesn't change any other codes. If the update only covers
+    part of the last axis (along which elements share scales) then the array is materialised, as for all other
+    quantised arrays. Use `empty` to create one.
 
     **Arguments:** as for [`quaxlike.BlockArray`][].
     """
@@ -222,12 +221,12 @@ class CacheArray(AbstractQuantizedArray):
     def empty(
         cls: type[_B], shape: tuple[int, ...], codec: str | Codec, *, dtype: DTypeLike = jnp.float32
     ) -> _B:
-        """Makes an array of zeros.
+        """Creates an array of zeros.
 
         **Arguments:**
 
-        - `shape`: its shape; blocks run along the last axis.
-        - `codec`: how to store it, as for `quantize`.
+        - `shape`: the shape of the array. Blocks run along the last axis.
+        - `codec`: the format in which to store it, as for `quantize`.
         - `dtype`: the logical dtype.
 
         !!! example
@@ -243,12 +242,13 @@ class CacheArray(AbstractQuantizedArray):
             ```
         """
         block = find_codec(cls, codec).block
+        # If the axis is smaller than a block of the codec then there's a single block.
         block = None if block is None or block >= shape[-1] else block
 
         def make(x: Any) -> Any:
             return cls.quantize(x, codec=codec, block_size=block)
 
-        # Only shapes are computed: the dense array of a long cache may not fit into memory.
+        # Only compute shapes, since the dense array of a long cache might not fit into memory.
         of = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, dtype))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), of)
 

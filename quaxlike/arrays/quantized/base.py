@@ -1,14 +1,14 @@
-"""The base of quantised arrays: the layout of codes and scales, and the operations it permits.
+"""The base class of quantised arrays: how codes and scales are laid out, and which operations this permits.
 
-The *stored* array is the logical one, with axes in the order in which they were quantised. Both leaves have
-its leading axes. Its trailing axes are flattened, row-major, into the last axis of `codes`, and cut into
-blocks there:
+The *stored* array is the logical array, with its axes in the order in which they were quantised. Both leaves
+have its leading axes. Its trailing axes are flattened in row-major order to give the last axis of `codes`,
+along which it is divided into blocks:
 
     stored shape = codes.shape[:-1] + inner,      scale: codes.shape[:-1] + (blocks,)
 
-Leading axes are therefore free: `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding act
-on the leaves, and the shape follows. Blocks may cross the inner axes, so these stay together. A rule that
-cuts an inner axis would pair codes with the wrong scales.
+This means that `vmap`, `lax.scan` over stacked layers, slicing, gathering and sharding can all act on the
+leading axes of the leaves, and the logical shape follows from these. In contrast, blocks might cross the
+inner axes, so a rule must never cut an inner axis, as it would pair codes with the wrong scales.
 """
 
 import abc
@@ -54,30 +54,30 @@ _Q = TypeVar("_Q", bound="AbstractQuantizedArray")
 class AbstractQuantizedArray(GradientsArray):
     """An array of integer codes, with one scale per block.
 
-    Make one with `quantize`. It behaves like an array with the dtype `logical_dtype`. `dot_general`
-    multiplies with the stored codes, in either direction and on either side; transposing, reshaping whole
-    blocks, slicing and stacking do not requantise. Anything that is impossible on codes materialises the
+    This is usually created by `quantize`, and behaves like an array of dtype `logical_dtype`. `dot_general`
+    uses the stored codes directly, in either direction and on either side; transposing, slicing, stacking,
+    and reshaping whole blocks don't requantise. Any operation that isn't possible on codes materialises the
     array, with a [`quaxlike.MaterialisationWarning`][].
 
     **Arguments:**
 
-    - `codes`: `(*lead, n)`: bytes, packed as the codec specifies.
+    - `codes`: `(*lead, n)` bytes, which are packed as specified by the codec.
     - `scale`: `(*lead, blocks)` float32; or [`NestedScales`][quaxlike.arrays.quantized.NestedScales], or
         [`BlockScales`][quaxlike.arrays.quantized.BlockScales].
-    - `block_size`: how many codes share a scale; None for all of the last axis.
-    - `inner`: the trailing axes, which are flattened into the last axis of `codes`; None for a single axis
-        that is as long as the number of codes.
-    - `axes`: how the logical array permutes the stored array's last `len(axes)` axes.
-    - `logical_dtype`: the logical array's dtype.
-    - `gradients`: `"none"` if differentiation treats the scales as constants; `"pass"` if gradients pass
-        through them but do not train them (multiplying by a traced factor sets this); `"train"` if they are
-        trained.
-    - `activations`: `"int8"` or `"fp8"`: a product rounds its other operand, row by row, and multiplies codes
-        with codes. None: the other operand is not rounded.
-    - `input_limit`: with `activations`, the magnitude for the largest code of the other operand; larger
-        numbers are clipped. None: the maximum of each row.
-    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are also
-        products of codes.
+    - `block_size`: the number of codes that share a scale; None for the whole last axis.
+    - `inner`: the trailing axes, which are flattened into the last axis of `codes`; None for a single axis,
+        whose size is the number of codes.
+    - `axes`: how the last `len(axes)` axes of the stored array are permuted in the logical array.
+    - `logical_dtype`: the dtype of the logical array.
+    - `gradients`: `"none"` if the scales should be treated as constants in differentiation; `"pass"` if
+        gradients should be propagated through them, without training them (this is set by multiplying by a
+        traced factor); `"train"` if they should be trained as well.
+    - `activations`: if this is `"int8"` or `"fp8"` then the other operand of a product is rounded, row by
+        row, so that codes are multiplied by codes. None: the other operand isn't rounded.
+    - `input_limit`: with `activations`, the magnitude to which the other operand's largest code corresponds;
+        anything larger is clipped. None: use the maximum of each row.
+    - `rounds_gradients`: with `activations`, whether gradients with respect to the other operand are computed
+        from codes as well.
     """
 
     on_materialise = "warn"
@@ -96,13 +96,13 @@ class AbstractQuantizedArray(GradientsArray):
     rounds_gradients: bool = eqx.field(static=True, default=False, kw_only=True)
 
     codec: eqx.AbstractVar[Codec]
-    """The format of codes and scales."""
+    """The format in which codes and scales are stored."""
 
     order: eqx.AbstractVar[Any]
-    """For codes with sorted columns: the logical column of each stored column; else None."""
+    """If the columns of codes are sorted, then the logical column of each stored column; otherwise None."""
 
     flattens: ClassVar[bool] = False
-    """Whether `quantize` flattens the array first, like bitsandbytes, and can nest scales."""
+    """Whether `quantize` first flattens the array, like bitsandbytes, and supports nested scales."""
 
     @classmethod
     @checked
@@ -118,29 +118,30 @@ class AbstractQuantizedArray(GradientsArray):
         train_scales: bool = False,
         importance: ArrayLike | None = None,
     ) -> _Q:
-        """Quantises an array, block by block, to the nearest codes.
+        """Quantises an array to the nearest codes, one block at a time.
 
-        llama.cpp's codecs and MXFP4 search for scales with a small squared error. For other codecs, the
-        scales cover each block's range.
+        llama.cpp's codecs and MXFP4 search for the scales with the smallest squared error, whereas all other
+        codecs choose scales that cover the range of each block.
 
         **Arguments:**
 
-        - `x`: any floating dtype, which becomes the logical dtype; computed in float32.
-        - `codec`: only for [`BlockArray`][quaxlike.BlockArray], the format: a name from the table of codecs
-            (`quaxlike.arrays.quantized.CODECS`), or a codec. Default: `"int4_block"`.
-        - `block_size`: how many elements along `axis` share a scale; the last block may be partial. NF4, FP4
-            and int4 take a power of two from 32 to 4096, and flatten the array: blocks may cross rows.
-            Default: the codec's, which is 64 for these three, and one scale per channel for int8.
-        - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default False.
-        - `axis`: the axis along which blocks run. For a weight, use the contracted axis. Default -1.
-        - `stacked`: how many leading axes stack arrays quantised separately, for use with `vmap` or
-            `lax.scan`. Default 0.
-        - `train_scales`: whether gradients flow into floating scales. Default False.
-        - `importance`: weights for squared errors along `axis`, for codecs that search for scales. For a
-            layer's weight, use the mean squares of its inputs (llama.cpp's importance matrix). Pass a vector,
-            or one per array in a stack. Default: all equal.
+        - `x`: any floating dtype, which becomes the logical dtype. We always compute in float32.
+        - `codec`: the format, for [`BlockArray`][quaxlike.BlockArray] only: a codec, or its name in the table
+            of codecs (`quaxlike.arrays.quantized.CODECS`). Default: `"int4_block"`.
+        - `block_size`: the number of elements along `axis` that share a scale; the last block can be smaller.
+            NF4, FP4 and int4 accept any power of two from 32 to 4096; they flatten the array, so their blocks
+            can cross rows. Default: the codec's, which is 64 for these three, and one scale per channel for
+            int8.
+        - `double_quant`: whether NF4, FP4 and int4 store their scales in 8 bits as well. Default: False.
+        - `axis`: the axis along which blocks run; for a weight, the one that is contracted. Default: -1.
+        - `stacked`: the number of leading axes that stack arrays to be quantised separately, for use with
+            `vmap` or `lax.scan`. Default: 0.
+        - `train_scales`: whether floating-point scales should be trained. Default: False.
+        - `importance`: weights for the squared errors along `axis`, for codecs that search for scales. For a
+            layer's weight this should be the mean squares of its inputs (llama.cpp's importance matrix). Pass
+            a vector, or one vector for each array in a stack. Default: all equal.
 
-        **Returns:** `x`, rounded, with the same shape and dtype.
+        **Returns:** the quantised array, with the same shape and dtype as `x`.
 
         **Raises:** `ValueError` for an unknown codec or block size; for a scalar or `double_quant` with types
         other than NF4, FP4 and int4; for an `importance` with the wrong shape, or with a codec that does not
@@ -179,7 +180,7 @@ class AbstractQuantizedArray(GradientsArray):
     def encoded(
         self, rows: Float32[Array, "*lead n"], importance: Float[Array, " n"] | None = None
     ) -> tuple[Array, Any]:
-        """Quantises rows of the stored array, in the same format as this array."""
+        """Quantises rows of the stored array, using the same format as this array."""
         nested = isinstance(self.scale, NestedScales)
         return self._encode(rows, self.codec, max(self.block, 1), nested, self.scale, importance)
 
@@ -190,7 +191,7 @@ class AbstractQuantizedArray(GradientsArray):
             raise ValueError(f"axes {self.axes} do not permute axes of the shape {self.stored_shape}.")
 
     def check_leaves(self) -> None:
-        """Raises a `ValueError` unless shapes and dtypes are consistent."""
+        """Raises a `ValueError` if shapes or dtypes are inconsistent."""
         (rows, count), codec, scale = self.matrix, self.codec, self.scale
         parts = (scale.codes if isinstance(scale, NestedScales) else scale, None, None, None)
         parts = scale.parts() if isinstance(scale, BlockScales) else parts
@@ -202,7 +203,7 @@ class AbstractQuantizedArray(GradientsArray):
             found = None if leaf is None else tuple(leaf.shape)
             if found != wanted:
                 raise ValueError(f"{self._description} takes {name} of shape {wanted}; found {found}.")
-        kinds = "fV" if codec.scales == "float" else "iu"  # V: bfloat16 and other small floats
+        kinds = "fV" if codec.scales == "float" else "iu"  # V is bfloat16 and other small floats
         if not isinstance(scale, NestedScales) and parts[0].dtype.kind not in kinds:
             wanted = "floats" if codec.scales == "float" else "integers"
             raise ValueError(f"{self._description} takes scales that are {wanted}; found {parts[0].dtype}.")
@@ -250,7 +251,7 @@ class AbstractQuantizedArray(GradientsArray):
     def _encode(
         cls, x: Array, codec: Codec, block: Any, nested: bool, like: Any, importance: Array | None
     ) -> tuple[Array, Any]:
-        """Quantises rows into packed codes and scales. These are `nested`, or have the dtypes in `like`."""
+        """Quantises rows to packed codes, and to scales that are `nested`, or have the dtypes in `like`."""
 
     # The logical array
 
@@ -259,7 +260,7 @@ class AbstractQuantizedArray(GradientsArray):
         shown = [(f.name, x) for f, x in fields if not (f.metadata.get("static") and x == f.default)]
         try:
             stands_for = [wl.TextDoc(self.aval().str_short(short_dtypes=True))]
-        except (AttributeError, IndexError, TypeError):  # leaves are not arrays, as in a tree of dtypes
+        except (AttributeError, IndexError, TypeError):  # leaves are not arrays, e.g. in a tree of dtypes
             stands_for = []
         return wl.bracketed(
             begin=wl.TextDoc(f"{type(self).__name__}("),
@@ -286,17 +287,17 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def num_lead(self) -> int:
-        """How many axes the codes and scales have besides their last one."""
+        """The number of axes in front of the last axis of the codes and scales."""
         return len(self.codes.shape) - 1
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The axes flattened into the last axis of `codes`."""
+        """The axes that are flattened into the last axis of `codes`."""
         return (self.codes.shape[-1] * 8 // self.codec.bits,) if self.inner is None else self.inner
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The numbers of rows and of codes per row in the last axis. One row, unless rows share an order."""
+        """The number of rows and of codes per row in the last axis. One row, unless rows share an order."""
         inner = self.inner_shape
         return (1, math.prod(inner)) if self.order is None else (inner[0], math.prod(inner[1:]))
 
@@ -306,53 +307,54 @@ class AbstractQuantizedArray(GradientsArray):
 
     @property
     def permutation(self) -> tuple[int, ...]:
-        """For each logical axis, its stored axis."""
+        """The stored axis that corresponds to each logical axis."""
         kept = len(self.stored_shape) - len(self.axes)
         return (*range(kept), *(kept + axis for axis in self.axes))
 
     @property
     def block(self) -> int:
-        """How many codes share a scale."""
+        """The number of codes that share a scale."""
         return self.matrix[1] if self.block_size is None else self.block_size
 
     @property
     def parts(self) -> Any:
-        """The leaves that `matmul` takes, as a pytree. Stops gradients unless they flow there."""
+        """The leaves needed by `matmul`, as a pytree. Applies `stop_gradient` if the scales are frozen."""
         leaves = self.codes, self.scale, self.order
         return leaves if self.has_gradients else jax.tree.map(lax.stop_gradient, leaves)
 
     def block_scales(self) -> BlockScales:
-        """Returns the scales for the codec. Stops gradients unless they flow there."""
+        """Returns the scales as used by the codec. Applies `stop_gradient` if they are frozen."""
         scale = self.scale if isinstance(self.scale, BlockScales) else BlockScales(dense_scales(self.scale))
         return scale if self.has_gradients else jax.tree.map(lax.stop_gradient, scale)
 
     def joins(self, *, in_columns: bool) -> bool:
-        """Returns whether leading axes can become columns (with the inner axes) or rows of one large
-        matrix."""
+        """Returns whether leading axes can be merged into the columns (with the inner axes), or else the
+        rows, of one large matrix.
+        """
         if self.order is not None or not (in_columns or self.codec.flat):
             return self.order is None
         return self.codec.cuts(self.matrix[1], self.block)
 
     def joined(self: _Q) -> _Q:
-        """Converts to a form in which leading axes can become axes of one large matrix.
+        """Converts to a form whose leading axes can be merged into one large matrix.
 
-        Nested scales belong to a single matrix, so they become dense.
+        Nested scales belong to a single matrix, so these are decoded.
         """
         nested = isinstance(self.scale, NestedScales)
         return dataclasses.replace(self, scale=dense_scales(self.scale)) if nested else self
 
     @property
     def is_sum(self) -> bool:
-        """Whether elements are sums with separately scaled terms, so an infinite factor gives NaN."""
+        """Whether elements are sums of separately scaled terms, so that infinite factors can produce NaN."""
         return self.codec.zeros is not None or isinstance(self.scale, NestedScales)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients flow into the scales."""
+        """Whether gradients are propagated to the scales."""
         return self.gradients != "none"
 
     def with_gradients(self: _Q, gradients: Gradients) -> _Q:
-        """Lets at least these `gradients` through. Scales that were frozen stay frozen."""
+        """Sets at least these `gradients`. Note that scales that have already been frozen stay frozen."""
         gradients = strongest(self.gradients, gradients)
         if gradients == self.gradients:
             return self
@@ -360,7 +362,7 @@ class AbstractQuantizedArray(GradientsArray):
         return dataclasses.replace(self, scale=scale, gradients=gradients)
 
     def with_axes(self: _Q, permutation: Sequence[int]) -> _Q:
-        """Permutes the stored axes, keeping the codes."""
+        """Sets the permutation from stored to logical axes, without changing any codes."""
         kept = 0
         while kept < len(permutation) and permutation[kept] == kept:
             kept += 1
@@ -369,8 +371,9 @@ class AbstractQuantizedArray(GradientsArray):
     def cut(self: _Q, first: tuple[int, ...], inner: tuple[int, ...]) -> _Q:
         """Reshapes the stored array to `first + inner`, with as few inner axes as possible.
 
-        An axis must be an inner one if slicing it would cut blocks. Nested scales keep all inner axes, since
-        their own blocks cross rows. A scale for a whole row is repeated for each part.
+        An axis has to be an inner one if slicing along it would cut blocks. If scales are nested then this
+        applies to all inner axes, since nested blocks cross rows. Scales for whole rows are repeated for each
+        part of a row.
         """
         count, block, cuts = math.prod(inner), self.block, self.codec.cuts
         shared = self.block_size is None and count == self.matrix[1] > 0
@@ -399,11 +402,11 @@ class AbstractQuantizedArray(GradientsArray):
         return dataclasses.replace(self, **changes)
 
     def stored(self) -> Array:
-        """Returns the stored array, dense."""
+        """Materialises the stored array."""
         return self.with_axes(range(len(self.stored_shape))).materialise()
 
     def stored_slice(self: _Q, i: ArrayLike) -> "_Q | Array":
-        """Slice `i` of the stored array along its first axis. Dense if this cuts blocks."""
+        """Returns slice `i` of the stored array along its first axis, materialised if this cuts blocks."""
         if self.num_lead:
             part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, i, keepdims=False), self)
             return part.with_axes(range(len(part.stored_shape)))
@@ -412,7 +415,7 @@ class AbstractQuantizedArray(GradientsArray):
     # Its values
 
     def rows_of_codes(self) -> tuple[Any, BlockScales]:
-        """Codes and scales, with an axis for rows if several rows share an order."""
+        """Returns the codes and scales, with an additional axis for rows if these share an `order`."""
         codes, scales = self.codes, self.block_scales()
         if self.order is None:
             return codes, scales
@@ -424,7 +427,7 @@ class AbstractQuantizedArray(GradientsArray):
         return jax.tree.map(in_rows, (codes, scales))
 
     def _decode(self, codes: Any, scales: BlockScales) -> Float[Array, "*lead columns"]:
-        """Decodes rows of codes, with columns in logical order."""
+        """Decodes rows of codes, with columns in the logical order."""
         dense = _decoded((codes, *scales.parts()), self.codec, self.matrix[1], self.block)
         if self.order is None:
             return dense
@@ -436,7 +439,7 @@ class AbstractQuantizedArray(GradientsArray):
         leaves, treedef = jax.tree.flatten(self)
         if self.order is not None or not is_spread(leaves):
             return self._materialised().transpose(self.permutation)
-        # Each device decodes its rows, or parts of rows if no block is shared between devices.
+        # Each device decodes its own rows. Rows can be split as well, if devices don't share any blocks.
         lead, cut = [f"lead{i}" for i in range(self.num_lead)], not self.why_not_shardable()
 
         def last(j: Any, leaf: Any) -> Any:
@@ -452,13 +455,13 @@ class AbstractQuantizedArray(GradientsArray):
         return rule.apply_to_types(decode)(*leaves)[0].transpose(self.permutation)
 
     def _materialised(self) -> Array:
-        """Returns the stored array."""
+        """Decodes the stored array."""
         return self._decode(*self.rows_of_codes()).astype(self.logical_dtype).reshape(self.stored_shape)
 
     def rows_at(self, rows: Int[Array, "*batch"]) -> Array:
-        """Dense slices of the stored array along its first axis, `(*batch, *stored_shape[1:])`.
+        """Materialises slices of the stored array along its first axis, `(*batch, *stored_shape[1:])`.
 
-        The first axis must not be a leading axis.
+        This must be an inner axis, as opposed to a leading one.
         """
         codes, scales = self.rows_of_codes()
         shape = self.stored_shape[1:]
@@ -473,7 +476,7 @@ class AbstractQuantizedArray(GradientsArray):
         return dense.reshape(*rows.shape, *shape).astype(self.logical_dtype)
 
     def times(self: _Q, factor: Float32[Array, "..."]) -> _Q:
-        """Multiplies the scales by a scalar, or by factors `(*lead, 1)`."""
+        """Multiplies the scales by a scalar, or by factors with shape `(*lead, 1)`."""
         if isinstance(self.scale, BlockScales):
             codec, scale = self.scale.times(factor, self.codec)
             return dataclasses.replace(self, scale=scale, codec=codec)
@@ -490,18 +493,18 @@ class AbstractQuantizedArray(GradientsArray):
         low_rank: Sequence[Array] = (),
         out_dtype: np.dtype,
     ) -> Float[Array, "*batch free"]:
-        """Computes `x @ W.T`, or `x @ W` if `transpose`, for the stored matrix `W` with this shape.
+        """Computes `x @ W.T` (`x @ W` if `transpose` is set), where the stored matrix `W` has this `shape`.
 
         **Arguments:**
 
-        - `parts`: the leaves of `W`. Their leading axes are axes of the matrix; nested scales have none. Of
-            `self`, only the statics are read.
-        - `low_rank`: adapters to add.
+        - `parts`: the leaves of `W`, whose leading axes are merged into the matrix (nested scales have none).
+            Only static fields are used from `self`.
+        - `low_rank`: the factors of adapters, whose products are added.
         """
         codes, scale, order = parts
         found = self._for_kernels(parts, shape)
         if found is None:
-            # The matrix's rows are parts of rows of codes. This does not occur for weights in models.
+            # The matrix's rows are parts of rows of codes. This doesn't happen for weights in typical models.
             leaves = {"codes": codes, "scale": scale} | ({} if order is None else {"order": order})
             dense = dataclasses.replace(self, axes=(), **leaves).materialise().reshape(shape).astype(x.dtype)
             y = jnp.matmul(x, dense if transpose else dense.T, preferred_element_type=jnp.float32)
@@ -530,11 +533,11 @@ class AbstractQuantizedArray(GradientsArray):
         return jnp.take(y, jnp.argsort(order), axis=-1) if order is not None and transpose else y
 
     def _for_kernels(self, parts: Any, shape: tuple[int, int]) -> tuple[Sequence[Any], Decode] | None:
-        """Returns the matrix as arrays and a decoder; None unless its rows are rows of codes."""
+        """Returns the leaves and the decoder for kernels; None unless the matrix's rows are rows of codes."""
         codes, scale, order = parts
         if self.flattens:
             block = self.block
-            # If no block crosses rows, we keep rows of codes, so they can be sharded.
+            # If blocks don't cross rows then rows of codes are kept separate, so that they can be sharded.
             by_rows = codes.ndim > 1 and shape[1] % block == 0
 
             def flat(leaf: Any, size: Any) -> Any:
@@ -550,7 +553,7 @@ class AbstractQuantizedArray(GradientsArray):
         return in_rows, Rows(self.codec, tuple(leaf is not None for leaf in leaves))
 
     def requantized(self: _Q, dense: Array, importance: Float[Array, " n"] | None = None) -> _Q:
-        """Quantises a dense array of the same shape like this one; `importance` is as for `quantize`."""
+        """Quantises an array of the same shape to the same format. For `importance`, see `quantize`."""
         stored = dense.transpose([self.permutation.index(i) for i in range(dense.ndim)])
         rows, count = self.matrix
         rows_of = stored.reshape(*self.codes.shape[:-1], *([] if self.order is None else [rows]), count)
@@ -565,7 +568,10 @@ class AbstractQuantizedArray(GradientsArray):
     # Hooks
 
     def widen(self: _Q, like: Value) -> _Q | Array:
-        """Makes scales trained, or float32, if they are in `like`. Dense if the layouts differ."""
+        """Propagates gradients to the scales, or converts them to float32, if this was done for `like`.
+
+        Materialises if the layouts differ.
+        """
         if not isinstance(like, AbstractQuantizedArray):
             return self
         if self._layout() != like._layout():
@@ -583,11 +589,11 @@ class AbstractQuantizedArray(GradientsArray):
         return out if jax.eval_shape(scaled, like)._form() == out._form() else dense_when_incompatible(self)
 
     def _form(self) -> Any:
-        """Returns the properties that multiplying by a factor changes."""
+        """Returns the properties that are changed by multiplying by a factor."""
         return self.codec, [leaf.dtype for leaf in jax.tree.leaves(self.scale)]
 
     def _layout(self) -> Any:
-        """Returns the properties that cannot change without changing codes, however they are specified."""
+        """Returns the properties that determine the meaning of codes, in a form that can be compared."""
         nested = isinstance(self.scale, NestedScales)
         return type(self), self.codes.shape, self.block, self.stored_shape, self.permutation, nested
 
@@ -609,7 +615,7 @@ class AbstractQuantizedArray(GradientsArray):
                 "and without double quantisation."
             )
 
-        # Entries for a whole row are replicated. But an explicit block as long as a row cannot be cut.
+        # Leaves with one entry per row are replicated. (A block of explicit size still can't be cut.)
         def once(leaf: Any) -> Any:
             return leaf.shape[-1] == 1 and (leaf is not self.scale or self.block_size is None)
 
@@ -618,7 +624,7 @@ class AbstractQuantizedArray(GradientsArray):
         ]
 
     def why_not_shardable(self) -> str:
-        """Explains why inner axes cannot be divided among devices; "" if they can."""
+        """Returns the reason why inner axes can't be sharded; "" if they can."""
         if self.order is not None:
             return "its columns are out of order"
         if self.inner is not None or isinstance(self.scale, NestedScales):
@@ -631,12 +637,12 @@ class AbstractQuantizedArray(GradientsArray):
 
 @functools.partial(jax.jit, static_argnames=("codec", "count", "block"), inline=True)
 def _decoded(parts: Any, codec: Codec, count: int, block: int) -> Float[Array, "*lead columns"]:
-    """Decodes rows of codes, with columns in stored order."""
+    """Decodes rows of codes, with columns in the order in which they are stored."""
     if not parts[0].size:
         return jnp.zeros((*parts[0].shape[:-1], count))
     return join(codec.planes(count, block, parts), count)
 
 
 def shortest(inner: tuple[int, ...], codec: Codec) -> tuple[int, ...] | None:
-    """`inner`, or None if the number of bytes determines how many codes there are."""
+    """Returns `inner`, or None if this is a single axis whose size follows from the number of bytes."""
     return None if len(inner) == 1 and inner[0] * codec.bits % 8 == 0 else tuple(inner)

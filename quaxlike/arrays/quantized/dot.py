@@ -1,11 +1,10 @@
-"""Products on codes: `dot_general` for any dimension_numbers, on either side; `ragged_dot`; convolutions.
+"""Products with codes: `dot_general` with any dimension numbers, `ragged_dot`, and convolutions.
 
 The dense weight must never be stored as a residual, as otherwise training would use all the memory that was
 saved by quantising. Instead, the backward pass decodes the codes again, using `jax.checkpoint`.
 
-We give names to axes, as follows. The name of a stored axis of the weight is its number, and the
-corresponding axis of the other operand has the same name. The free axes of the other operand have negative
-names.
+We name the axes as follows. Each axis of the stored weight is named by its index, and the corresponding axis
+of the other operand has the same name. All other (free) axes of the other operand have negative names.
 """
 
 import dataclasses
@@ -55,7 +54,7 @@ def _dot_general(primitive: Primitive, lhs: Any, rhs: Any, *, dimension_numbers:
 
 
 def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
-    """Returns a name for each axis of `x`, using `names` for `axes`, and negative numbers for all others."""
+    """Names each axis of `x`, using `names` for `axes`, and negative numbers for all others."""
     given = dict(zip(axes, names, strict=True))
     return tuple(given.get(axis, -1 - axis) for axis in range(x.ndim))
 
@@ -63,7 +62,7 @@ def name_axes(x: Array, axes: Sequence[int], names: Sequence[int]) -> _Names:
 def contract(
     x: Array, x_names: _Names, w: AbstractQuantizedArray | Array, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """Multiplies `x` and the stored (or dense) weight, summing over all names not in `out_names`."""
+    """Multiplies `x` by the stored (or dense) weight, summing over all names that aren't in `out_names`."""
     if not isinstance(w, AbstractQuantizedArray):
         return _einsum(x, x_names, w, out_names, dtype)
     shared = [name for name in x_names if name >= 0]
@@ -77,6 +76,7 @@ def contract(
     x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
 
     lead = plan.lead_order(w.num_lead)
+    # Some leading axes are merged into the matrix.
     if len(lead) > len(plan.batch) + len(plan.mapped):
         w = w.joined()
     parts = jax.tree.map(lambda leaf: leaf.transpose(*lead, *range(w.num_lead, leaf.ndim)), w.parts)
@@ -96,10 +96,10 @@ def contract(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """The stored weight as a stack of matrices, with axes `batch`, `mapped`, rows, columns.
+    """How to treat the stored weight as a stack of matrices, with axes `batch`, `mapped`, rows and columns.
 
-    `x` has the `batch` axes as well, and they are not summed over; it does not vary along `mapped` axes.
-    Contracting columns is `x @ W.T`; contracting rows is `x @ W` (`transpose`).
+    `x` has the `batch` axes as well, which aren't summed over, but doesn't have the `mapped` axes.
+    Contracting columns computes `x @ W.T`, whereas contracting rows computes `x @ W` (`transpose`).
     """
 
     batch: _Names
@@ -109,29 +109,33 @@ class _Plan:
     transpose: bool
 
     def lead_order(self, num_lead: int) -> _Names:
-        """Returns the order of leading axes in which the stored weight has this form."""
+        """Returns the order of leading axes that puts the stored weight into this form."""
         matrix = (*self.contracted, *self.free) if self.transpose else (*self.free, *self.contracted)
         return tuple(name for name in (*self.batch, *self.mapped, *matrix) if name < num_lead)
 
 
 def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[int]) -> _Plan | None:
-    """Chooses the form in which `w` is contracted; None if this would cut blocks."""
+    """Chooses how to treat `w` as a stack of matrices; None if this would cut blocks."""
     lead, inner = range(w.num_lead), range(w.num_lead, len(w.stored_shape))
+    # We map over batch axes, so these have to be leading axes.
     if any(name in inner for name in batch):
         return None
     lead_contracted = tuple(name for name in lead if name in contracted)
     lead_free = tuple(name for name in lead if name not in contracted and name not in batch)
     inner_contracted = tuple(name for name in inner if name in contracted)
     inner_free = tuple(name for name in inner if name not in contracted)
+    # Inner axes have to be rows followed by columns, and we have to contract all of either the rows or the
+    # columns.
     if inner_contracted and inner_free + inner_contracted == tuple(inner):
         transpose, inner_rows = False, inner_free
     elif inner_contracted + inner_free == tuple(inner):
         transpose, inner_rows = True, inner_contracted
     else:
         return None
-    # Free leading axes become rows or columns of one large matrix if possible; else we map over them.
+    # If possible, free leading axes become rows or columns of one large matrix. Otherwise we map over them.
     for joined, over in [(lead_free, ()), ((), lead_free)]:
         lead_columns = joined if transpose else lead_contracted
+        # The rows between leading and inner columns would prevent these from being contiguous.
         cut = lead_columns and inner_rows
         if not cut and (w.joins(in_columns=bool(lead_columns)) or not (joined or lead_contracted)):
             contracted = (*lead_contracted, *inner_contracted)
@@ -142,9 +146,10 @@ def _plan(w: AbstractQuantizedArray, contracted: Sequence[int], batch: Sequence[
 def _contract_slices(
     x: Array, x_names: _Names, w: AbstractQuantizedArray, out_names: _Names, dtype: np.dtype
 ) -> Array:
-    """Contracts slices of the stored weight along its first axis, decoding each separately."""
+    """Multiplies by each slice of the stored weight along its first axis, which is decoded separately."""
     if len(w.stored_shape) == 1:
         return _einsum(x, x_names, w.stored(), out_names, dtype)
+    # There are no slices to sum over.
     if not w.stored_shape[0]:
         sizes = dict(enumerate(w.stored_shape)) | dict(zip(x_names, x.shape, strict=True))
         return jnp.zeros([sizes[name] for name in out_names], dtype)
@@ -158,6 +163,7 @@ def _contract_slices(
         names = tuple(_without_first(name) for name in x_names if name != 0)
         return contract(x, names, w.stored_slice(i), rest, np.dtype(np.float32))
 
+    # If the first axis occurs in the result then stack the products of all slices, and otherwise sum them.
     if in_out:
         _, y = lax.scan(lambda _, i: (None, product(x, w, i)), None, jnp.arange(w.stored_shape[0]))
         names = (0, *(name for name in out_names if name != 0))
@@ -173,12 +179,12 @@ def _contract_slices(
 
 
 def _without_first(name: int) -> int:
-    """Returns the axis's name in a slice along the first stored axis."""
+    """Returns the name that an axis has in a slice along the first stored axis."""
     return name if name < 0 else name - 1
 
 
 def _einsum(x: Array, x_names: _Names, w: Array, out_names: _Names, dtype: np.dtype) -> Array:
-    offset = x.ndim + 1  # einsum needs nonnegative names
+    offset = x.ndim + 1  # einsum requires names to be nonnegative
     sublists = [[name + offset for name in names] for names in (x_names, range(w.ndim), out_names)]
     y = jnp.einsum(
         x.astype(jnp.float32),
@@ -205,7 +211,7 @@ def _ragged_dot_general(
     group_offset: Any,
     **params: Any,
 ) -> Any:
-    """Processes the rows, which are sorted by expert, in tiles with one expert each."""
+    """Processes rows (which are sorted by expert) in tiles, each of which uses a single expert."""
     dims = ragged_dot_dimension_numbers
     (x_contract, w_contract), (x_batch, _) = dims.dot_dimension_numbers
     rows = tuple(dims.lhs_ragged_dimensions)
@@ -217,10 +223,11 @@ def _ragged_dot_general(
     free = with_free_axes(w, [group_axis])
     stack = w if free is None else free
     stored = stack.permutation
+    # We take slices along the first stored axis, so this must be the axis of experts.
     if stored[group_axis] != 0 or not jnp.issubdtype(inputs.dtype, jnp.floating):
         return NotImplemented
 
-    # The axis names in one expert's weight: as in the stack, minus its first axis.
+    # Name the axes of a single expert's weight, which has the axes of the stack except for the first one.
     inputs = jnp.moveaxis(inputs, rows[0], 0)
     x_contract = [axis + 1 if axis < rows[0] else axis for axis in x_contract]
     x_names = name_axes(inputs, x_contract, [stored[axis] - 1 for axis in w_contract])
@@ -231,6 +238,7 @@ def _ragged_dot_general(
 
     kept = sum(1 for axis in range(rows[0]) if axis + 1 not in x_contract)
     dtype = product_dtype(inputs, w, params.get("preferred_element_type"))
+    # Without any rows or experts, there aren't any tiles.
     if not len(inputs) or not len(counts):
         shape = [inputs.shape[-1 - name] for name in x_free] + sizes
         return jnp.moveaxis(jnp.zeros_like(inputs, dtype, shape=shape), 0, kept)
@@ -246,6 +254,7 @@ def _ragged_dot_general(
         def nothing(part: Any, expert: Any) -> Any:
             return jnp.zeros_like(part, np.float32, shape=shape)
 
+        # Don't decode anything for unused tiles.
         return lax.cond(expert < len(counts), product, nothing, part, expert)
 
     parts = jnp.where(_beside(tiles.filled, inputs.ndim + 1), inputs[tiles.rows], 0)
@@ -256,17 +265,17 @@ def _ragged_dot_general(
 
 
 class Tiles:
-    """Groups of rows, cut into tiles with a single group each.
+    """Groups of rows that have been split into tiles, each of which belongs to a single group.
 
     **Attributes:**
 
-    - `experts`: each tile's group; past the last group for unused tiles.
-    - `rows`, `filled`: each tile's rows, and which slots they fill, `(tiles, rows of a tile)`.
-    - `places`, `grouped`: each row's position in the tiles, and whether it is in any group.
+    - `experts`: the group of each tile. For unused tiles this is the number of groups.
+    - `rows`, `filled`: the rows in each tile, and which of its slots are filled, `(tiles, rows per tile)`.
+    - `places`, `grouped`: the position of each row in the tiles, and whether it belongs to any group.
     """
 
     def __init__(self, counts: Array, num_rows: int) -> None:
-        # As many rows as an average group has: larger groups are cut, and few slots stay empty.
+        # Tiles are as large as the average group, so that few slots are left empty. Larger groups are split.
         average = -(-num_rows // len(counts))
         size = min(_LARGEST_TILE, max(_SMALLEST_TILE, 1 << (average - 1).bit_length()))
         most = num_rows // size + min(len(counts), num_rows)
@@ -291,7 +300,7 @@ _SMALLEST_TILE, _LARGEST_TILE = 8, 128
 
 
 def _beside(x: Array, ndim: int) -> Array:
-    """Appends axes of size 1, up to `ndim` axes."""
+    """Appends axes of size 1, for `ndim` axes in total."""
     return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
 
 
@@ -308,7 +317,7 @@ def _conv(primitive: Primitive, x: ArrayLike, w: AbstractQuantizedArray, **param
 
 @register("rev")
 def _rev(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
-    """Reverses a kernel's window, as in a convolution's gradient."""
+    """Reverses the window of a kernel, as for the gradient of a convolution."""
     dimensions = [axis for axis in dimensions if w.shape[axis] != 1]
     free = with_free_axes(w, dimensions)
     if free is None:

@@ -1,4 +1,4 @@
-"""Arithmetic on scales or on code tables: factors, powers, and the sums in penalties.
+"""Arithmetic on scales or on code tables: multiplication, powers, and the sums that occur in penalties.
 
 The codes aren't changed, so the result is rounded once for each block (or table entry), as opposed to each
 element.
@@ -39,8 +39,9 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("mul")
 def _mul_quantized(x: AbstractQuantizedArray, y: AbstractQuantizedArray, **params: Any) -> Any:
-    """Squares an array multiplied by itself. Other products have no codes."""
+    """Computes the square of an array. Codes can't represent any other product of quantised arrays."""
     leaves, others = jax.tree.leaves(x), jax.tree.leaves(y)
+    # Compare leaves by identity, since their values aren't known when tracing.
     same = jax.tree.structure(x) == jax.tree.structure(y) and all(
         a is b for a, b in zip(leaves, others, strict=True)
     )
@@ -58,7 +59,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
     The product is rounded once for each block, as opposed to each element. Note that even if the scales are
     frozen, a traced factor still receives gradients through the scales of the result.
     """
-    # Each term would be infinite, and their sum may be NaN, where the dense array has infinity.
+    # Each term would be infinite, so their sum might be NaN, whereas the dense array has infinity.
     if w.is_sum and is_infinite(factor):
         return NotImplemented
     factor = jnp.asarray(factor)
@@ -70,7 +71,7 @@ def _scaled(w: AbstractQuantizedArray, factor: Any) -> Any:
         free = with_free_axes(w.joined(), axes)
         if free is None or any(factor.shape[axis] != w.shape[axis] for axis in axes):
             return NotImplemented
-        # Factors come in logical order, and scales are in stored order.
+        # Factors have axes in logical order, whereas scales have axes in stored order.
         factor = factor.transpose([free.permutation.index(i) for i in range(w.ndim)])
         w, factor = free, factor.reshape(*factor.shape[: free.num_lead], 1)
     return (w.with_gradients("pass") if isinstance(factor, jax.core.Tracer) else w).times(factor)
@@ -95,15 +96,16 @@ def _abs(w: AbstractQuantizedArray, **params: Any) -> Any:
 
 
 def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: Callable[..., Any]) -> Any:
-    """Applies an elementwise function that is a function of codes times one of scales.
+    """Applies an elementwise function that factorises into a function of codes and a function of scales.
 
     The codes aren't changed, but represent different values. Note that both functions are rounded separately.
     """
-    # With a zero point, an element is a sum, and its square is not a function of codes times one of scales.
+    # If there's a zero point then an element is a sum, so its square doesn't factorise in this way.
     if w.codec.zeros is not None:
         return NotImplemented
     values = of_table(w.codec.all_values).tolist()
-    table = tuple(math.nan if value != value else value for value in values)  # one NaN, equal to itself
+    # Use a single NaN object, so that codecs with the same table are equal.
+    table = tuple(math.nan if value != value else value for value in values)
     codec = dataclasses.replace(w.codec, codes="table", bias=0, table=table, scales="float", group=None)
     scale, _ = w.codec.scales_and_zeros(*w.block_scales().parts())
     same = ("block_size", "inner", "axes", "logical_dtype", "gradients", "order")
@@ -113,7 +115,7 @@ def _of_each(w: AbstractQuantizedArray, of_table: Callable[..., Any], of_scale: 
 
 @register("reduce_sum")
 def _reduce_sum(w: AbstractQuantizedArray, *, axes: Sequence[Any], **params: Any) -> Any:
-    """Sums along blocks by a product with ones, which never forms the dense array."""
+    """Sums along blocks by multiplying by ones, so that the dense array is never formed."""
     if params.get("out_sharding") is not None:
         return NotImplemented
     summed = sorted(w.permutation[axis] for axis in axes)

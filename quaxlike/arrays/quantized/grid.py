@@ -1,4 +1,4 @@
-"""The values that a quantised matrix can represent if its scales stay fixed."""
+"""The values that can be represented by a quantised matrix, as long as its scales aren't changed."""
 
 import dataclasses
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +12,12 @@ _Q = TypeVar("_Q", bound=AbstractQuantizedArray)
 
 
 class Grid(NamedTuple):
-    """The representable values, `scale * table + shift` for each element.
+    """The representable values of each element, `scale * table + shift`.
 
     **Attributes:**
 
-    - `table`: sorted values; `codes` are their codes.
-    - `scale`, `shift`: `(rows, columns)`, for the matrix that has a row per row of codes.
+    - `table`, `codes`: sorted values, and the corresponding codes.
+    - `scale`, `shift`: `(rows, columns)`, where each row of the matrix is a row of codes.
     """
 
     table: np.ndarray
@@ -26,7 +26,7 @@ class Grid(NamedTuple):
     shift: np.ndarray
 
     def places(self, w: np.ndarray, columns: slice | int = slice(None)) -> np.ndarray:
-        """Rounds elements in these columns to the table. Returns indices into the table."""
+        """Rounds elements in these columns to the nearest table entries, and returns their indices."""
         scale, shift = self.scale[:, columns], self.shift[:, columns]
         safe = np.where(scale == 0, 1, scale)
         middles = (self.table[:-1] + self.table[1:]) / 2
@@ -37,7 +37,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(w: AbstractQuantizedArray) -> Grid:
-    """Computes the grid of a quantised array whose stored form is a matrix."""
+    """Returns the grid of a quantised array whose stored array is a matrix."""
     shape, codec, (_, count) = w.stored_shape, w.codec, w.matrix
     scale, zero = codec.scales_and_zeros(*w.rows_of_codes()[1].parts())
 
@@ -48,7 +48,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
     each = spread(scale)
     signs = {"points": -each, "minus": -1.0, "plus": 1.0, None: 0.0}
     shift = np.zeros_like(each) if zero is None else spread(zero) * signs[codec.zeros]
-    # Tables may hold infinities, and the same value for two codes.
+    # Tables can contain infinities, and several codes might have the same value.
     values = codec.all_values.astype(np.float64)
     low, high = codec.range()
     table, codes = np.unique(np.where((values >= low) & (values <= high), values, np.nan), return_index=True)
@@ -57,7 +57,7 @@ def grid_of(w: AbstractQuantizedArray) -> Grid:
 
 
 def with_codes(w: _Q, codes: np.ndarray) -> _Q:
-    """Replaces the codes (given one per byte, in the rows and columns of the grid), keeping the scales."""
+    """Replaces the codes (one per byte, with the grid's rows and columns) without changing the scales."""
     rows, count = w.matrix
     lead = w.codes.shape[:-1]
     packed = w.codec.pack(codes.astype(np.uint8).reshape(*lead, *([] if w.order is None else [rows]), count))

@@ -1,4 +1,4 @@
-"""Block scales: how codecs read them, and how quantisation chooses them."""
+"""Block scales, and how these are chosen when quantising."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from . import search
 
 
 class BlockScales(eqx.Module):
-    """Block scales and zero points, as a [`Codec`][quaxlike.arrays.quantized.Codec] reads them.
+    """Block scales and zero points, as used by a [`Codec`][quaxlike.arrays.quantized.Codec].
 
     **Arguments:**
 
     - `scale`: `(*lead, blocks)`.
-    - `outer`: `(*lead, groups)`, a factor for the scales in each group of blocks; or None.
+    - `outer`: `(*lead, groups)`, factors for the scales in each group of blocks; or None.
     - `zero`: `(*lead, blocks)`, zero points or minima; or None.
-    - `outer_zero`: `(*lead, groups)`, a factor for the minima; or None.
+    - `outer_zero`: `(*lead, groups)`, factors for the minima in each group; or None.
     """
 
     scale: Array | np.ndarray
@@ -38,18 +38,20 @@ class BlockScales(eqx.Module):
         return self.scale, self.outer, self.zero, self.outer_zero
 
     def times(self, factor: Array, codec: Codec) -> "tuple[Codec, BlockScales]":
-        """Multiplies by a scalar, or by factors `(*lead, 1)`. Also returns the codec for the result."""
+        """Multiplies by a scalar, or by factors `(*lead, 1)`. Also returns the codec of the result."""
 
         def wide(x: Any) -> Any:
             return x.astype(jnp.float32)
 
         scaled = self
         if self.outer is not None:
+            # For some codecs, the outer scale is a divisor.
             outer = self.outer / factor if codec.over else wide(self.outer) * factor
             scaled = dataclasses.replace(self, outer=outer)
         else:
             scale, _ = codec.scales_and_zeros(*self.parts())
             scaled = dataclasses.replace(self, scale=scale * factor)
+            # The product might not be representable in the codec's own format for scales.
             codec = dataclasses.replace(codec, scales="float")
         if codec.zeros in ("plus", "minus") and self.outer_zero is not None:
             return codec, dataclasses.replace(scaled, outer_zero=wide(self.outer_zero) * factor)
@@ -72,24 +74,25 @@ def encode(
     searches: bool = False,
     importance: Array | None = None,
 ) -> tuple[UInt8[Array, "*lead n"], BlockScales]:
-    """Quantises the last axis in blocks.
+    """Quantises blocks along the last axis.
 
     **Arguments:**
 
-    - `x`: `(*lead, n)`, any floating dtype; computed in float32.
-    - `codec`: how codes, scales and zeros are stored.
-    - `block`: how many elements share a scale; the last block of a row may be partial.
-    - `like`: scales and zeros whose dtypes are used; those of the codec if None.
-    - `key`: a PRNG key for stochastic rounding, which has the exact mean. Default: round to nearest.
-    - `searches`: whether to search for scales with the least error. Default: scales cover each block's range.
-    - `importance`: `(n,)` or `(*lead, n)`, weights for squared errors in this search. Default: all equal.
+    - `x`: `(*lead, n)`, any floating dtype. We always compute in float32.
+    - `codec`: the format in which codes, scales and zeros are stored.
+    - `block`: the number of elements that share a scale; the last block of each row can be smaller.
+    - `like`: scales and zeros whose dtypes to use. Default: those of the codec.
+    - `key`: a PRNG key for stochastic rounding, which is unbiased. Default: round to nearest.
+    - `searches`: whether to search for the scales with the smallest error, as opposed to using scales that
+        cover the range of each block. Default: False.
+    - `importance`: weights for the squared errors in this search, `(n,)` or `(*lead, n)`. Default: all equal.
 
-    **Returns:** the codes, one per byte, and the scales.
+    **Returns:** the codes (one per byte), and the scales.
     """
     x = x.astype(jnp.float32)
     n = x.shape[-1]
     missing = -n % block
-    # Padding repeats the last element, so it does not change the block's minimum or maximum.
+    # Pad with the last element, as this doesn't affect the minimum and maximum of the block.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], mode="edge") if missing else x
     blocks = padded.reshape(*x.shape[:-1], padded.shape[-1] // block, block)
     if searches:
@@ -100,6 +103,7 @@ def encode(
         parts = _stored(*_wanted(blocks, codec), codec, like)
     scale, zero = codec.scales_and_zeros(*parts.parts())
     scale, zero = scale[..., None], None if zero is None else zero[..., None]
+    # If a block only contains zeros then its scale is zero as well.
     inverse = jnp.where(scale == 0, 0.0, 1 / jnp.where(scale == 0, 1.0, scale))
     if zero is None:
         wanted = blocks * inverse
@@ -115,8 +119,9 @@ def encode(
 
 
 def _weights(importance: Array | None, n: int, block: int) -> Array:
-    """Arranges the weights in blocks. A column with weight zero gets a small weight: its codes must be
-    defined."""
+    """Divides the weights into blocks. Zero weights are made slightly positive, so that codes are
+    well-defined.
+    """
     if importance is None:
         if not n % block:
             return jnp.ones((), jnp.float32)
@@ -129,7 +134,7 @@ def _weights(importance: Array | None, n: int, block: int) -> Array:
 
 
 def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | None) -> BlockScales:
-    """Searches for scales with the least error."""
+    """Searches for the scales with the smallest error."""
     fit = search.fitted(blocks, codec, weights)
     sign = -1 if codec.zeros == "minus" else 1
     zero = None if fit.minimum is None else sign * fit.minimum
@@ -142,13 +147,14 @@ def _searched(blocks: Array, weights: Array, codec: Codec, like: BlockScales | N
 
 
 def _wanted(blocks: Array, codec: Codec) -> tuple[Array, Array | None]:
-    """Computes float32 scales and zeros that cover each block's range."""
+    """Computes float32 scales and zeros that cover the range of each block."""
     low, high = codec.range()
     if codec.zeros is None:
         largest = jnp.max(jnp.abs(blocks), axis=-1, initial=0)
         if low >= 0:
             return largest / high, None
-        # If the codes reach further on one side, we map the element with the largest magnitude there.
+        # If the codes reach further on one side, then that's where we map the element with the largest
+        # magnitude.
         if codec.bits <= 3 or (codec.codes == "table" and -low > high):
             at = jnp.argmax(jnp.abs(blocks), axis=-1, keepdims=True)
             return jnp.take_along_axis(blocks, at, axis=-1)[..., 0] / low, None
@@ -169,10 +175,10 @@ def _stored(
     fit: search.FittedScales | None = None,
     minimum: Callable[[Array], Array] | None = None,
 ) -> BlockScales:
-    """Rounds scales and zeros to the codec's form.
+    """Rounds scales and zeros to the format of the codec.
 
-    After a search, the outer scales are searched for too. `minimum` then computes the minima anew, because
-    the best minimum depends on the rounded scale.
+    After a search, we also search for the outer scales. `minimum` then recomputes the minima, because the
+    best minimum depends on the rounded scale.
     """
     floating = np.dtype(codec.dtype)
     dtypes = [floating] * 4 if like is None else [x if x is None else x.dtype for x in like.parts()]
@@ -189,7 +195,7 @@ def _stored(
         zero = None if zero is None else zero.astype(small)
         return BlockScales(scale.astype(small), outer, zero, outer_zero)
     if codec.scales in ("e8m0", "e8m0_half"):
-        # Rounded up to a power of two, so that nothing is clipped.
+        # Round up to a power of two, so that nothing is clipped.
         up = lax.bitcast_convert_type(search.power_of_two_above(scale), jnp.uint32)
         byte = (up >> 23) + np.uint32(codec.scales == "e8m0_half")
         return BlockScales(jnp.minimum(byte, 254).astype(jnp.uint8))
@@ -211,8 +217,7 @@ def _stored(
 
 
 def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tuple[Array, Array]:
-    """Splits `x` into integers and one outer scale per group. With weights, the outer scale is searched
-    for."""
+    """Splits `x` into integers and one outer scale per group, which is searched for if weights are given."""
     group, limits = codec.group or max(x.shape[-1], 1), codec.limits
     missing = -x.shape[-1] % group
 
@@ -233,7 +238,7 @@ def _multiples(x: Array, codec: Codec, dtype: Any, weight: Array | None) -> tupl
 
 
 def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array, list[int]]:
-    """Moves `axis` last, behind stacked axes. Also returns the permutation that moves it back."""
+    """Moves `axis` last, after the stacked axes. Also returns the permutation that moves it back."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{cls.__name__}.quantize takes a floating array; found dtype {x.dtype}.")
@@ -247,7 +252,7 @@ def as_floating(cls: type, x: ArrayLike, axis: int, stacked: int) -> tuple[Array
 
 
 def check_block_size(block_size: Any) -> None:
-    """Raises a `ValueError` unless `block_size` is None or positive, a `TypeError` for other types."""
+    """Raises a `TypeError` or `ValueError` unless `block_size` is None or a positive integer."""
     if block_size is None:
         return
     if isinstance(block_size, bool) or not isinstance(block_size, numbers.Integral):
@@ -259,7 +264,7 @@ def check_block_size(block_size: Any) -> None:
 def check_importance(
     cls: type, importance: ArrayLike | None, codec: Codec, stored: tuple[int, ...], stacked: int
 ) -> Array | None:
-    """Moves the user's weights for errors to the stored array's axes."""
+    """Transposes the user's weights for errors, to match the axes of the stored array."""
     if importance is None:
         return None
     if codec not in search.SEARCHED:
@@ -279,7 +284,7 @@ def check_importance(
 
 
 def find_codec(cls: type, codec: Any) -> Codec:
-    """Looks up a codec by name, for a class that takes any."""
+    """Looks up a codec by name, for classes that support any codec."""
     if all(field.name != "codec" for field in dataclasses.fields(cls)):
         raise ValueError(f"{cls.__name__} has a codec of its own; BlockArray.quantize takes others.")
     if isinstance(codec, str):

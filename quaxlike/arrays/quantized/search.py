@@ -1,11 +1,12 @@
-"""Searches for block scales with the least quantisation error.
+"""Searches for the block scales that minimise the quantisation error.
 
-We start from the scale that covers the block's range, and try several around it. Each gives codes; to these
-we fit the scale (and the minimum, if the codec has one) by least squares, and keep the best result. Codecs
-with outer scales round their scales by the same search. llama.cpp does the same with a few other candidates.
+We start from the scale that covers the range of the block, and try several others around it. For each of
+these we compute the codes, and then fit the scale (and the minimum, if the codec has one) to these codes by
+least squares, keeping the best result. For codecs with outer scales, the same search is used when rounding
+the scales. llama.cpp does the same, using slightly different candidates.
 
-Every scale must have been fitted to the codes with which it will be stored, as with any other codes its error
-would be larger than the one that was used for comparison.
+Note that every scale must have been fitted to the codes with which it is going to be stored, as otherwise its
+actual error would be larger than the one used in the comparison.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from jaxtyping import Array, Float32
 
 from ...kernels.block_matmul import CODECS, Codec
 
-#: Codecs with searched scales. These are llama.cpp's except `q8_0`, where llama.cpp covers the range, too.
+#: Codecs that search for scales. llama.cpp does so for all of these except `q8_0`, for which it covers the
+#: range.
 SEARCHED: frozenset[Codec] = frozenset(
     CODECS[name]
     for name in (
@@ -26,23 +28,23 @@ SEARCHED: frozenset[Codec] = frozenset(
         *("mxfp4", "mxfp4_gguf"),
     )
 )
-# Candidate scales are the range divided by these. A factor above 1 gives a smaller scale, at which the
-# largest numbers are clipped; this is worthwhile if their weights are small. For a factor below 1, some codes
-# are unused.
+# Candidate scales are obtained by dividing the range by these. A factor above 1 reduces the scale, so that
+# the largest values are clipped, which is worthwhile if they have small weights. For a factor below 1, some
+# codes remain unused.
 _SHRINKS = np.append(np.linspace(0.85, 1.3, 20), 1).astype(np.float32)
-# For blocks with a minimum, candidates stretch the range over this many additional codes.
+# For blocks with a minimum, candidates stretch the range by this many codes.
 _STRETCHES = np.linspace(-1, 1, 21, dtype=np.float32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
-# A sentinel for the best scale found so far, which is then fitted again. Treating this as another candidate
-# means that there is only a single loop, which is the fastest to compile.
+# A sentinel, for which the best scale so far is fitted once more. Treating this as just another candidate
+# means that we only need a single loop, which is the fastest to compile.
 _AGAIN = np.zeros(2, np.float32)
 
 
 class FittedScales(NamedTuple):
-    """Scales, minima, and how much the error grows if these are rounded (as weights of squared rounding
-    errors).
+    """Scales, minima, and the weights of their squared rounding errors (i.e. how much rounding these
+    increases the total error).
 
-    All have the shape `(*lead, blocks)`.
+    All of these have shape `(*lead, blocks)`.
     """
 
     scale: Array
@@ -54,8 +56,8 @@ class FittedScales(NamedTuple):
 def fitted(
     blocks: Float32[Array, "*lead blocks block"], codec: Codec, weights: Float32[Array, "..."]
 ) -> FittedScales:
-    """Finds the best scales before rounding. `weights` must broadcast against the elements."""
-    # Normalise by the largest magnitude, as otherwise the squares of small numbers would underflow to zero.
+    """Finds the best scales prior to rounding. `weights` must broadcast against the elements."""
+    # Normalise by the largest magnitude, as the squares of small values could otherwise underflow to zero.
     unit = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     x = _ratio(blocks, unit)
     total = jnp.sum(jnp.broadcast_to(weights, x.shape), axis=-1, keepdims=True)
@@ -72,7 +74,7 @@ def fitted(
 def best_minimum(
     blocks: Float32[Array, "*lead blocks block"], scale: Array, minimum: Array, codec: Codec, weights: Any
 ) -> Array:
-    """Finds the best minimum of each block once its scale has been rounded."""
+    """Finds the best minimum for each block, given a scale that has already been rounded."""
     scale, minimum = scale[..., None], minimum[..., None]
     rest = blocks - scale * _rounding(codec)(_ratio(blocks - minimum, scale))
     weights = jnp.broadcast_to(weights, blocks.shape)
@@ -80,9 +82,10 @@ def best_minimum(
 
 
 def multiples(x: Array, weight: Array, limits: tuple[int, int]) -> Array:
-    """Finds outer scales `(..., 1)`, such that the numbers `x` in each group are close to integer multiples.
+    """Finds outer scales `(..., 1)` for which the `x` in each group are as close as possible to integer
+    multiples.
 
-    The integers must stay within `limits`.
+    The integers must be within `limits`.
     """
     unit = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     weight = _ratio(weight, jnp.max(weight, axis=-1, keepdims=True))
@@ -98,8 +101,10 @@ def _ratio(a: Array, b: Array) -> Array:
 
 
 def _rounding(codec: Codec) -> Callable[[Array], Array]:
-    """Returns a function that rounds numbers to code values. Summing up a table's steps is faster than
-    look-ups."""
+    """Returns a function that rounds to the values of codes.
+
+    For a table, we add up its steps, as this is faster than indexing.
+    """
     if codec.codes == "integer":
         return lambda y: jnp.clip(jnp.round(y), *codec.range())
     table = np.unique(codec.all_values)
@@ -112,7 +117,7 @@ def _sum(x: Array) -> Array:
 
 
 def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Selects the better fit for each block. The first array in a fit is its loss."""
+    """Selects the better fit for each block. The first array of each fit is its loss."""
     is_better = new[0] < old[0]
     return tuple(jnp.where(is_better, b, a) for a, b in zip(old, new, strict=True))
 
@@ -120,7 +125,7 @@ def _better(old: tuple[Array, ...], new: tuple[Array, ...]) -> tuple[Array, ...]
 def _symmetric(
     x: Array, weights: Any, rounded: Callable[[Array], Array], limits: tuple[float | int, float | int]
 ) -> tuple[Array, Array]:
-    """Finds scales for blocks without minima, with their weights."""
+    """Finds scales for blocks without minima, and their weights."""
     place = jnp.argmax(jnp.abs(x), axis=-1, keepdims=True)
     largest = jnp.take_along_axis(x, place, axis=-1)  # the first candidates map this to an extreme code
 
@@ -128,6 +133,7 @@ def _symmetric(
         values = rounded(_ratio(x, scale))
         product, square = _sum(weights * x * values), _sum(weights * values * values)
         best = _ratio(product, square)
+        # The loss omits the squared norm of `x`, as this is the same for every scale.
         return -best * product, best, square
 
     ends = [end for end in limits if end]
@@ -143,7 +149,7 @@ def _symmetric(
 
 
 def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[Array, Array, Array]:
-    """Finds scales and minima, with weights for the scales."""
+    """Finds scales and minima, and weights for the scales."""
     rounded, (_, high) = _rounding(codec), codec.range()
     least = _allowed(jnp.min(x, axis=-1, keepdims=True), codec)
     above = x - least
@@ -153,6 +159,7 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
         values = rounded(_ratio(x - minimum, scale))
         first, square = _sum(weights * values), _sum(weights * values * values)
         product = _sum(weights * above * values)
+        # Fit both by least squares. If the minimum isn't allowed then clip it, and fit the scale again.
         best = _ratio(total * product - mass * first, total * square - first * first)
         free = least + (mass - best * first) / total
         minimum = _allowed(free, codec)
@@ -171,12 +178,12 @@ def _with_minimum(x: Array, weights: Any, total: Array, codec: Codec) -> tuple[A
 
 
 def _allowed(minimum: Array, codec: Codec) -> Array:
-    """Clips minima to what the codec can store: some codecs store them negated and unsigned."""
+    """Clips minima to the codec's range, since some codecs store these negated and unsigned."""
     return jnp.minimum(minimum, 0) if codec.zeros == "minus" else minimum
 
 
 def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Array:
-    """Takes the least power of two that covers the range, or half of it if this has the smaller error."""
+    """Returns the smallest power of two that covers the range, or half of this if its error is smaller."""
     rounded, covering = _rounding(codec), power_of_two_above(unit / codec.range()[1])
 
     def fit(scale: Array) -> tuple[Array, Array]:
@@ -187,7 +194,8 @@ def _power_of_two(blocks: Array, unit: Array, codec: Codec, weights: Any) -> Arr
 
 
 def power_of_two_above(x: Array) -> Array:
-    """Rounds up to a power of two. We use the bits, since `exp2` is not exact on all platforms."""
+    """Rounds up to a power of two. This is done on the bits, as `exp2` isn't exact on all platforms."""
     raw = lax.bitcast_convert_type(jnp.maximum(x, _TINY), jnp.uint32)
+    # Increment the exponent unless the mantissa is zero.
     up = (raw & np.uint32(0x7FFFFF) != 0).astype(jnp.uint32)
     return lax.bitcast_convert_type((raw >> 23) + up << 23, jnp.float32)

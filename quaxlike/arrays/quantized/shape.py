@@ -1,11 +1,11 @@
-"""Axes of quantised arrays: permutes, slices and gathers without reading codes.
+"""Rules for the axes of quantised arrays, which are permuted, sliced and gathered without reading any codes.
 
 With the exception of a `CacheArray`, these rules must never change any codes. If an operation would split a
-block, then the rule declines, so that the array is made dense subject to the policy. (Requantising would
+block, then the rule declines, so that the array is materialised subject to the policy. (Requantising would
 silently change the weights.)
 
-Rows of a matrix that are gathered using dynamic indices become dense, since rows of an embedding are
-activations. Matrices that are gathered from a stack remain quantised.
+Rows gathered from a matrix at dynamic indices are dense, since rows of an embedding are activations. Matrices
+gathered from a stack remain quantised.
 """
 
 import dataclasses
@@ -53,6 +53,7 @@ def _reshape(w: AbstractQuantizedArray, *, new_sizes: Sequence[int], **params: A
 @register("squeeze")
 def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: Any) -> Any:
     gone = {w.permutation[axis] for axis in dimensions}
+    # Removing an inner axis changes how the last axis of the codes is interpreted, so this is a reshape.
     if any(axis >= w.num_lead for axis in gone):
         shape = tuple(size for axis, size in enumerate(w.shape) if axis not in dimensions)
         out = reshaped(w, shape)
@@ -66,23 +67,25 @@ def _squeeze(w: AbstractQuantizedArray, *, dimensions: Sequence[Any], **params: 
 def _broadcast_in_dim(
     w: AbstractQuantizedArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds axes, or stretches axes of size one. They become leading axes with repeated leaves."""
+    """Adds axes, or expands axes of size one, in either case by repeating the leaves along leading axes."""
     if params.get("sharding") is not None:
         return NotImplemented
     dims, n, shape = tuple(broadcast_dimensions), w.num_lead, tuple(shape)
     stretched = {w.permutation[i] for i, axis in enumerate(dims) if shape[axis] != w.shape[i]}
     new = [axis for axis in range(len(shape)) if axis not in dims]
     outer = len(shape) - len(w.inner_shape)
+    # This only adds or expands leading axes.
     if not w.axes and dims[n:] == tuple(range(outer, len(shape))) and all(i < n for i in stretched):
         return _broadcast_lead(w, shape[:outer], dims[:n])
+    # This only adds axes of size one.
     if not stretched and all(shape[axis] == 1 for axis in new):
         out = reshaped(w, shape)
         if out is not None:
             return out
     inner = [i for i in range(n, len(w.stored_shape)) if i not in stretched]
     if w.order is not None and len(inner) < len(w.inner_shape):
-        return NotImplemented  # rows share the order, and the codes of each row are packed separately
-    # Stretched inner axes are dropped, and then added in front like new ones.
+        return NotImplemented  # rows share an order, and the codes of each row are packed separately
+    # Expanded inner axes are removed, and then added as leading axes, in the same way as new ones.
     gone = {dims[i] for i, at in enumerate(w.permutation) if at in stretched and at >= n}
     new = sorted({*new, *gone})
     kept = [*range(n), *inner]
@@ -138,7 +141,7 @@ def _unstack(w: AbstractQuantizedArray, *, axis: int, **params: Any) -> Any:
 
 @register("stack")
 def _stack(*ws: AbstractQuantizedArray, axis: int, **params: Any) -> Any:
-    """Stacks arrays; the new axis comes first in the stored array."""
+    """Stacks arrays along a new axis, which is the first axis of the stored array."""
     ws = _alike(ws)
     if len({jax.tree.structure(w) for w in ws}) > 1:
         ws = tuple(with_most_leading_axes(w) for w in ws)
@@ -162,7 +165,7 @@ def _concatenate(*ws: AbstractQuantizedArray, dimension: int, **params: Any) -> 
 
 
 def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
-    """Gives all arrays the strongest `gradients`, and float32 scales if any was scaled."""
+    """Sets the strongest `gradients` on all arrays, and converts scales to float32 if any were scaled."""
     if len({tuple(leaf.dtype for leaf in jax.tree.leaves(w)) for w in ws}) > 1:
         ws = tuple(w.times(jnp.float32(1)) for w in ws)
     marks: list[Gradients] = [w.gradients for w in ws]
@@ -170,8 +173,8 @@ def _alike(ws: Sequence[_Q]) -> tuple[_Q, ...]:
 
 
 def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
-    """Converts `w` so that these logical axes are leading axes; None if that would cut blocks."""
-    # First as it is: a second form repeats scales, or makes nested ones dense, and so takes more memory.
+    """Converts to a form in which these logical axes are leading axes; None if this would cut blocks."""
+    # Try the current form first, since the second form takes more memory: it repeats or decodes scales.
     for form in (lambda: w, lambda: with_most_leading_axes(w)):
         free = form()
         if all(free.permutation[axis] < free.num_lead for axis in axes):
@@ -180,26 +183,28 @@ def with_free_axes(w: _Q, axes: Sequence[int]) -> _Q | None:
 
 
 def with_most_leading_axes(w: _Q) -> _Q:
-    """Converts to as many leading axes as possible without cutting blocks.
+    """Converts to a form with as many leading axes as possible without cutting blocks.
 
-    Nested scales become float32, since their blocks cross rows.
+    Nested scales are converted to float32, since their blocks cross rows.
     """
     return w if w.order is not None else w.joined().cut(w.codes.shape[:-1], w.inner_shape)
 
 
 def reshaped(w: _Q, shape: tuple[int, ...]) -> _Q | None:
-    """Reshapes the stored array; None if that would cut blocks."""
+    """Reshapes the stored array; None if this would cut blocks."""
     if w.axes:
         return None
     lead, count, n = w.codes.shape[:-1], w.matrix[1], w.num_lead
     if w.order is not None:
+        # Rows that share an order have to stay together, so we can only reshape what comes after them.
         same = shape[:n] == lead and shape[n : n + 1] == w.inner_shape[:1]
         return dataclasses.replace(w, inner=tuple(shape[n:])) if same else None
     if shape[:n] == lead and math.prod(shape[n:]) == count:
         return w.cut(lead, shape[n:])
-    for at in range(len(shape) - 1, -1, -1):  # keeps rows of codes
+    for at in range(len(shape) - 1, -1, -1):  # this preserves rows of codes
         if math.prod(shape[at:]) == count and math.prod(shape[:at]) == math.prod(lead):
             return w.joined().cut(shape[:at], shape[at:])
+    # If blocks don't cross rows, then rows can be split or merged as long as no block is cut.
     if w.codec.cuts(count, w.block):
         for at in range(len(shape) - 1, -1, -1):
             if w.codec.cuts(math.prod(shape[at:]), w.block):
@@ -216,6 +221,7 @@ def _dynamic_slice(
         return w
     free = with_free_axes(w, cut)
     if free is None:
+        # The slice cuts blocks. We only support this for a single row, which we decode.
         if cut != [0] or slice_sizes[0] != 1 or w.axes:
             return NotImplemented
         index = clamped_start(starts[0], w.shape[0], 1)
@@ -229,20 +235,20 @@ def _dynamic_slice(
         return lax.dynamic_slice(leaf, [*begin, *starts_of_rest], (*(slice_sizes[i] for i in axes), *rest))
 
     out = jax.tree.map(take, free)
-    # A single row is an activation (a token's embedding). The next operation needs its numbers, not its
-    # codes.
+    # A single row is an activation (e.g. a token's embedding), so the next operation needs its values as
+    # opposed to its codes.
     return out.materialise() if math.prod(slice_sizes[:-1]) == 1 else out
 
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, **params: Any) -> Any:
-    """Rounds the update. Its rows must be rows of codes."""
+    """Rounds the update, which must consist of whole rows of codes."""
     update = jnp.asarray(update)
     free = with_free_axes(w, _cut_by(update, w))
     if free is None:
         return NotImplemented
     sizes = [update.shape[free.permutation.index(axis)] for axis in range(free.num_lead)]
-    part = jax.tree.map(lambda leaf: leaf[tuple(slice(size) for size in sizes)], free)  # only its form
+    part = jax.tree.map(lambda leaf: leaf[tuple(slice(size) for size in sizes)], free)  # for its shape only
     return _written(free, part.requantized(update), starts)
 
 
@@ -250,7 +256,7 @@ def _dynamic_update_slice(w: CacheArray, update: ArrayLike, *starts: ArrayLike, 
 def _dynamic_update_slice_of_codes(
     w: CacheArray, update: CacheArray, *starts: ArrayLike, **params: Any
 ) -> Any:
-    """Copies codes that have the same form."""
+    """Copies codes that have the same format."""
     free, new = (with_free_axes(x, _cut_by(update, w)) for x in (w, update))
     if free is None or new is None or jax.tree.structure(free) != jax.tree.structure(new):
         return NotImplemented
@@ -286,19 +292,21 @@ def _gather(
     dims = dimension_numbers
     mode = lax.GatherScatterMode.from_any(mode)
     if w.axes:
+        # Convert this to a lookup in the stored array, whose axes aren't permuted.
         out, order = _of_stored(w, indices, dims, slice_sizes, mode=mode, fill_value=fill_value, **params)
         return out if out is NotImplemented else quaxify(lambda out: lax.transpose(out, order))(out)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    # The leaves can be filled such that they decode to NaN, but not to any other value.
     if fills and not (fill_value is None or np.isnan(fill_value)):
         return NotImplemented
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != w.shape[axis]]
     if fills and len(indexed) < len(dims.start_index_map):
-        return NotImplemented  # a slice of a whole axis has one valid index; any other would fill
+        return NotImplemented  # a slice of the whole axis only has one valid index, and any other would fill
     if not {*dims.collapsed_slice_dims} <= {*indexed}:
         return _with_all_axes(
             w, indices, dims, slice_sizes, indexed, mode=mode, fill_value=fill_value, **params
         )
-    # If an axis is taken whole, its index is clamped to 0.
+    # If the slice has the full size of an axis then its index is clamped to 0.
     columns = [i for i, axis in enumerate(dims.start_index_map) if axis in indexed]
     indices = jnp.asarray(indices)[..., np.asarray(columns, np.int32)]
     free = with_free_axes(w, [*indexed, *dims.operand_batching_dims, *dims.collapsed_slice_dims])
@@ -312,7 +320,7 @@ def _gather(
         out, inside = as_gathered(out, dims), (positions >= 0) & (positions < w.shape[0])
         return filled(out, inside, dims, jnp.nan) if fills else out
 
-    # In the leaves, the inner axes are a single axis, the last one.
+    # The inner axes of the array correspond to a single axis of the leaves, namely the last one.
     num_inner = len(w.shape) - free.num_lead
     inner_places = dims.offset_dims[len(dims.offset_dims) - num_inner :]
     other_places = dims.offset_dims[: len(dims.offset_dims) - num_inner]
@@ -323,7 +331,7 @@ def _gather(
         rest = leaf.shape[free.num_lead :]
         offsets = [lead_places.index(place) for place in other_places]
         offsets += range(len(lead_places), len(lead_places) + len(rest))
-        if not indices.shape[-1]:  # `checkify` fails for a gather without indices
+        if not indices.shape[-1]:  # `checkify` doesn't support a gather without indices
             leaf = lax.slice(leaf, (0,) * leaf.ndim, (*slice_sizes[: free.num_lead], *rest))
             places = dict(zip(offsets, leaf.shape, strict=True))
             batch = iter(indices.shape[:-1])
@@ -344,6 +352,7 @@ def _gather(
     out = jax.tree.map(take, free)
     order = [*lead_places, *inner_places]
     out = out.with_axes([order.index(place) for place in range(out_ndim)])
+    # Rows of a matrix are activations, whereas matrices from a stack are still weights.
     return out.materialise() if len(w.shape) <= 2 else out
 
 
@@ -355,7 +364,7 @@ def _with_all_axes(
     indexed: Sequence[int],
     **params: Any,
 ) -> Any:
-    """Implements a lookup that drops axes of size 1: keeps them at first, then squeezes the result."""
+    """Implements lookups that drop axes of size 1, by first keeping these, and then squeezing the result."""
     gone = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
     collapsed = [axis for axis in dims.collapsed_slice_dims if axis in indexed]
     kept = [axis for axis in range(len(w.shape)) if axis not in {*collapsed, *dims.operand_batching_dims}]
@@ -382,7 +391,7 @@ def _of_stored(
     slice_sizes: Sequence[int],
     **params: Any,
 ) -> tuple[Any, Sequence[int]]:
-    """Returns the same lookup in the stored array, and the order of the result's axes."""
+    """Returns the equivalent lookup in the stored array, and the order of the result's axes."""
     stored = w.permutation
     gone = {stored[axis] for axis in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)}
     pairs = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
@@ -404,7 +413,7 @@ def _of_stored(
 
 
 def _nan_of(dtype: Any) -> Any:
-    """Returns the fill value for a leaf that decodes to NaN. In 8-bit floats, this has all bits set."""
+    """Returns a fill value for a leaf that decodes to NaN. For 8-bit floats this has all bits set."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return np.nan
     return 255 if dtype == np.uint8 else 0

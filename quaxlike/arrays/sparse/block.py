@@ -1,9 +1,9 @@
-"""`BlockSparseArray`: a weight with only some square blocks stored.
+"""`BlockSparseArray`: a weight for which only some square blocks are stored.
 
-The pattern consists of index arrays, but it is never differentiated or changed by training: only the stored
-blocks have gradients. `col_idx` and `transposed_idx` describe the same pattern, by rows and by columns
-respectively, so they must be updated together. Otherwise, products on the other side would use blocks that
-don't exist.
+The pattern is described by index arrays, but is never differentiated or changed by training: only the blocks
+have gradients. Since `col_idx` and `transposed_idx` describe the same pattern (by rows and by columns
+respectively), they must always be updated together, as otherwise products on the other side would use the
+wrong blocks.
 """
 
 import math
@@ -30,23 +30,24 @@ from .stacks import AbstractSparseArray, check_values, is_stacked, largest, same
 
 
 class BlockSparseArray(ArrayOperators, AbstractSparseArray):
-    """A matrix that is zero outside some square blocks, or a stack of such matrices.
+    """A matrix that is zero outside of some square blocks, or a stack of such matrices.
 
-    Products on either side, forward and backward, take time proportional to the number of stored blocks, and
-    never form the dense matrix. Only stored blocks have gradients, so a pruned weight stays pruned during
-    training.
+    Products on either side, both forward and backward, take time proportional to the number of stored blocks,
+    and never form the dense matrix. As only stored blocks have gradients, a pruned weight remains pruned
+    during training.
 
-    Blocks are stored by block rows (block-ELL): each row has as many slots as the fullest row has blocks.
+    Blocks are stored by block row (block-ELL), where every row has the same number of slots, namely as many
+    as there are blocks in the fullest row.
 
     **Arguments:**
 
     - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value with this shape, such as an
         [`NF4Array`][quaxlike.NF4Array].
-    - `col_idx`: int32 `(*batch, rows, slots)`: each block's column; `columns` for an empty slot, which counts
-        as zeros (whatever `blocks` holds there) and has zero gradient.
-    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`: the blocks in each block column, by
-        [`transposed_index`][quaxlike.kernels.transposed_index].
-    - `transposed`: whether this stands for the transposed matrix. Default False.
+    - `col_idx`: int32 `(*batch, rows, slots)`, the column of each block. Empty slots have index `columns`;
+        they are treated as zeros (regardless of the contents of `blocks`), and have zero gradient.
+    - `transposed_idx`: int32 `(*batch, columns, slots of a column)`, the blocks in each block column, as
+        computed by [`transposed_index`][quaxlike.kernels.transposed_index].
+    - `transposed`: whether this represents the transposed matrix. Default: False.
 
     !!! example
 
@@ -58,7 +59,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         y = jnp.ones((8, 256)) @ sparse.T
         ```
 
-    Layout and products after Gray et al., GPU Kernels for Block-Sparse Weights (2017).
+    The layout and the products follow Gray et al., GPU Kernels for Block-Sparse Weights (2017).
     """
 
     blocks: Any
@@ -76,22 +77,22 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     ) -> "BlockSparseArray":
         """Keeps the largest blocks (by Euclidean norm) of a dense matrix.
 
-        The choice depends on the values of `w`, so you cannot use this under `jax.jit`.
+        The choice depends on the values of `w`, so this can't be used under `jax.jit`.
 
         **Arguments:**
 
         - `w`: `(*batch, N, K)`, any floating dtype.
-        - `block_size`: the size of the blocks, which divides `N` and `K`. GPU kernels take 64 and 128, TPU
-            kernels multiples of 128. Default 128.
-        - `density`: the fraction of blocks to keep, in (0, 1]. A warning tells if that cannot be met with so
-            few blocks. Default: all nonzero blocks, so nothing changes.
-        - `balanced`: with a `density`, whether each block row keeps the same number, so no slot is
-            empty. Otherwise, the largest blocks in the whole matrix are kept, and each row has as many slots
-            as the fullest row has blocks. Default True.
+        - `block_size`: the size of the blocks, which must divide `N` and `K`. GPU kernels support 64 and 128;
+            TPU kernels support multiples of 128. Default: 128.
+        - `density`: the fraction of blocks to keep, in (0, 1]. Issues a warning if the matrix has too few
+            blocks to come close to this. Default: keep all nonzero blocks, so that the matrix doesn't change.
+        - `balanced`: with a `density`, whether to keep the same number of blocks in each block row, so that
+            there are no empty slots. Otherwise, we keep the largest blocks of the whole matrix, and each row
+            has as many slots as there are blocks in the fullest row. Default: True.
 
         **Returns:** the pruned matrix.
 
-        **Raises:** `ValueError` if the blocks do not divide the matrix, or for a density out of bounds.
+        **Raises:** `ValueError` if the blocks don't divide the matrix, or if the density is out of bounds.
         """
         check_values(w, "BlockSparseArray.from_dense chooses blocks", "w")
         w = jnp.asarray(w)
@@ -110,6 +111,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             raise ValueError(f"BlockSparseArray.from_dense takes 0 < density <= 1; found {density}.")
         *batch, n, k = w.shape
         cut = w.reshape(*batch, n // block_size, block_size, k // block_size, block_size).swapaxes(-3, -2)
+        # Use float32, since squares might overflow in half precision.
         norms = np.asarray(jnp.sum(jnp.square(jnp.abs(cut.astype(jnp.float32))), (-2, -1)))
         if balanced or density is None:
             masks = largest(norms, density, "the {} blocks of each row")
@@ -117,6 +119,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             flat = norms.reshape(*norms.shape[:-2], -1)
             masks = largest(flat, density, "the {} blocks").reshape(norms.shape)
         col_idx = _column_index(masks)
+        # Padding has an index that is out of bounds, so clip it, and then clear these slots.
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
         blocks = jnp.take_along_axis(cut, compat.from_numpy(places), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
@@ -125,13 +128,13 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_blocks(cls, blocks: Any, col_idx: Any, columns: int) -> "BlockSparseArray":
-        """Makes a matrix from its blocks.
+        """Creates a matrix from its blocks.
 
         **Arguments:**
 
         - `blocks`: `(*batch, rows, slots, b, b)`, an array or a Value.
-        - `col_idx`: `(*batch, rows, slots)`, concrete integers: each block's column, at most once per row;
-            `columns` for an empty slot.
+        - `col_idx`: `(*batch, rows, slots)`, concrete integers: the column of each block, which must be
+            distinct in each row; or `columns` for an empty slot.
         - `columns`: the number of block columns, `K / b`.
 
         **Returns:** an array with shape `(*batch, rows * b, columns * b)`.
@@ -153,8 +156,9 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             )
         *batch, rows, slots = col_idx.shape
         matrices = [col_idx[i] for i in np.ndindex(*batch)]
-        # Both indices are made from one pattern here, and are never changed separately.
+        # Both indices are derived from the same pattern here, and mustn't be changed separately afterwards.
         each = [transposed_index(index, columns) for index in matrices]
+        # The matrices of a stack might have different numbers of slots, so pad these to the largest one.
         width = max((index.shape[1] for index in each), default=0)
         padded = [
             np.pad(index, ((0, 0), (0, width - index.shape[1])), constant_values=rows * slots)
@@ -166,12 +170,12 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_scipy(cls, matrix: Any, *, block_size: int = 128) -> "BlockSparseArray":
-        """Converts a `scipy.sparse` matrix in any format, storing only blocks that have an entry.
+        """Converts a `scipy.sparse` matrix in any format. Only blocks that have an entry are stored.
 
         **Arguments:**
 
         - `matrix`: `(N, K)`.
-        - `block_size`: as in `from_dense`. Default 128.
+        - `block_size`: as for `from_dense`. Default: 128.
         """
         n, k = matrix.shape
         if n % block_size or k % block_size:
@@ -215,12 +219,12 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def num_batch(self) -> int:
-        """How many axes are batch axes."""
+        """The number of batch axes."""
         return self.col_idx.ndim - 2
 
     @property
     def density(self) -> float:
-        """The number of slots relative to all blocks."""
+        """The number of slots divided by the number of all blocks."""
         return self.col_idx.shape[-1] / max(1, self.transposed_idx.shape[-2])
 
     @property
@@ -232,7 +236,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def leaves_are_stacked(self) -> bool:
-        """Whether the leaves have the batch axes, if there are any."""
+        """Whether all leaves have the batch axes (if there are any)."""
         return not self.num_batch or is_stacked(self.blocks)
 
     def with_elements(self, elements: Any) -> "BlockSparseArray":
@@ -260,7 +264,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return alike and same_index(self.col_idx, other.col_idx)
 
     def replace(self, **fields: Any) -> "BlockSparseArray":
-        """Replaces some fields, without checking them against the others."""
+        """Replaces some fields, without checking that they are consistent with the others."""
         return replace_fields(self, **fields)
 
     def aval(self) -> jax.core.ShapedArray:
@@ -271,8 +275,8 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
     def materialise(self) -> Array:
         blocks = self.blocks.materialise() if isinstance(self.blocks, ArrayValue) else self.blocks
-        # A derivative computed by JAX might have zeros as indices, in which case all blocks would be added at
-        # the same place.
+        # When this is the tangent of a function, JAX might have replaced the indices by zeros. We have to
+        # detect that, as all blocks would otherwise be added in the same position.
         if math.prod(self.transposed_idx.shape[-2:]) > 1:  # the index numbers distinct blocks
             self.check_not_zeros([self.col_idx, self.transposed_idx])
         *rows, _, b, _ = blocks.shape
@@ -283,7 +287,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         return out.swapaxes(-2, -1) if self.transposed else out
 
     def _block_rows(self) -> Array:
-        """Each slot's block row."""
+        """The block row of each slot."""
         return lax.broadcasted_iota(jnp.int32, self.col_idx.shape, self.num_batch)
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
@@ -296,7 +300,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def _column_index(masks: np.ndarray) -> np.ndarray:
-    """Returns the columns of each row's blocks, in order, followed by padding."""
+    """Returns the columns of the blocks in each row, in increasing order, followed by padding."""
     columns = masks.shape[-1]
     slots = int(masks.sum(-1).max(initial=0))
     index = np.where(masks, np.arange(columns, dtype=np.int32), np.int32(columns))

@@ -1,4 +1,4 @@
-"""Rules for block-sparse arrays: axes (every leaf has the batch axes), and sums."""
+"""Rules for the axes of block-sparse arrays (all leaves have the batch axes), and for sums."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`dot_general` with a sparse array, for any dimension_numbers."""
+"""`dot_general` for sparse arrays, with any dimension numbers."""
 
 import functools
 import math
@@ -60,6 +60,7 @@ def _dot_general(
             return NotImplemented  # kernels accumulate in floating point
         product = functools.partial(_by_blocks, out_dtype=dtype)
         return dot_stack(w, x, product, dimension_numbers, on_left=on_left)
+    # The CSR kernels require ordered elements, and a product that contracts a single axis of the matrix.
     if w.order is not None:
         product = functools.partial(_by_elements, out_dtype=dtype)
         y = dot_stack(w, x, product, dimension_numbers, on_left=on_left)
@@ -83,16 +84,16 @@ def _by_blocks(w: BlockSparseArray, x: Array, axis: int, *, out_dtype: np.dtype)
 
 
 def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dtype) -> Array:
-    """Like `_by_blocks`, if the blocks are Values: multiplies one block row at a time.
+    """As `_by_blocks`, but for blocks that are Values, by multiplying one block row at a time.
 
-    This follows the rules for the blocks' type, and accumulates in `dtype`.
+    This uses the rules for the type of the blocks, and accumulates in `dtype`.
     """
     b, columns, lead = w.block_size, w.transposed_idx.shape[0], x.shape[:-1]
     x = jnp.moveaxis(x.reshape(math.prod(lead), x.shape[-1] // b, b), 1, 0)  # (features / b, rows of x, b)
     dot = functools.partial(lax.dot_general, preferred_element_type=dtype)
 
     def gather(x: Array, blocks: Any, col_idx: Array) -> Array:
-        # Padding has a column one past the last, and reads this block of zeros.
+        # Padding has a column index that is one past the last column, so that it reads this block of zeros.
         x = jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
         def row(_: None, of_row: tuple[Any, Array]) -> tuple[None, Array]:
@@ -115,7 +116,7 @@ def _matmul_by_rows(w: BlockSparseArray, x: Array, transpose: bool, dtype: np.dt
 
 
 def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: bool, dtype: np.dtype) -> Any:
-    """Contracts any axes, with elements in any order: each scales a row of `x`, and these are summed."""
+    """Contracts any axes, with elements in any order: each scales a row of `x`, and these are then summed."""
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     shape, w = w.shape, unstacked(w)
     into, out_of = [*of_w.batch, *of_w.free], [*of_w.batch, *of_w.contracting]
@@ -123,6 +124,7 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
     def sizes(axes: Any) -> Any:
         return [shape[axis] for axis in axes]
 
+    # Flat indices would overflow.
     if not fits_int32(sizes(into)) or not fits_int32(sizes(out_of)):
         return NotImplemented
     inside = w.is_stored
@@ -142,10 +144,10 @@ def _sparse_dense(w: SparseArray, x: Array, dimension_numbers: Any, on_left: boo
 
 
 def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype: np.dtype) -> Any:
-    """Multiplies two sparse arrays with concrete patterns: we find pairs of elements ahead of time."""
+    """Multiplies two sparse arrays with concrete patterns, whose pairs of elements we find when tracing."""
     (x_summed, y_summed), (x_batch, _) = dimension_numbers
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of pairs is a shape, so it has to be known while tracing.
+    # The number of pairs determines a shape, so it must be known when tracing.
     if at_x is None or at_y is None or x_batch:
         return NotImplemented
     of_x, of_y = pairs(known_places(at_x, x_summed, x.sizes), known_places(at_y, y_summed, y.sizes))
@@ -171,9 +173,10 @@ def _sparse_sparse(x: SparseArray, y: SparseArray, dimension_numbers: Any, dtype
     precedence=precedence.SPARSE_BESIDE_VALUES,
 )
 def _one_dense(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Fallback when the other operand only multiplies plain arrays, such as a quantised one.
+    """The fallback if the other operand can only be multiplied by plain arrays, e.g. if it's quantised.
 
-    Also for two sparse arrays without another rule. Only the (smaller) sparse array becomes dense.
+    This is also used for two sparse arrays without any other rule, where only the smaller one is
+    materialised.
     """
     sparse = [v for v in (x, y) if isinstance(v, AbstractSparseArray)]
     smallest = min(sparse, key=lambda v: v.size)

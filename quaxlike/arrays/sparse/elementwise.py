@@ -1,4 +1,4 @@
-"""Elementwise functions of sparse arrays, and sums of their elements.
+"""Elementwise functions of sparse arrays, and reductions of their elements.
 
 There are no rules for functions that don't map zero to zero, as their results wouldn't be sparse.
 """
@@ -32,7 +32,7 @@ from .unstructured import (
 
 
 def _bind(primitive: Primitive, *operands: Any, **params: Any) -> Any:
-    """Applies the primitive to the stored elements, which may be Values."""
+    """Applies the primitive to the stored elements, which can be Values."""
     bind = functools.partial(primitive.bind, **params)
     return (quaxify(bind) if any(map(is_value, operands)) else bind)(*operands)
 
@@ -44,7 +44,8 @@ def _zero_preserving(primitive: Primitive, x: AbstractSparseArray, **params: Any
 
 @register("integer_pow")
 def _integer_pow(primitive: Primitive, x: AbstractSparseArray, *, y: int, **params: Any) -> Any:
-    # Zero to the power of zero or less is one or infinite, so every element would be stored.
+    # Zero raised to the power of zero (or a negative number) is one (or infinite), so the result wouldn't be
+    # sparse.
     return x.with_elements(_bind(primitive, x.elements, y=y, **params)) if y > 0 else NotImplemented
 
 
@@ -57,7 +58,7 @@ def _mul(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 @register("div")
 def _by_array(primitive: Primitive, x: AbstractSparseArray, y: ArrayLike, **params: Any) -> Any:
-    # A larger array would repeat the elements, in a shape that this pattern is not for.
+    # If the other array is larger then it would repeat the elements, so the result has a different pattern.
     if not is_covered(x, y):
         return NotImplemented
     y = jnp.asarray(y)
@@ -73,7 +74,7 @@ def _div_sparse(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseA
 
 @register_on_either_side(["add", "sub", "add_any"], AbstractSparseArray, other=ArrayLike)
 def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Adds the elements to a dense array or a number. The result is dense."""
+    """Adds the elements to a dense array or a scalar. The result is dense."""
     if isinstance(x, AbstractSparseArray) and isinstance(y, AbstractSparseArray):
         return _of_both(primitive, x, y, **params)
     on_left, minus = isinstance(x, AbstractSparseArray), primitive.name == "sub"
@@ -86,8 +87,7 @@ def _add(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArray, **params: Any) -> Any:
-    """Returns the product, sum or difference of two arrays. If their (concrete) patterns differ, they are
-    merged."""
+    """Returns the product, sum or difference of two arrays, merging their patterns if these differ."""
     if type(x) is not type(y) or x.shape != y.shape:
         return NotImplemented
     if x.has_pattern_of(y):
@@ -95,9 +95,10 @@ def _of_both(primitive: Primitive, x: AbstractSparseArray, y: AbstractSparseArra
     if not isinstance(x, SparseArray) or not isinstance(y, SparseArray):
         return NotImplemented
     at_x, at_y = known_indices(x), known_indices(y)
-    # The number of merged elements determines a shape, so the patterns have to be known during tracing.
+    # The number of merged elements determines a shape, so the patterns must be known when tracing.
     if at_x is None or at_y is None:
         return NotImplemented
+    # A product is only nonzero in positions that are stored by both arrays.
     if primitive.name == "mul":
         axes = range(len(x.sizes))
         of_x, of_y = pairs(known_places(at_x, axes, x.sizes), known_places(at_y, axes, x.sizes))
@@ -121,11 +122,11 @@ def _reduce_sum(x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
 
 @register(["reduce_or", "reduce_and"])
 def _reduce_booleans(primitive: Primitive, x: SparseArray, *, axes: Sequence[int], **params: Any) -> Any:
-    """Reduces booleans by counting."""
+    """Reduces booleans by counting how many of them are True."""
     size = math.prod(x.shape[axis] for axis in axes)
     if x.dtype != bool or not fits_int32([size]):
         return NotImplemented
-    # Unstored elements are False, so `and` holds only where all elements are stored and True.
+    # Elements that aren't stored are False, so `and` is only True if all elements are stored, and are True.
     count = _reduce_sum(x.replace(data=x.data.astype(jnp.int32)), axes=axes)
     if count is NotImplemented:
         return NotImplemented

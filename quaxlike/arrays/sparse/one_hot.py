@@ -1,4 +1,4 @@
-"""`OneHotVector`: a vector with one value at one index, and zero elsewhere."""
+"""`OneHotVector`: a vector with a single nonzero element."""
 
 from typing import Any
 
@@ -22,16 +22,16 @@ from .stacks import is_covered
 
 
 class OneHotVector(ArrayOperators, ArrayValue):
-    """A vector with `value` at `index`, and zeros elsewhere.
+    """A vector that is `value` at `index`, and zero elsewhere.
 
-    Leading axes of `value` and `index` stack vectors, as `jax.vmap` does.
+    If `value` and `index` have leading axes then these are the axes of a stack, as created by `jax.vmap`.
 
     **Arguments:**
 
-    - `value`: the value; shape `()`, or `(*batch,)` for a stack of vectors.
-    - `index`: its index, an integer with the same shape as `value`. If it is out of bounds, the vector is
-        zero.
-    - `length`: the vector's length.
+    - `value`: the value of the element, with shape `()`, or `(*batch,)` for a stack of vectors.
+    - `index`: the index of the element, an integer with the same shape as `value`. If this is out of bounds
+        then the vector is zero.
+    - `length`: the length of the vector.
 
     !!! example
 
@@ -62,13 +62,13 @@ class OneHotVector(ArrayOperators, ArrayValue):
 
 
 def _place(x: OneHotVector) -> jax.Array:
-    """Returns the index, counted from the start."""
+    """Returns the index, with negative indices counted from the end."""
     index = x.index.astype(jnp.promote_types(x.index.dtype, jnp.int32))
     return jnp.where(index < 0, index + x.length, index)
 
 
 def _if_held(x: OneHotVector, value: jax.Array) -> jax.Array:
-    """`value`, or zero if the index is out of bounds."""
+    """Returns `value`, or zero if the index is out of bounds."""
     held = (x.index >= -x.length) & (x.index < x.length)
     return jnp.where(held, value, jnp.zeros_like(value))
 
@@ -83,10 +83,10 @@ def _look_up(x: OneHotVector, y: jax.Array) -> jax.Array:
 
 
 def _contract(x: OneHotVector, y: jax.Array, dimension_numbers: Any, on_left: bool) -> Any:
-    """`dot_general` for a vector and an array."""
+    """Implements `dot_general` for a vector and an array."""
     of_x, of_y = dot_axes(x, y, dimension_numbers, on_left=on_left)
     if of_x.contracting != (x.value.ndim,):
-        return NotImplemented  # contracts no axis, or a batch axis
+        return NotImplemented  # this contracts no axis at all, or a batch axis
     # y: (*batch, *of_y.free, length); x: (*batch, *of_x.free)
     y = jnp.transpose(y, (*of_y.batch, *of_y.free, *of_y.contracting))
     order = (*of_x.batch, *of_x.free)
@@ -135,11 +135,12 @@ def _by_array(primitive: Primitive, x: OneHotVector, y: ArrayLike, **params: Any
 
 @register(["mul", "div"])
 def _by_one_hot(primitive: Primitive, x: OneHotVector, y: OneHotVector, **params: Any) -> Any:
+    # The two indices might be different, in which case the result isn't a multiple of either vector.
     return _by_array(primitive, x, dense(y, primitive.name, (x, y)), **params)
 
 
 def _at_index(x: OneHotVector, y: jax.Array) -> jax.Array:
-    """Broadcasts `y` to the shape of `x`, and takes the elements at its index."""
+    """Broadcasts `y` to the shape of `x`, and takes the elements at the index of `x`."""
     if y.ndim == 0:
         return jnp.broadcast_to(y, x.value.shape)
     y = jnp.broadcast_to(y, x.shape)

@@ -1,4 +1,4 @@
-"""Axes of sparse arrays: moving, repeating, joining, slicing and indexing."""
+"""Rules for the axes of sparse arrays: transposing, broadcasting, joining, slicing and indexing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ from .unstructured import SparseArray, fits_int32, flattened, smaller, unflatten
 @register("transpose")
 def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> SparseArray:
     n = x.num_batch
-    # A batch axis moves among the sparse axes, so every element must carry its index along it.
+    # A batch axis becomes a sparse axis, so every element needs an index along it.
     if any(axis >= n for axis in permutation[:n]):
         x, n = unstacked(x), 0
     x = transpose_batch(x, permutation[:n])
@@ -41,7 +41,7 @@ def _transpose(x: SparseArray, *, permutation: Sequence[int], **params: Any) -> 
     return x.replace(
         indices=tuple(x.indices[axis] for axis in moved),
         sizes=tuple(x.sizes[axis] for axis in moved),
-        # The elements stay where they are. Only the meaning of rows and columns is exchanged.
+        # The elements aren't reordered. We only exchange the meaning of rows and columns.
         major=x.major if x.order is None or moved == [0, 1] else 1 - x.major,
     )
 
@@ -80,7 +80,7 @@ def _squeeze(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> Any
 def _broadcast_in_dim(
     x: SparseArray, *, shape: Sequence[int], broadcast_dimensions: Sequence[Any], **params: Any
 ) -> Any:
-    """Adds leading axes as batch axes. Along other new axes, repeats every element."""
+    """Adds leading axes as batch axes. Along all other new axes, the elements are repeated."""
     if params.get("sharding") is not None:
         return NotImplemented
     out = broadcast_stack(x, shape, broadcast_dimensions)
@@ -88,6 +88,7 @@ def _broadcast_in_dim(
         return out
     x = unstacked(x)
     from_axis = dict(zip(broadcast_dimensions, range(len(x.sizes)), strict=True))
+    # Elements are repeated along new axes, and along axes of size one that are expanded.
     grown = [axis for axis in range(len(shape)) if axis not in from_axis or x.sizes[from_axis[axis]] == 1]
     grown = [axis for axis in grown if shape[axis] != 1 or axis not in from_axis]
     repeats = (x.nse, *(shape[axis] for axis in grown))
@@ -113,7 +114,7 @@ def _rev(x: SparseArray, *, dimensions: Sequence[Any], **params: Any) -> SparseA
     if all(axis < n for axis in dimensions):
         return x
     indices = [
-        # Reversed, the index of padding would become -1, and read the last element.
+        # We mustn't reverse the index of padding, as it would become -1, and so refer to the last element.
         jnp.where(x.is_stored, size - 1 - index, size) if axis + n in dimensions else index
         for axis, (index, size) in enumerate(zip(x.indices, x.sizes, strict=True))
     ]
@@ -135,7 +136,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
     before = 0
     for x in xs:
         indices = list(x.indices)
-        # Padding has the axis size as its index, and this axis has grown.
+        # The index of padding is the axis size, which has grown.
         indices[along] = jnp.where(x.is_stored, indices[along] + before, total)
         parts.append([x.data, *indices])
         before += x.sizes[along]
@@ -146,7 +147,7 @@ def _concatenate(*xs: SparseArray, dimension: int, **params: Any) -> SparseArray
 
 
 def _padded(x: SparseArray, nse: int) -> SparseArray:
-    """Pads an array to `nse` elements."""
+    """Pads an array to `nse` stored elements."""
     extra = nse - x.nse
 
     def end(array: Any, fill: Any) -> Any:
@@ -156,6 +157,7 @@ def _padded(x: SparseArray, nse: int) -> SparseArray:
     if x.order is None:
         return out
     row_ptr, by_column, column_ptr = x.order
+    # Padding comes last in both orders.
     last = jnp.broadcast_to(jnp.arange(x.nse, nse, dtype=jnp.int32), (*by_column.shape[:-1], extra))
     return out.replace(order=(row_ptr, jnp.concatenate([by_column, last], -1), column_ptr))
 
@@ -166,6 +168,7 @@ def _stack(*xs: SparseArray, axis: int, **params: Any) -> Any:
     shape = [1] * (xs[0].ndim + 1)
     for size, place in zip(xs[0].shape, new, strict=True):
         shape[place] = size
+    # Add the new axis with size one, and then concatenate along it.
     parts = [_broadcast_in_dim(x, shape=shape, broadcast_dimensions=new) for x in xs]
     return _concatenate(*parts, dimension=axis)
 
@@ -211,12 +214,12 @@ def _dynamic_slice(x: SparseArray, *starts: ArrayLike, slice_sizes: Sequence[int
 
 
 def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Sequence[int]) -> SparseArray:
-    """Slices an array. Elements outside become padding."""
+    """Slices an array. Any elements outside of the slice become padding."""
     moved = [index - start for index, start in zip(x.indices, starts, strict=True)]
     inside = x.is_stored
     for index, size, step in zip(moved, sizes, steps, strict=True):
-        # The number of elements in a slice depends on their indices, so it cannot be a shape. We keep all
-        # elements, and turn the others into padding.
+        # The number of elements in a slice depends on their indices, so it can't be used as a shape. Instead
+        # we keep all elements, and convert those outside of the slice to padding.
         inside &= (index >= 0) & (index < size * step) & (index % step == 0)
     indices = [
         jnp.where(inside, index // step, size) for index, size, step in zip(moved, sizes, steps, strict=True)
@@ -225,8 +228,8 @@ def _cut(x: SparseArray, starts: Sequence[Any], sizes: Sequence[int], steps: Seq
 
 
 # -------------------------------------------------------------------------------------------------
-# Gathers rows and columns of a matrix at indices that are data, as in embeddings. They become dense, since
-# gathered rows of an embedding are activations. No other rows are read.
+# Gathers rows or columns of a matrix at dynamic indices, as for an embedding. The result is dense, since rows
+# of an embedding are activations. No other rows are read.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +245,7 @@ def _gather(
     **params: Any,
 ) -> Any:
     dims = dimension_numbers
-    # A slice of a whole axis has only one valid index; any other is clamped to it, or fills.
+    # A slice of a whole axis only has one valid index; any other index is clamped to this, or filled.
     indexed = [axis for axis in dims.start_index_map if slice_sizes[axis] != x.shape[axis]]
     outside = fill_value_of(mode, fill_value, x.dtype)
     is_one_line = len(indexed) == 1 and (outside is None or len(dims.start_index_map) == 1)
@@ -265,9 +268,9 @@ def _gather(
 
 
 def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*batch"]) -> Array | Any:
-    """Returns the rows of a matrix (its columns, if `axis` is 1) at these positions, `(*batch, size)`.
+    """Returns the rows of a matrix (or its columns, if `axis` is 1) at these positions, `(*batch, size)`.
 
-    `NotImplemented` if finding them would read the whole matrix.
+    Returns `NotImplemented` if we would have to read the whole matrix to find them.
     """
     stored, look_up = (x.data, _of_elements) if isinstance(x, SparseArray) else (x.blocks, _of_blocks)
     if not stored.size:
@@ -277,14 +280,14 @@ def lines(x: SparseArray | BlockSparseArray, axis: int, positions: Int[Array, "*
 
 def _of_elements(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
     csr, size = x.csr, x.shape[1 - axis]
-    # Without order, one row can be anywhere among the elements.
+    # If the elements aren't ordered then a row could be anywhere amongst them.
     if csr is None:
         return NotImplemented
     data, pointer, across = x.data, csr.row_ptr, csr.columns
     if axis != x.major:
         data, pointer, across = data[csr.by_column], csr.column_ptr, csr.rows[csr.by_column]
     width = min(size, x.nse)
-    # If the pattern is known, we reserve only as many places as the fullest line has elements.
+    # If the pattern is known, then we only need as many slots as there are elements in the fullest row.
     if not isinstance(pointer, jax.core.Tracer):
         width = int(np.diff(np.asarray(pointer)).max(initial=0))
     number = jnp.arange(width, dtype=jnp.int32).reshape((1,) * positions.ndim + (-1,))
@@ -299,10 +302,11 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
         return NotImplemented
     rows, slots, b, _ = x.blocks.shape
     block, inside = positions // b, positions % b
-    if axis == x.transposed:  # along stored block rows
+    if axis == x.transposed:  # these are rows of the stored matrix
         at, number = x.col_idx[block], x.transposed_idx.shape[0]
         found = jnp.moveaxis(x.blocks, 2, 1)[block, inside]
     else:
+        # These are columns of the stored matrix, for which `transposed_idx` contains flat indices of slots.
         stored, number = x.transposed_idx[block], rows
         at = stored // max(slots, 1)
         flat = jnp.moveaxis(x.blocks.reshape(rows * slots, b, b), 2, 1)
@@ -312,7 +316,7 @@ def _of_blocks(x: Any, axis: int, positions: Int[Array, "*batch"]) -> Any:
 
 
 def _placed(size: int, at: Int[Array, "*batch slots"], found: Array) -> Array:
-    """Scatters `found`, `(*batch, slots, ...)`, into zeros, `(*batch, size, ...)`."""
+    """Scatters `found`, `(*batch, slots, ...)`, into an array of zeros, `(*batch, size, ...)`."""
     n = at.ndim - 1
     zeros = jnp.zeros((*at.shape[:n], size, *found.shape[n + 1 :]), found.dtype)
     return add_at(zeros, (at,), found, num_batch=n)

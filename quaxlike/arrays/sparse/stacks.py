@@ -1,4 +1,4 @@
-"""Stacks of sparse arrays, and how to build `dot_general` from a product with a single matrix."""
+"""Stacks of sparse arrays, including `dot_general` in terms of products with a single matrix."""
 
 import abc
 import dataclasses
@@ -29,20 +29,20 @@ def dot_stack(
     *,
     on_left: bool,
 ) -> Any:
-    """Multiplies an array by `w`, whose batch axes are the leading axes of all its leaves.
+    """Multiplies an array by `w`, where all leaves of `w` have its batch axes as their leading axes.
 
     **Arguments:**
 
     - `w`: `(*batch, n0, n1)`.
-    - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of one matrix with the last axis of `x`, and
-        puts the matrix's other axis in its place.
-    - `dimension_numbers`: for `dot_general(w, x)`, or for `dot_general(x, w)` unless `on_left`.
+    - `matmul`: `matmul(w, x, axis)` contracts `axis` (0 or 1) of a single matrix with the last axis of `x`,
+        which is replaced by the other axis of the matrix.
+    - `dimension_numbers`: the parameter of `dot_general(w, x)`, or of `dot_general(x, w)` if not `on_left`.
 
-    **Returns:** the product, or `NotImplemented` unless exactly one axis of the matrices is contracted.
+    **Returns:** the product, or `NotImplemented` if this doesn't contract precisely one axis of the matrices.
     """
     of_w, of_x = dot_axes(w, x, dimension_numbers, on_left=on_left)
     num_batch, batch = w.ndim - 2, of_w.batch
-    # A kernel multiplies by whole matrices, along one of their two axes.
+    # Kernels multiply by whole matrices, along one of the two axes.
     if len(of_w.contracting) != 1 or any(axis >= num_batch for axis in batch):
         return NotImplemented
     (axis,) = of_w.contracting
@@ -55,7 +55,7 @@ def dot_stack(
     def product(w: Any, x: Array) -> Array:
         return matmul(w, x, axis - num_batch)
 
-    # Batch axes that only `w` has: every matrix multiplies the same `x`.
+    # For batch axes that only `w` has, all matrices are multiplied by the same `x`.
     for _ in own:
         product = jax.vmap(product, in_axes=(0, None))
     y = mapped(product, len(batch))(w, x)  # (*batch, *own, *of_x.free, the matrix's other axis)
@@ -65,15 +65,15 @@ def dot_stack(
 
 
 class AbstractSparseArray(ArrayValue):
-    """The base class for sparse arrays. Every leaf has the batch axes."""
+    """The base class of sparse arrays. All leaves have the batch axes."""
 
     @property
     @abc.abstractmethod
     def num_batch(self) -> int:
-        """How many of the leading axes are batch axes."""
+        """The number of leading axes that are batch axes."""
 
     def each(self: _S, fn: Callable[[Array, int], Array]) -> _S:
-        """Replaces each leaf by `fn(leaf, own)`. Its last `own` axes are not batch axes."""
+        """Replaces each leaf by `fn(leaf, own)`, where the last `own` axes of the leaf aren't batch axes."""
         n = self.num_batch
         return jax.tree.map(lambda leaf: fn(leaf, leaf.ndim - n), self)
 
@@ -83,15 +83,16 @@ class AbstractSparseArray(ArrayValue):
     @property
     @abc.abstractmethod
     def elements(self) -> Any:
-        """The stored elements, with zeros for padding, for elementwise functions. A Value stays as it is.
+        """The stored elements, for use in elementwise functions. Padding is set to zero, unless this is a
+        Value.
 
-        Products and scatters ignore padding anyway.
+        (Products and scatters ignore the padding in any case.)
         """
 
     def check_not_zeros(self, pattern: Sequence[Any]) -> None:
-        """Raises if the indices of a pattern are known to be zero although not all can be.
+        """Raises an error if all indices of a pattern are known to be zero, although this isn't possible.
 
-        `jax.jacfwd` replaces any pattern by zeros.
+        This happens if `jax.jacfwd` replaces the pattern by zeros.
         """
         known = self.size and not any(isinstance(index, jax.core.Tracer) for index in pattern)
         if known and not any(np.asarray(index).any() for index in pattern):
@@ -99,22 +100,22 @@ class AbstractSparseArray(ArrayValue):
 
     @abc.abstractmethod
     def with_elements(self: _S, elements: Any) -> _S:
-        """Replaces the elements, keeping their places."""
+        """Replaces the elements, without changing their positions."""
 
     @abc.abstractmethod
     def elements_of(self, y: Array) -> Array:
-        """Broadcasts `y`, and takes its elements at the stored places; 1 for padding."""
+        """Broadcasts `y`, and takes the elements at the stored positions. Returns 1 for padding."""
 
     @abc.abstractmethod
     def added_to(self, y: Array) -> Array:
-        """Adds a dense array with the same shape."""
+        """Adds this to a dense array with the same shape."""
 
     @abc.abstractmethod
     def has_pattern_of(self, other: Any) -> bool:
-        """Returns whether the other array is known to store the same places in the same order."""
+        """Returns whether the other array is known to store the same positions in the same order."""
 
     def widen(self, like: Value) -> Any:
-        """Makes this dense if `like` is stored differently: by columns, or with other shapes."""
+        """Materialises if `like` has a different layout, e.g. by columns, or with leaves of other shapes."""
         same = not isinstance(like, AbstractSparseArray) or self._layout() == like._layout()
         return NotImplemented if same else dense_when_incompatible(self)
 
@@ -135,7 +136,7 @@ def is_stacked(w: Any) -> bool:
 
 
 def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
-    """Returns the result of `shard_spec`, if every leaf has the batch axes."""
+    """Implements `shard_spec`, provided that all leaves have the batch axes."""
     if any(axis is not None for axis in spec[w.num_batch :]):
         raise ValueError(
             f"{type(w).__name__} of shape {w.shape} cannot be sharded by {spec}: the index of an array "
@@ -146,7 +147,7 @@ def shard_stack(w: Any, spec: jax.P) -> list[jax.P]:
 
 
 def check_values(x: Any, chooses: str, name: str) -> None:
-    """Raises a `ValueError` for a tracer, if a pattern depends on its values."""
+    """Raises a `ValueError` for a tracer, if the pattern would depend on its values."""
     if isinstance(x, jax.core.Tracer):
         raise ValueError(
             f"{chooses} by the values of {name}, which are not known under jit, vmap or grad; found a "
@@ -154,14 +155,15 @@ def check_values(x: Any, chooses: str, name: str) -> None:
         )
 
 
-# A density may differ by this share from the requested one, without a warning.
+# The relative error up to which a requested density is considered to be met, without a warning.
 _NEAR = 0.05
 
 
 def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
-    """A mask of the largest entries along the last axis, keeping this fraction; None keeps all nonzeros.
+    """Returns a mask of the largest entries along the last axis, for a given density. None keeps all
+    nonzeros.
 
-    `of` names the entries in the warning for a fraction that cannot be met.
+    `of` describes the entries, for use in the warning if the density can't be met.
     """
     if density is None:
         return sizes != 0
@@ -171,9 +173,9 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
         warnings.warn(
             f"density={density:g} cannot be met: {count} of {of.format(size)} are kept, which is "
             f"{count / size:.4g}, the nearest there is. Ask for that, or for smaller parts.",
-            stacklevel=4,  # beyond `from_dense` and `checked`
+            stacklevel=4,  # skips `from_dense` and `checked`
         )
-    # Stable, so that equal entries are chosen in the same way on every machine.
+    # Use a stable sort, so that the choice amongst equal entries doesn't depend on the platform.
     kept = np.argsort(-sizes, axis=-1, kind="stable")[..., :count]
     mask = np.zeros(sizes.shape, bool)
     np.put_along_axis(mask, kept, True, axis=-1)
@@ -181,12 +183,12 @@ def largest(sizes: np.ndarray, density: float | None, of: str) -> np.ndarray:
 
 
 def is_covered(w: Any, y: Any) -> bool:
-    """Returns whether an elementwise function of `w` and `y` has the shape of `w`."""
+    """Returns whether an elementwise function of `w` and `y` would have the shape of `w`."""
     return np.broadcast_shapes(w.shape, np.shape(y)) == w.shape
 
 
 def same_index(x: Any, y: Any) -> bool:
-    """Returns whether two indices are known to be equal."""
+    """Returns whether two index arrays are known to be equal."""
     if x is y:
         return True
     known = not any(isinstance(index, jax.core.Tracer) for index in (x, y))
@@ -194,7 +196,7 @@ def same_index(x: Any, y: Any) -> bool:
 
 
 def broadcast_stack(w: Any, shape: Any, dimensions: Any) -> Any:
-    """`broadcast_in_dim` for batch axes; `NotImplemented` if the matrices change or move."""
+    """Implements `broadcast_in_dim` for batch axes. `NotImplemented` if this affects axes of the matrices."""
     num_new, kept = len(shape) - len(w.shape) + w.num_batch, w.num_batch
     matrix = tuple(range(num_new, len(shape)))
     if tuple(dimensions[kept:]) != matrix or tuple(shape[num_new:]) != w.shape[kept:]:

@@ -1,7 +1,7 @@
-"""`SparseArray`: an array with only some elements stored.
+"""`SparseArray`: an array for which only some elements are stored.
 
-No position may occur twice, and the index of padding is just past the end. Elementwise functions rely on
-this, as two elements at the same position would have to be added before applying the function, and not after.
+No position occurs twice, and the index of padding is one past the end. Elementwise functions rely on this:
+elements in the same position would have to be added before applying the function.
 """
 
 import functools
@@ -29,28 +29,29 @@ from .stacks import AbstractSparseArray, check_values, largest, same_index, shar
 
 
 class SparseArray(ArrayOperators, AbstractSparseArray):
-    """An array that is zero except for some elements at any positions.
+    """An array that is zero except for some elements, which can be in any position.
 
-    Products with a matrix on either side, forward and backward, take time proportional to the number of
+    Products with a matrix on either side, both forward and backward, take time proportional to the number of
     stored elements, and never form the dense matrix. Only stored elements have gradients. Axes in front of
-    the sparse axes stack arrays with the same number of stored elements, as `jax.vmap` does.
+    the sparse axes are batch axes (as created by `jax.vmap`), which stack arrays with the same number of
+    stored elements.
 
-    Make one with `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
+    This is usually created by `from_dense`, `from_coo`, `from_bcoo`, `from_bcsr` or `from_scipy`.
 
     **Arguments:**
 
     - `data`: `(*batch, elements)`, any dtype.
-    - `indices`: for each sparse axis, the elements' indices: int32 `(*batch, elements)`. No position occurs
-        twice. Along every axis, padding has the axis size as its index: it counts as zero (whatever `data`
-        holds there) and has zero gradient.
+    - `indices`: for each sparse axis, the indices of the elements, int32 `(*batch, elements)`. All positions
+        must be distinct. The index of padding is the axis size, along every axis; padding is treated as zero
+        (regardless of the contents of `data`), and has zero gradient.
     - `sizes`: the sizes of the sparse axes.
-    - `order`: `row_ptr`, `by_column` and `column_ptr` for a matrix with elements in
-        [`csr_index`][quaxlike.kernels.csr_index] order. None for any other order, and for arrays that are not
-        matrices; products are then slower.
-    - `major`: which of the two axes counts rows in `order`.
+    - `order`: for a matrix whose elements are in [`csr_index`][quaxlike.kernels.csr_index] order, its
+        `row_ptr`, `by_column` and `column_ptr`. None for any other order, which makes products slower, and
+        for arrays that aren't matrices.
+    - `major`: the axis that indexes the rows described by `order`.
 
-    **Raises:** `ValueError` if the shapes are inconsistent, for negative sizes, and for concrete indices out
-    of bounds or occurring twice.
+    **Raises:** `ValueError` if the shapes are inconsistent, if any size is negative, or if concrete indices
+    are out of bounds or not distinct.
 
     !!! example
 
@@ -88,19 +89,20 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_dense(cls, x: ArrayLike, *, density: float | None = None, stacked: int = 0) -> "SparseArray":
-        """Keeps the nonzero elements, or those with the largest magnitude.
+        """Keeps all nonzero elements, or those with the largest magnitude.
 
-        The choice depends on the values of `x`, so you cannot use this under `jax.jit`.
+        The choice depends on the values of `x`, so this can't be used under `jax.jit`.
 
         **Arguments:**
 
         - `x`: any array.
-        - `density`: the fraction of elements to keep, in (0, 1]. A warning tells if that cannot be met with
-            so few elements. Default: all nonzeros, so nothing changes.
-        - `stacked`: how many leading axes stack arrays that are sparse separately, for use with `vmap` or
-            `lax.scan`. Default 0.
+        - `density`: the fraction of elements to keep, in (0, 1]. Issues a warning if the array has too few
+            elements to come close to this. Default: keep all nonzeros, so that the array doesn't change.
+        - `stacked`: the number of leading axes that stack arrays with separate patterns, for use with `vmap`
+            or `lax.scan`. Default: 0.
 
-        **Raises:** `ValueError` for a density out of bounds, or more stacked axes than axes.
+        **Raises:** `ValueError` if the density is out of bounds, or if there are fewer axes than stacked
+        ones.
         """
         check_values(x, "SparseArray.from_dense chooses elements", "x")
         x = jnp.asarray(x)
@@ -122,16 +124,16 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_coo(cls, data: ArrayLike, indices: Any, shape: Sequence[SupportsIndex] | Array) -> "SparseArray":
-        """Makes an array from elements and their indices, in any order; duplicates are summed.
+        """Creates an array from elements in any order, and their indices. Duplicates are summed.
 
         **Arguments:**
 
-        - `data`: `(*batch, elements)`; may be traced.
-        - `indices`: concrete integers `(*batch, elements, axes)`: each element's position. An element out of
-            bounds counts as zero.
-        - `shape`: the whole array's shape, `(*batch, *sizes)`.
+        - `data`: `(*batch, elements)`, which can be traced.
+        - `indices`: `(*batch, elements, axes)`, concrete integers: the position of each element. Elements
+            that are out of bounds are treated as zero.
+        - `shape`: the shape of the whole array, `(*batch, *sizes)`.
 
-        **Raises:** `ValueError` if the shapes are inconsistent, or for traced indices.
+        **Raises:** `ValueError` if the shapes are inconsistent, or if the indices are traced.
         """
         if isinstance(indices, jax.core.Tracer):
             raise ValueError(
@@ -156,11 +158,12 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         inside = ((indices >= 0) & (indices < np.asarray(sizes, np.int64))).all(-1)
         clipped = np.where(inside[..., None], indices, 0).astype(np.int64)
         flat = np.ravel_multi_index(tuple(np.moveaxis(clipped, -1, 0)), sizes) if indices.size else inside
-        # One place past the end for all padding, so that sorting moves it behind the elements.
+        # All padding has the same position, one past the end, so that sorting moves it behind the elements.
         flat = np.where(inside, flat, math.prod(sizes))
-        # The usual case: sorted, and without duplicates. Then `data` may be traced, and is not moved.
+        # In the common case, indices are sorted without duplicates, so that we don't have to reorder `data`.
         if (np.diff(flat) > 0).all():
             return cls._at_places(data, flat, sizes)
+        # Otherwise sort the elements and sum duplicates, padding the arrays of a stack to a common size.
         each = [np.unique(row, return_inverse=True) for row in flat.reshape(math.prod(batch), flat.shape[-1])]
         width = max((len(places) for places, _ in each), default=0)
         places = [np.pad(p, (0, width - len(p)), constant_values=math.prod(sizes)) for p, _ in each]
@@ -171,15 +174,16 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @classmethod
     def _at_places(cls, data: Array, places: np.ndarray, sizes: tuple[int, ...]) -> "SparseArray":
-        """Makes an array from elements at flat indices `places` (sorted, and padded at the end)."""
+        """Creates an array from elements at flat indices `places`, sorted with padding at the end."""
         inside = places < math.prod(sizes)
         if not inside.all():
-            # Other formats allow any numbers in padding. We clear them, since leaves are summed and compared
-            # as well.
+            # Other formats have arbitrary values for padding. Clear these, since leaves might be summed or
+            # compared.
             data = jnp.where(inside, data, jnp.zeros_like(data))
         coordinates = np.unravel_index(np.where(inside, places, 0), sizes) if inside.any() else sizes
         indices = [np.where(inside, c, size) for c, size in zip(coordinates, sizes, strict=True)]
         indices = [index.astype(np.int32) for index in indices]
+        # The pattern is concrete, so we can also compute the CSR index of a matrix.
         order, count = None, math.prod(places.shape[:-1])
         if len(sizes) == 2 and count:
             pairs = zip(*(index.reshape(count, places.shape[-1]) for index in indices), strict=True)
@@ -191,9 +195,9 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
     @classmethod
     @checked
     def from_bcoo(cls, matrix: Any) -> "SparseArray":
-        """Converts a `jax.experimental.sparse.BCOO`. Batch axes stay batch axes, dense axes become sparse.
+        """Converts a `jax.experimental.sparse.BCOO`. Batch axes are preserved; dense axes become sparse axes.
 
-        If the indices are traced (under `jax.jit`, say), the elements keep their order.
+        If the indices are traced (e.g. under `jax.jit`) then the elements aren't reordered.
         """
         from jax.experimental import sparse
 
@@ -212,6 +216,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         indices = jnp.broadcast_to(matrix.indices, (*batch, *matrix.indices.shape[matrix.n_batch :]))
         if not isinstance(indices, jax.core.Tracer):
             return cls.from_coo(data, indices, matrix.shape)
+        # Traced indices can't be sorted here, but we still have to sum duplicates.
         if not matrix.unique_indices:
             matrix = sparse.BCOO((data, indices), shape=matrix.shape)
             with jax.numpy_rank_promotion("allow"):  # JAX relies on rank promotion here
@@ -224,7 +229,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return cls(jnp.where(inside, data, jnp.zeros_like(data)), each, sizes)
 
     def to_bcoo(self) -> Any:
-        """Converts to a `jax.experimental.sparse.BCOO` with the same batch axes."""
+        """Converts this to a `jax.experimental.sparse.BCOO` with the same batch axes."""
         from jax.experimental import sparse
 
         return sparse.BCOO(
@@ -245,7 +250,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return cls.from_bcoo(matrix.to_bcoo())
 
     def to_bcsr(self) -> Any:
-        """Converts a matrix, or a stack of matrices, to a `jax.experimental.sparse.BCSR`."""
+        """Converts this matrix, or stack of matrices, to a `jax.experimental.sparse.BCSR`."""
         from jax.experimental import sparse
 
         if self.order is None or self.major != 0:
@@ -261,7 +266,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return cls.from_coo(coo.data, np.stack(coordinates, -1), coo.shape)
 
     def to_scipy(self) -> Any:
-        """Converts a matrix to a `scipy.sparse.csr_array`, anything else to a `coo_array`.
+        """Converts this matrix to a `scipy.sparse.csr_array`, or any other array to a `coo_array`.
 
         **Raises:** `ValueError` for a stack.
         """
@@ -276,24 +281,24 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
     @property
     def num_batch(self) -> int:
-        """How many axes are batch axes."""
+        """The number of batch axes."""
         return len(self.data.shape) - 1
 
     @property
     def nse(self) -> int:
-        """The number of stored elements in one array."""
+        """The number of stored elements (per array, for a stack)."""
         return self.data.shape[-1]
 
     @property
     def csr(self) -> CsrIndex | None:
-        """The index of the matrix with rows along `major`; None if elements are not in order."""
+        """The CSR index of the matrix whose rows are axis `major`; None if the elements aren't ordered."""
         if self.order is None:
             return None
         return CsrIndex(self.indices[self.major], self.indices[1 - self.major], *self.order)
 
     @property
     def is_stored(self) -> Bool[Array, "*batch elements"]:
-        """Which elements are not padding."""
+        """Which elements aren't padding."""
         return self.indices[0] < self.sizes[0]
 
     @property
@@ -307,7 +312,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         n = self.num_batch
         y = jnp.broadcast_to(y, (*self.shape[:n], *y.shape[n:]))
         at = [
-            # A broadcast axis has only the index 0. Padding gets 1, which is out of bounds there, too.
+            # The only index along an axis that is broadcast is 0. Use 1 for padding, so that it's still out
+            # of bounds.
             jnp.where(index < size, 0, 1) if along == 1 else index
             for index, size, along in zip(self.indices, self.sizes, y.shape[n:], strict=True)
         ]
@@ -320,11 +326,11 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return self.shape == other.shape and all(map(same_index, self.indices, other.indices))
 
     def replace(self, **fields: Any) -> "SparseArray":
-        """Replaces some fields, without checking them against the others."""
+        """Replaces some fields, without checking that they are consistent with the others."""
         return replace_fields(self, **fields)
 
     def placed(self, data: Array, indices: Sequence[Array], sizes: Sequence[int]) -> "SparseArray":
-        """Replaces the elements (in any order) without checking their indices."""
+        """Replaces the elements, which can be in any order, without checking their indices."""
         return replace_fields(
             self, data=data, indices=tuple(indices), sizes=tuple(sizes), order=None, major=0
         )
@@ -333,7 +339,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         return jax.core.ShapedArray((*self.data.shape[:-1], *self.sizes), self.data.dtype)
 
     def materialise(self) -> Array:
-        # No place occurs twice, and a matrix's pointers end with the number of elements.
+        # If positions are distinct then at most one element has only zeros as indices. Also, the pointers of
+        # a matrix end with the number of elements.
         if self.nse >= (2 if self.order is None else 1):
             self.check_not_zeros([*self.indices, *(self.order or ())])
         return self.added_to(jnp.zeros(self.shape, self.data.dtype))
@@ -346,7 +353,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
 
 
 def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
-    """Checks that all positions, `(*batch, elements, axes)`, are distinct, or padding at `sizes`."""
+    """Checks that all positions, `(*batch, elements, axes)`, are either distinct or padding."""
     inside = ((indices >= 0) & (indices < sizes)).all(-1)
     padding = (indices == sizes).all(-1)
     if not (inside | padding).all():
@@ -369,7 +376,7 @@ def check_places(indices: np.ndarray, sizes: tuple[int, ...]) -> None:
 
 
 def unstacked(x: SparseArray) -> SparseArray:
-    """Turns batch axes into sparse axes."""
+    """Converts batch axes to sparse axes."""
     if not x.num_batch:
         return x
     shape, batch = x.data.shape, x.data.shape[:-1]
@@ -385,7 +392,7 @@ def unstacked(x: SparseArray) -> SparseArray:
 def flattened(
     indices: Sequence[Array], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> Int32[Array, " elements"]:
-    """Flat indices into an array with these sizes; the total size for elements not `inside`."""
+    """Returns flat indices into an array with these sizes, or its total size for elements not `inside`."""
     place = jnp.zeros(inside.shape, jnp.int32)
     for index, size in zip(indices, sizes, strict=True):
         place = place * size + index
@@ -395,7 +402,7 @@ def flattened(
 def unflattened(
     place: Int32[Array, " elements"], sizes: Sequence[int], inside: Bool[Array, " elements"]
 ) -> tuple[Array, ...]:
-    """The inverse of `flattened`."""
+    """Inverts `flattened`."""
     indices: list[Array] = []
     for size in reversed(sizes):
         indices.append(jnp.where(inside, place % max(size, 1), size))
@@ -404,12 +411,12 @@ def unflattened(
 
 
 def fits_int32(sizes: Sequence[int]) -> bool:
-    """Returns whether flat indices into an array with these sizes fit int32."""
+    """Returns whether flat indices into an array with these sizes are representable in int32."""
     return math.prod(sizes) < 2**31
 
 
 def smaller(x: SparseArray) -> Any:
-    """`x`, or the dense array if it needs no more elements."""
+    """Returns `x`, or materialises if that doesn't take more memory."""
     return x.materialise() if x.data.size >= x.size else x
 
 
@@ -417,14 +424,14 @@ def smaller(x: SparseArray) -> Any:
 
 
 def known_indices(x: SparseArray) -> np.ndarray | None:
-    """Returns the concrete indices, `(elements, axes)`; None if they are traced, or for a stack."""
+    """Returns the indices, `(elements, axes)`; None if they are traced, or if this is a stack."""
     if x.num_batch or any(isinstance(index, jax.core.Tracer) for index in x.indices):
         return None
     return np.stack([np.asarray(index) for index in x.indices], -1)
 
 
 def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Flat indices into the array with only these axes; -1 for padding."""
+    """Returns flat indices into an array with only these axes; -1 for padding."""
     inside = (indices < np.asarray(sizes)).all(1)
     safe = np.where(inside[:, None], indices, 0).astype(np.int64)
     place = np.zeros(len(indices), np.int64)
@@ -434,8 +441,9 @@ def known_places(indices: np.ndarray, axes: Sequence[int], sizes: Sequence[int])
 
 
 def pairs(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs of positions at which `x` and `y` hold the same nonnegative number."""
+    """Returns all pairs of positions at which `x` and `y` have the same nonnegative value."""
     order = np.argsort(y, kind="stable")
+    # Once `y` is sorted, the entries that are equal to an entry of `x` are contiguous.
     first = np.searchsorted(y[order], x, side="left")
     counts = np.searchsorted(y[order], x, side="right") - first
     counts[x < 0] = 0

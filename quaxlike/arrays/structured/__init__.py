@@ -1,8 +1,7 @@
-"""Structured matrices: diagonal, block-diagonal, block-circulant, tridiagonal, Kronecker product, low-rank
-update.
+"""Structured matrices: diagonal, block-diagonal, block-circulant, tridiagonal, Kronecker and low-rank.
 
-Products, linear systems and determinants exploit the structure: `jnp.linalg.solve`, `jnp.linalg.inv`,
-`jnp.linalg.slogdet` and `jnp.linalg.det` do so under `quaxify`.
+Under `quaxify`, their structure is exploited by products, `jnp.linalg.solve`, `jnp.linalg.inv`,
+`jnp.linalg.slogdet` and `jnp.linalg.det`.
 """
 
 # These are imported to register their rules.

@@ -1,7 +1,7 @@
-"""`StructuredMatrix`: the base class for matrices made from parts, with leading batch axes.
+"""`StructuredMatrix`: the base class of matrices that consist of several parts, with leading batch axes.
 
-A part may lack batch axes, from the left, and is then shared along them. So shapes are computed from the
-parts every time: a static shape would be wrong under `vmap`.
+A part doesn't have to have all batch axes: it can omit some of the leading ones, along which it's then
+shared. We always compute the shape from the parts, since a static shape would be incorrect under `vmap`.
 """
 
 import abc
@@ -27,45 +27,46 @@ _M = TypeVar("_M", bound="StructuredMatrix")
 
 
 class StructuredMatrix(ArrayOperators, ArrayValue):
-    """A matrix, or a stack of matrices, made from smaller arrays: its parts.
+    """A matrix, or a stack of matrices, that consists of smaller arrays (its parts).
 
-    Axes in front of a part's own axes are batch axes. A part may lack some of these, from the left; it is
-    then shared along them.
+    Any axes in front of a part's own axes are batch axes. A part can omit some of the leading batch axes,
+    along which it's then shared.
     """
 
     CORE: ClassVar[dict[str, int]]
-    """For each part, its field name and how many of its axes are not batch axes."""
+    """Maps the field name of each part to how many of its axes are not batch axes."""
 
     FACTORS: ClassVar[tuple[str, ...]]
-    """The parts to multiply if the matrix is multiplied by a scalar."""
+    """The parts that are multiplied when multiplying the matrix by a scalar."""
 
     OTHERS: ClassVar[dict[str, int] | None]
-    """If a matrix is filled with a number, `FACTORS[0]` is filled with it, and the other parts with these.
+    """When filling a matrix with some value, we fill `FACTORS[0]` with it, and the other parts with these.
 
-    None for a type that always has zeros.
+    None for a type that always contains zeros.
     """
 
     is_sum: ClassVar[bool] = False
-    """Whether elements are sums, so a factor must leave every term finite."""
+    """Whether elements are sums, in which case factors must leave every term finite."""
 
     @property
     @abc.abstractmethod
     def matrix_shape(self) -> tuple[int, int]:
-        """The shape without batch axes."""
+        """The shape of the matrix, without batch axes."""
 
     @abc.abstractmethod
     def transposed(self) -> "StructuredMatrix":
         """Swaps the last two axes."""
 
-    # Rules call these methods through `inside`, so parts may be Values.
+    # Rules call these methods via `inside`, so that parts are allowed to be Values.
 
     @abc.abstractmethod
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
-        """Multiplies `x`, with shape `(..., n, k)`. Its batch axes broadcast against the matrix's.
+        """Multiplies by `x`, with shape `(..., n, k)`. Its batch axes are broadcast against those of the
+        matrix.
 
         **Arguments:**
 
-        - `product`: multiplies a part and `x`. Default: `jnp.matmul`.
+        - `product`: how to multiply a part by `x`. Default: `jnp.matmul`.
         """
 
     @abc.abstractmethod
@@ -74,7 +75,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def inverse(self) -> Any:
-        """Returns the inverse: structured if one of these types can represent it, else dense."""
+        """Returns the inverse, which is structured if one of these types can represent it, or else dense."""
 
     @abc.abstractmethod
     def slogdet(self) -> tuple[Any, Any]:
@@ -82,45 +83,46 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     @abc.abstractmethod
     def det(self) -> Any:
-        """Returns the determinant, differentiable even where it is zero."""
+        """Returns the determinant, which is differentiable even if it's zero."""
 
     @abc.abstractmethod
     def diagonal_elements(self) -> Any:
-        """Returns the elements on the diagonal; shape `(*batch, min(m, n))`."""
+        """Returns the diagonal, with shape `(*batch, min(m, n))`."""
 
-    # Questions that other types ask. If a method declines, we ask the other operand, and then make the arrays
-    # dense.
+    # The following methods are called by the rules of other types. If a method declines, then we try that of
+    # the other operand, and finally materialise.
 
     def places(self) -> dict[str, tuple[Any, Any]] | None:
-        """For each part, the rows and columns of its elements, as arrays with one axis.
+        """Returns the rows and columns of the elements of each part, as one-dimensional arrays.
 
-        None unless the matrix is zero everywhere else.
+        None if the matrix isn't zero everywhere else.
         """
         return None
 
     def diagonal_block(self: _M, rows: slice) -> _M | NotImplementedType:
-        """Returns the block with these rows and the same columns, if it has this type."""
+        """Returns the block with these rows and the same columns, if it has the same type."""
         return NotImplemented
 
     def plus(self: _M, other: "StructuredMatrix", add: Callable[[Any, Any], Any]) -> _M | NotImplementedType:
-        """Computes `add(self, other)`. Here `add` adds or subtracts arrays, perhaps with swapped operands."""
+        """Computes `add(self, other)`, where `add` adds or subtracts (perhaps with swapped operands)."""
         alike = self.lifted(other) if self.places() is not None else NotImplemented
         return NotImplemented if alike is NotImplemented else self.paired(alike, add)
 
     def multiplied(
         self: _M, other: "StructuredMatrix", by: Callable[[Any, Any], Any]
     ) -> _M | NotImplementedType:
-        """Multiplies or divides by another matrix, element by element."""
+        """Multiplies or divides elementwise by another matrix."""
         same = type(other) is type(self) and self.places() is not None
         return self.paired(other, by) if same else NotImplemented
 
     def lifted(self: _M, other: "StructuredMatrix") -> _M | NotImplementedType:
-        """Converts `other` to this type, if this type has all its parts."""
+        """Converts `other` to this type, if every part corresponds to one of this type."""
         if type(other) is type(self):
             return other
         mine, its = self.places(), other.places()
         if mine is None or its is None:
             return NotImplemented
+        # Match parts by the positions of their elements. Parts that `other` doesn't have are zero.
         parts: dict[str, Any] = {}
         for name, place in mine.items():
             same = [key for key, at in its.items() if all(map(np.array_equal, place, at))][:1]
@@ -130,12 +132,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return NotImplemented if its else self.with_parts(parts)
 
     def paired(self: _M, other: Any, fn: Callable[[Any, Any], Any]) -> _M:
-        """Applies `fn` to each part and the same part of another matrix with the same type and shape."""
+        """Applies `fn` to each pair of parts. The other matrix must have the same type and shape."""
         x, y = self.converted(self.dtype).stacked(), other.converted(other.dtype).stacked()
         return x.with_parts({name: quaxify(fn)(part, y.parts[name]) for name, part in x.parts.items()})
 
     def after_diagonal(self: _M, diagonal: Any) -> _M | NotImplementedType:
-        """Multiplies by a diagonal matrix, given its `diagonal`, from the left."""
+        """Multiplies from the left by a diagonal matrix with this `diagonal`."""
         places = self.places()
         if places is None:
             return NotImplemented
@@ -147,12 +149,12 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return x.with_parts({name: by(part, places[name][0]) for name, part in x.parts.items()})
 
     def matmul(self: _M, other: "StructuredMatrix", precision: Any = None) -> _M | NotImplementedType:
-        """Multiplies another matrix with the same batch axes. Neither is diagonal."""
+        """Multiplies by another matrix with the same batch axes. Neither of the matrices is diagonal."""
         return NotImplemented
 
     @property
     def has_solver(self) -> bool:
-        """Whether linear systems exploit the structure; else the dense matrix is factorised."""
+        """Whether linear systems exploit the structure; otherwise we factorise the dense matrix."""
         return True
 
     @property
@@ -175,7 +177,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return jax.core.ShapedArray((*self.batch, *self.matrix_shape), dtype)
 
     def each(self: _M, fn: Callable[[Any, int], Any]) -> _M:
-        """Replaces each part by `fn(part, n)`. Its last `n` axes are not batch axes."""
+        """Replaces each part by `fn(part, n)`, where the last `n` axes of the part aren't batch axes."""
         return self.with_parts(
             {name: quaxify(fn)(part, self.CORE[name]) for name, part in self.parts.items()}
         )
@@ -184,14 +186,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return replace_fields(self, **parts)
 
     def stacked(self: _M, batch: Sequence[int] | None = None) -> _M:
-        """Puts all batch axes on every part."""
+        """Adds any missing batch axes to every part."""
         batch = self.batch if batch is None else tuple(batch)
         return self.each(lambda part, n: _broadcast(part, (*batch, *part.shape[part.ndim - n :])))
 
     def repeated(self: _M, shape: tuple[int, ...]) -> _M | NotImplementedType:
-        """Repeats the matrix along batch axes, to broadcast against an array with this shape.
+        """Repeats the matrix along batch axes, as when broadcasting it against an array with this shape.
 
-        Declines if rows or columns would be repeated.
+        Declines if this would repeat rows or columns.
         """
         full = np.broadcast_shapes(self.shape, shape)
         if full[-2:] != self.matrix_shape:
@@ -199,7 +201,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self if full == self.shape else self.stacked(full[:-2])
 
     def converted(self: _M, dtype: Any) -> _M:
-        """Converts all parts to one dtype."""
+        """Converts all parts to a single dtype."""
         if all(part.dtype == dtype for part in self.parts.values()):
             return self
         return self.each(lambda part, _: part if part.dtype == dtype else part.astype(dtype))
@@ -209,7 +211,7 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
         **Arguments:**
 
-        - `by`: another elementwise function to use instead.
+        - `by`: the elementwise function to use instead of multiplication.
         """
         parts, n = self.converted(self.dtype).parts, jnp.ndim(factor)
         for name in self.FACTORS:
@@ -221,9 +223,10 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
         return self.with_parts(parts)
 
     def widen(self: _M, like: Value) -> _M | jax.Array | NotImplementedType:
-        """Gives each part the same batch axes as in `like`, and all parts one dtype if dtypes differ.
+        """Adds the batch axes that each part has in `like`. If dtypes differ, then converts all parts to one
+        dtype.
 
-        Becomes dense if parts have other sizes or types.
+        Materialises if the parts have other sizes or types.
         """
         if not isinstance(like, StructuredMatrix) or type(like) is not type(self):
             return NotImplemented
@@ -239,14 +242,14 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
     def leading_axis(self) -> Sequence[int | None] | NotImplementedType:
         if not self.batch:
-            return NotImplemented  # a row of a matrix has no structure
+            return NotImplemented  # a row of a matrix isn't structured
         n = len(self.batch)
         return leading_axes((part, part.ndim - self.CORE[name] >= n) for name, part in self.parts.items())
 
     def shard_spec(self, spec: jax.P) -> Sequence[jax.P] | NotImplementedType:
         batch = len(self.batch)
         if any(axis is not None for axis in spec[batch:]):
-            return NotImplemented  # a block of rows is not a matrix with this type
+            return NotImplemented  # a block of rows isn't a matrix of this type
         sharded = (*spec[:batch], *[None] * (batch - len(spec)))
 
         def own(part: Any, core: Any) -> Any:
@@ -256,11 +259,11 @@ class StructuredMatrix(ArrayOperators, ArrayValue):
 
 
 def inside(fn: Callable[..., Any], *operands: Any) -> Any:
-    """Calls `fn(*operands)` inside `quaxify`, which dispatches on the parts of structured operands."""
+    """Calls `fn(*operands)` under `quaxify`, so that it dispatches on the parts of structured operands."""
 
     def on_parts(*parts: Any) -> Any:
         pairs = zip(operands, parts, strict=True)
-        # All operations act on parts with one dtype.
+        # Operations assume that all parts have the same dtype.
         return fn(
             *(x.with_parts(p).converted(x.dtype) if isinstance(x, StructuredMatrix) else p for x, p in pairs)
         )
@@ -269,7 +272,7 @@ def inside(fn: Callable[..., Any], *operands: Any) -> Any:
 
 
 def check_batches(matrix: StructuredMatrix) -> None:
-    """Raises a `ValueError` unless the existing batch axes of all parts agree."""
+    """Raises a `ValueError` if the batch axes of the parts are inconsistent."""
     batch = matrix.batch
     for name, part in matrix.parts.items():
         core = matrix.CORE[name]
@@ -283,7 +286,7 @@ def check_batches(matrix: StructuredMatrix) -> None:
 
 
 def as_part(x: Any) -> Any:
-    """Converts a field to an array; returns a Value unchanged."""
+    """Converts a field to an array. Values are returned unchanged."""
     return x if is_value(x) or hasattr(x, "shape") else as_array(x)
 
 
@@ -292,14 +295,14 @@ def _broadcast(part: Any, shape: tuple[int, ...]) -> Any:
 
 
 def lead(part: Any, ndim: int) -> Any:
-    """Adds leading axes of size 1, up to `ndim` axes."""
+    """Adds leading axes of size 1, for at least `ndim` axes in total."""
     return part if part.ndim >= ndim else jnp.reshape(part, (*[1] * (ndim - part.ndim), *part.shape))
 
 
 def solve_part(part: Any, b: Any) -> Any:
-    """`jnp.linalg.solve` for a part and `b`, with shape `(*batch, n, k)`.
+    """Computes `jnp.linalg.solve` for a part, and a `b` with shape `(*batch, n, k)`.
 
-    A part that the batch shares is factorised only once.
+    A part that's shared along batch axes is only factorised once.
     """
     batch = b.shape[:-2]
     if part.ndim > 2:

@@ -1,4 +1,4 @@
-"""`BlockDiagonalMatrix`: equal blocks along the diagonal."""
+"""`BlockDiagonalMatrix`: a matrix with equally sized blocks along its diagonal."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -13,7 +13,7 @@ from .base import StructuredMatrix, as_part, diagonal_of, lead
 
 
 class BlockDiagonalMatrix(StructuredMatrix):
-    """A matrix with equally shaped blocks along the diagonal, and zeros elsewhere.
+    """A matrix with blocks of equal shape along the diagonal, and zeros elsewhere.
 
     **Arguments:**
 
@@ -21,7 +21,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
 
     **Raises:**
 
-    `ValueError` for blocks with fewer than three axes.
+    `ValueError` if the blocks have fewer than three axes.
 
     !!! example
 
@@ -58,7 +58,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         return jnp.reshape(rows, self.shape)
 
     def _by_block(self, apply: Any, x: Any) -> Any:
-        """Applies `apply` to blocks of rows of `x`, which has shape (..., n * q, k)."""
+        """Applies `apply` to the blocks of rows of `x`, which has shape (..., n * q, k)."""
         *batch, m, k = x.shape
         n = self.blocks.shape[-3]
         y = apply(jnp.reshape(x, (*batch, n, m // max(n, 1), k)))
@@ -85,6 +85,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
 
     def after_diagonal(self, diagonal: Any) -> "BlockDiagonalMatrix":
         by_row = jnp.reshape(diagonal, (*diagonal.shape[:-1], *self.blocks.shape[-3:-1], 1))
+        # Either of these might have more batch axes, and strict rank promotion would raise.
         ndim = max(by_row.ndim, self.blocks.ndim)
         return replace_fields(self, blocks=lead(by_row, ndim) * lead(self.blocks, ndim))
 
@@ -125,6 +126,7 @@ class BlockDiagonalMatrix(StructuredMatrix):
         n, p, q = self.blocks.shape[-3:]
         if p == q:
             return jnp.reshape(diagonal_of(self.blocks), (*self.batch, n * p))
+        # If the blocks aren't square then some of the diagonal lies outside of them.
         i = jnp.arange(min(self.matrix_shape))
         inside = self.blocks[..., i // p, i % p, i % q]
         return jnp.where(i // p == i // q, inside, jnp.zeros_like(inside))

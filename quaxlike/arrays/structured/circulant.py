@@ -1,4 +1,4 @@
-"""`BlockCirculantMatrix`: blocks with cyclically shifted rows."""
+"""`BlockCirculantMatrix`: a matrix of blocks whose rows are cyclic shifts of each other."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -14,10 +14,10 @@ from .base import StructuredMatrix, as_part
 
 
 class BlockCirculantMatrix(StructuredMatrix):
-    """A matrix of square circulant blocks: each row is the previous one, shifted by one.
+    """A matrix of square circulant blocks, in which each row is the previous one shifted by one.
 
-    Block `(m, n)` has `kernel[m, n, (j - k) % b]` at row `k` and column `j`. We compute products by fast
-    Fourier transforms. Linear systems, too, which split into one system per frequency.
+    Block `(m, n)` has element `kernel[m, n, (j - k) % b]` in row `k` and column `j`. Products are computed by
+    fast Fourier transforms. So are linear systems, which decompose into one small system per frequency.
 
     **Arguments:**
 
@@ -25,7 +25,7 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     **Raises:**
 
-    `ValueError` for a kernel with fewer than three axes.
+    `ValueError` if the kernel has fewer than three axes.
 
     !!! example
 
@@ -64,6 +64,7 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def applied_to(self, x: Any, precision: Any = None, product: Callable[..., Any] = jnp.matmul) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
+            # A Fourier transform would introduce rounding errors.
             return product(self.materialise(), x, precision=precision)
 
         def by(blocks: Any, x: Any) -> Any:
@@ -72,10 +73,10 @@ class BlockCirculantMatrix(StructuredMatrix):
         return self._by_frequency(by, x, self.kernel.shape[-3])
 
     def _by_frequency(self, by: Any, x: Any, rows: int) -> Any:
-        """Applies `by` to the spectra of the blocks and of `x`, `(..., columns * b, k)`, by frequency."""
+        """Applies `by` to the spectra of the blocks and of `x`, `(..., columns * b, k)`, per frequency."""
         *batch, m, k = x.shape
         b, dtype = self.kernel.shape[-1], x.dtype
-        wide = in_float32(dtype)  # Fourier transforms have no 16-bit types
+        wide = in_float32(dtype)  # Fourier transforms don't support 16-bit types
         x = jnp.reshape(x.astype(wide), (*batch, m // b, b, k))
         x = jnp.moveaxis(jnp.fft.fft(x, axis=-2), -2, -3)  # (..., b, columns, k)
         y = jnp.moveaxis(by(self._spectrum(), x), -3, -2)
@@ -84,7 +85,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return jnp.reshape(y, (*y.shape[:-3], rows * b, k)).astype(dtype)
 
     def _spectrum(self) -> Any:
-        """For each frequency, the matrix that multiplies it: `(..., b, rows, columns)`."""
+        """Returns the matrix by which each frequency is multiplied, `(..., b, rows, columns)`."""
         b = self.kernel.shape[-1]
         kernel = self.kernel.astype(in_float32(self.kernel.dtype))
         return jnp.moveaxis(jnp.fft.ifft(kernel, axis=-1) * b, -1, -3)
@@ -99,6 +100,7 @@ class BlockCirculantMatrix(StructuredMatrix):
         return isinstance(other, BlockCirculantMatrix) and self.kernel.shape[-3:] == other.kernel.shape[-3:]
 
     def transposed(self) -> "BlockCirculantMatrix":
+        # Transposing a circulant block reverses its first row, except for the element on the diagonal.
         return self.each(lambda x, _: jnp.roll(jnp.flip(jnp.swapaxes(x, -3, -2), -1), 1, -1))
 
     def _check_square(self) -> None:
@@ -127,6 +129,8 @@ class BlockCirculantMatrix(StructuredMatrix):
         self._check_square()
         sign, log = jnp.linalg.slogdet(self._spectrum())
         sign = jnp.prod(sign, -1)
+        # For a real kernel, frequencies come in complex conjugate pairs, so their product is real up to
+        # rounding.
         sign = sign if jnp.iscomplexobj(jnp.zeros((), self.dtype)) else jnp.sign(sign.real)
         return sign.astype(self.dtype), jnp.sum(log, -1)
 
@@ -137,5 +141,6 @@ class BlockCirculantMatrix(StructuredMatrix):
 
     def diagonal_elements(self) -> Any:
         b = self.kernel.shape[-1]
+        # The diagonal of each circulant block is constant.
         first = jnp.diagonal(self.kernel[..., 0], axis1=-2, axis2=-1)
         return jnp.repeat(first, b, axis=-1)

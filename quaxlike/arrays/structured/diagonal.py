@@ -1,4 +1,4 @@
-"""`DiagonalMatrix`: a matrix that is zero except on its diagonal."""
+"""`DiagonalMatrix`: a matrix that is zero except for its diagonal."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from .base import StructuredMatrix, as_part, lead
 
 
 class DiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero except on its diagonal.
+    """A square matrix that is zero except for its diagonal.
 
     **Arguments:**
 
@@ -47,6 +47,7 @@ class DiagonalMatrix(StructuredMatrix):
         return (n, n)
 
     def materialise(self) -> jax.Array:
+        # Don't multiply by the identity, as an infinite element would then produce NaNs.
         eye = jnp.eye(self.diagonal.shape[-1], dtype=bool)
         diagonal = jnp.asarray(self.diagonal)
         return jnp.where(eye, diagonal[..., None], jnp.zeros((), diagonal.dtype))
@@ -59,7 +60,8 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=self.diagonal[..., rows])
 
     def after_diagonal(self, diagonal: Any) -> "DiagonalMatrix":
-        # Either may have more batch axes. Aligning them here keeps strict rank promotion from raising.
+        # Either of these might have more batch axes. Align them explicitly, since strict rank promotion would
+        # raise.
         ndim = max(diagonal.ndim, self.diagonal.ndim)
         return replace_fields(self, diagonal=lead(diagonal, ndim) * lead(self.diagonal, ndim))
 
@@ -76,7 +78,7 @@ class DiagonalMatrix(StructuredMatrix):
         return replace_fields(self, diagonal=1 / self.diagonal)
 
     def slogdet(self) -> tuple[Any, Any]:
-        # The product of many elements overflows, so we add up logarithms.
+        # The product of many elements could overflow, so we sum their logarithms instead.
         sign = jnp.prod(jnp.sign(self.diagonal), axis=-1)
         return sign, jnp.sum(jnp.log(jnp.abs(self.diagonal)), axis=-1)
 

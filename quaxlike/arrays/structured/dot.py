@@ -1,4 +1,4 @@
-"""Products: `dot_general` with any dimension numbers that contract one axis of the matrix."""
+"""Products: `dot_general` with any dimension numbers for which one axis of the matrix is contracted."""
 
 import functools
 import math
@@ -55,12 +55,13 @@ def _product(
             y = _scaled(matrix.converted(dtype), _cast(x, dtype), axes, on_left)
             y = _transposed(y, [*of_x.batch, *in_order(on_left, of_x.contracting, of_x.free)])
             return y if preferred_element_type is None else _cast(y, preferred_element_type)
-        # x: (*batch, n, k), with batch axes in the matrix's order, and size 1 if x lacks them.
+        # x: (*batch, n, k), with batch axes in the same order as for the matrix, and size 1 if x doesn't have
+        # them.
         x = jnp.transpose(x, [*(own[i] for i in sorted(own)), *of_x.contracting, *of_x.free])
         sizes = x.shape[len(batch) + 1 :]
         stack = [matrix.batch[i] if i in own else 1 for i in range(n_batch)]
         x = jnp.reshape(x, (*stack, x.shape[len(batch)], math.prod(sizes)))
-        # Some types have rules for only one side, so the order of the operands matters.
+        # Some types only have rules for one side, so the order of the operands matters.
         reverse = (
             not on_left and is_value(value_of(x)) and "product" in signature(matrix.applied_to).parameters
         )
@@ -68,7 +69,7 @@ def _product(
         y = matrix.converted(dtype).applied_to(_cast(x, dtype), precision, **by)
         y = jnp.broadcast_to(y, (*matrix.batch, *y.shape[-2:]))
         y = jnp.reshape(y, (*y.shape[:-1], *sizes))
-        # y: from (*batch, m, *free) to (*batch of the product, free axes of the first, of the second).
+        # Transpose y from (*batch, m, *free) to (*batch of the product, free axes of lhs, free axes of rhs).
         free = [*(i for i in range(n_batch) if i not in own), n_batch]
         x_free = [n_batch + 1 + i for i in range(len(sizes))]
         y = jnp.transpose(y, [*batch, *in_order(on_left, free, x_free)])
@@ -78,12 +79,13 @@ def _product(
 
 
 def _scaled(matrix: DiagonalMatrix, x: Any, axes: Sequence[int], on_left: bool) -> Any:
-    """Multiplies `x` by the diagonal along these axes of `x`, which stay where they are."""
+    """Multiplies `x` by the diagonal along these axes, which remain in the same positions."""
     scale = arrange(lead(matrix.diagonal, len(axes)), axes, range(jnp.ndim(x)))
     order = (scale, x) if on_left else (x, scale)
     values = [value_of(each) for each in order]
     if any(map(is_value, values)):
-        # Elements commute, and a type may have a rule for only one order.
+        # Elementwise multiplication is commutative, but a type might only have a rule for one of the two
+        # orders.
         rules = resolver(active_layers.get())
         here, swapped = (rules.has_rule(jax.lax.mul_p, *each) for each in (values, values[::-1]))
         order = order[::-1] if swapped and not here else order
@@ -95,7 +97,7 @@ def _transposed(x: Any, axes: Sequence[int]) -> Any:
 
 
 def _reversed(part: Any, x: Any, precision: Any) -> Any:
-    """Computes `part @ x`, with `x` as the first operand."""
+    """Computes `part @ x` such that `x` is the first operand of the product."""
     out = jnp.matmul(jnp.matrix_transpose(x), jnp.matrix_transpose(part), precision=precision)
     return jnp.matrix_transpose(out)
 
@@ -119,17 +121,19 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
         out = multiply(a.converted(dtype), b.converted(dtype), params["precision"])
         if out is not NotImplemented:
             return out if preferred is None else out.converted(preferred)
+    # Only materialise one of the operands, so that the product still exploits the structure of the other one.
     y = dense(y, primitive.name, (x, y), hint="Their product has no structure.")
     return quaxify(functools.partial(primitive.bind, **params))(x, y)
 
 
 def multiply(x: StructuredMatrix, y: StructuredMatrix, precision: Any = None) -> Any:
-    """Computes `x @ y` as a structured matrix; NotImplemented if it is not one."""
+    """Computes `x @ y` as a structured matrix. Returns `NotImplemented` if it isn't structured."""
     if isinstance(x, DiagonalMatrix):
         return y.after_diagonal(x.diagonal)
     out = NotImplemented if isinstance(y, DiagonalMatrix) else x.matmul(y, precision)
     if out is not NotImplemented or type(x) is type(y):
         return out
+    # The product might only be implemented by the type on the right, so we try its transpose.
     x, y = y.transposed(), x.transposed()
     out = y.after_diagonal(x.diagonal) if isinstance(x, DiagonalMatrix) else x.matmul(y, precision)
     return out if out is NotImplemented else out.transposed()

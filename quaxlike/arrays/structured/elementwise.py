@@ -1,4 +1,4 @@
-"""Sums, scaling and elementwise functions that keep a matrix's structure."""
+"""Addition, scaling and elementwise functions that preserve the structure of a matrix."""
 
 import functools
 import math
@@ -35,6 +35,7 @@ def _integer_pow(primitive: Primitive, x: StructuredMatrix, *, y: int, **params:
     return NotImplemented if y <= 0 or x.places() is None else _of_parts(primitive, x, y=y, **params)
 
 
+# These are multiplicative, so they can be applied to both factors.
 @register(["abs", "conj", "sign"])
 def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
     return _of_parts(primitive, x, **params)
@@ -42,6 +43,7 @@ def _multiplicative(primitive: Primitive, x: KroneckerMatrix, **params: Any):
 
 @register("convert_element_type")
 def _convert_element_type(primitive: Primitive, x: StructuredMatrix, *, new_dtype: Any, **params: Any):
+    # If elements are products or sums of parts, then rounding each part gives a different result.
     if x.places() is None and (
         x.dtype == bool
         or not jnp.issubdtype(new_dtype, jnp.inexact)
@@ -68,6 +70,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
+    # Infinite terms with opposite signs would give NaN.
     if x.is_sum and is_infinite(y):
         return NotImplemented
     factor = _factor(x, y)
@@ -77,7 +80,7 @@ def _times_array(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **para
 
 
 def _on_places(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: Any) -> Any:
-    """Multiplies or divides the stored elements by elements of an array."""
+    """Multiplies or divides the stored elements by the corresponding elements of an array."""
     places: Any = x.places()
     y, x = jnp.broadcast_to(y, x.shape), x.converted(x.dtype).stacked()
 
@@ -97,20 +100,21 @@ def _divided(primitive: Primitive, x: StructuredMatrix, y: ArrayLike, **params: 
     x = x.repeated(np.shape(y))
     if x is NotImplemented or multiplies_nothing(x, y):
         return x
+    # As for products.
     if x.is_sum and is_infinite(reciprocal(y)):
         return NotImplemented
     factor = _factor(x, y)
     if factor is None and x.places() is not None:
         return _on_places(primitive, x, y, **params)
     if factor is None or (x.places() is None and not jnp.issubdtype(x.dtype, jnp.inexact)):
-        return NotImplemented  # integer division rounds
+        return NotImplemented  # division of integers rounds
     return x.scaled(factor, lambda part, factor: primitive.bind(part, factor, **params))
 
 
 def _factor(x: StructuredMatrix, y: ArrayLike) -> Any:
-    """`y` as a single number, or as one number per matrix in a stack; None if it is neither.
+    """Returns `y` as a scalar, or as one scalar for each matrix in a stack; None if it is neither.
 
-    JAX may also bind primitives with axes of size 1.
+    Note that JAX might also have added axes of size 1 before binding the primitive.
     """
     shape = np.shape(y)
     if not shape:
@@ -129,6 +133,7 @@ def _of_two(primitive: Primitive, x: StructuredMatrix, y: StructuredMatrix, **pa
     by = functools.partial(primitive.bind, **params)
     orders = ((x, y), (y, x)) if primitive.name == "mul" else ((x, y),)
     for first, second in orders:
+        # The product with a diagonal matrix is diagonal.
         if isinstance(first, DiagonalMatrix):
             other = inside(lambda second: second.diagonal_elements(), second)
             return replace_fields(first, diagonal=quaxify(by)(first.stacked().diagonal, other))
@@ -179,7 +184,7 @@ def _reduce_sum(x: StructuredMatrix, *, axes: Sequence[int], **params: Any):
         return x.stacked().each(lambda part, _: jnp.sum(part, tuple(axes), dtype=part.dtype))
 
     def total(x: Any) -> Any:
-        # A product with ones, then plain sums over the remaining axes.
+        # Multiply by a vector of ones, and then sum over the remaining axes.
         matrix = x if columns else x.transposed()
         size = matrix.matrix_shape[1]
         y = matrix.applied_to(jnp.ones((*[1] * n, size, 1), x.dtype))

@@ -16,7 +16,7 @@ from .base import StructuredMatrix, as_part, check_batches, diagonal_of, lead, s
 class KroneckerMatrix(StructuredMatrix):
     """The Kronecker product of two matrices: `a[i, j] * b` in block `(i, j)`.
 
-    Both may be any Value, such as another `KroneckerMatrix` for a product of three matrices.
+    Both can be Values. For example, use another `KroneckerMatrix` for a product of three matrices.
 
     **Arguments:**
 
@@ -25,7 +25,7 @@ class KroneckerMatrix(StructuredMatrix):
 
     **Raises:**
 
-    `ValueError` if the batch axes do not agree.
+    `ValueError` if the batch axes are inconsistent.
 
     !!! example
 
@@ -60,7 +60,7 @@ class KroneckerMatrix(StructuredMatrix):
         return jnp.reshape(a * b, self.shape)
 
     def _map(self, by_a: Any, by_b: Any, x: Any) -> Any:
-        """Applies `by_a` along q and `by_b` along s to `x`, which has shape (..., q * s, k)."""
+        """Applies `by_a` along q, and `by_b` along s, to `x` with shape (..., q * s, k)."""
         *batch, _, k = x.shape
         q, s = self.a.shape[-1], self.b.shape[-1]
         # (..., s, q * k)
@@ -117,6 +117,7 @@ class KroneckerMatrix(StructuredMatrix):
         sign_a, log_a, sign_b, log_b = (
             jnp.broadcast_to(x, self.batch) for x in (sign_a, log_a, sign_b, log_b)
         )
+        # det(a ⊗ b) = det(a)ⁿ det(b)ᵐ
         return sign_a**n * sign_b**m, n * log_a + m * log_b
 
     def det(self) -> Any:

@@ -1,11 +1,12 @@
-"""Linear systems, inverses and determinants of structured matrices, through `jax.numpy`'s functions.
+"""Linear systems, inverses and determinants of structured matrices, via the functions in `jax.numpy`.
 
-`jnp.linalg.solve` factorises with the primitive `lu` and then solves with `triangular_solve`, all inside
-`lax.custom_linear_solve`. Here the `lu` of a structured matrix is the matrix itself, kept as a factor. This
-works under every transform, and JAX differentiates the linear system as usual.
+`jnp.linalg.solve` factorises using the primitive `lu`, and then solves using `triangular_solve`, both within
+`lax.custom_linear_solve`. Here we implement `lu` of a structured matrix by returning the matrix itself as one
+of the factors. This works under every transform, and the linear system is differentiated by JAX as usual.
 
-The other functions read elements of their intermediate results. They are recognised as a whole, by the jaxpr
-of their call, which is identical to the object that tracing the function returns.
+All other functions access individual elements of intermediate results, so these have to be recognised as a
+whole. This is done via the jaxpr of the call, which is the same object as the one returned when tracing the
+function.
 """
 
 import functools
@@ -31,16 +32,16 @@ from .diagonal import DiagonalMatrix
 
 @checked
 def solve(matrix: ArrayLike | ArrayValue, b: ArrayLike | ArrayValue) -> Any:
-    """Solves `matrix @ x = b`: `jnp.linalg.solve` under [`quaxlike.quaxify`][].
+    """Solves `matrix @ x = b`, using `jnp.linalg.solve` under [`quaxlike.quaxify`][].
 
     **Arguments:**
 
-    - `matrix`: shape `(*batch, n, n)`, any type.
-    - `b`: shape `(n,)`, or `(*batch, n, k)`.
+    - `matrix`: shape `(*batch, n, n)`, of any type.
+    - `b`: shape `(n,)` or `(*batch, n, k)`.
 
     **Returns:**
 
-    An array with the shape of `b`.
+    An array with the same shape as `b`.
 
     !!! example
 
@@ -66,11 +67,11 @@ def logdet(matrix: ArrayLike | ArrayValue) -> Any:
 
     **Arguments:**
 
-    - `matrix`: shape `(*batch, n, n)`, any type.
+    - `matrix`: shape `(*batch, n, n)`, of any type.
 
     **Returns:**
 
-    An array with shape `batch`; minus infinity for a singular matrix.
+    An array with shape `batch`, which is minus infinity for a singular matrix.
 
     !!! example
 
@@ -100,9 +101,9 @@ def _check_square(matrix: Any) -> None:
 
 
 class Factored(ArrayValue):
-    """The `lu` factors of a structured matrix: the identity as L, and the matrix as U.
+    """The result of `lu` for a structured matrix, whose factors are L = identity and U = the matrix itself.
 
-    Only the primitive `triangular_solve` uses this.
+    This is only used by the primitive `triangular_solve`.
     """
 
     matrix: StructuredMatrix
@@ -128,6 +129,7 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
     m, n = x.matrix_shape
     if m != n:
         return NotImplemented
+    # The structure doesn't help with solving linear systems, so factorise the dense matrix instead.
     if not x.has_solver:
         parts = {name: dense(part, primitive.name) for name, part in x.parts.items()}
         return primitive.bind(materialise(x.with_parts(parts)), **params)
@@ -137,13 +139,14 @@ def _lu(primitive: Primitive, x: StructuredMatrix, **params: Any):
 
 @register([*REARRANGEMENTS, "gather", "dynamic_slice", "concatenate"])
 def _move(primitive: Primitive, x: Factored, *rest: ArrayLike, **params: Any):
-    """Moves batch axes."""
+    """Transposes, reshapes or slices batch axes."""
     out = quaxify(primitive.bind)(x.matrix, *rest, **params)
     return Factored(out) if isinstance(out, StructuredMatrix) else NotImplemented
 
 
 @register("triangular_solve")
 def _solve_factored(x: Factored, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **params: Any):
+    # This solves a linear system with L, which is the identity.
     if lower and unit_diagonal:
         return jnp.asarray(b)
     return NotImplemented if lower or unit_diagonal else _solve(x.matrix, b, **params)
@@ -157,7 +160,7 @@ def _solve_diagonal(x: DiagonalMatrix, b: ArrayLike, *, lower: bool, unit_diagon
 def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bool, conjugate_a: bool) -> Any:
     def solved(a: StructuredMatrix, b: Any) -> Any:
         a = a.each(lambda part, _: jnp.conj(part)) if conjugate_a else a
-        # x a = b is aᵀ xᵀ = bᵀ.
+        # x a = b is equivalent to aᵀ xᵀ = bᵀ.
         a = a.transposed() if transpose_a == left_side else a
         return a.solve(b) if left_side else jnp.matrix_transpose(a.solve(jnp.matrix_transpose(b)))
 
@@ -168,7 +171,7 @@ def _solve(matrix: StructuredMatrix, b: Any, *, left_side: bool, transpose_a: bo
 
 _LAST_AXES = ({"axis1": -2, "axis2": -1}, {"offset": 0, "axis1": -2, "axis2": -1})
 
-# Implementations of jitted functions, with the keywords that a call may have.
+# Implementations of jitted functions, and the keyword arguments with which these might be called.
 _FUNCTIONS: dict[str, tuple[Any, Callable[[StructuredMatrix], Any], tuple[dict[str, Any], ...]]] = {
     "inv": (jnp.linalg.inv, lambda x: x.inverse(), ({},)),
     "slogdet": (jnp.linalg.slogdet, lambda x: x.slogdet(), ({},)),
@@ -189,7 +192,7 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
         return NotImplemented
     if not solves:
         return [inside(of_matrix, x)]
-    # Integers are converted to floating point. No linear system can be solved in half precision.
+    # Integers are converted to floating point. Linear systems can't be solved in half precision.
     dtype = jaxpr.out_avals[0].dtype
     out = inside(of_matrix, x.converted(dtype if dtype.itemsize > 2 else jnp.float32))
     outs = out if isinstance(out, tuple) else (out,)
@@ -200,8 +203,8 @@ def _call(x: StructuredMatrix, *, name: str, jaxpr: Any, **params: Any):
     return [cast(x, aval) for x, aval in zip(outs, jaxpr.out_avals, strict=True)]
 
 
-# Functions with a derivative that reads elements of LU factors (there are none here), and how many results
-# they have. Importing `jax.scipy.linalg` takes long, and only these need it.
+# Functions whose derivatives access elements of the LU factors (which ours don't have), and their number of
+# results. Importing `jax.scipy.linalg` is slow, so we only do that when it's needed.
 _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
     "det": (lambda: jnp.linalg.det, 1),
     "lu_factor": (lambda: jax.scipy.linalg.lu_factor, 2),
@@ -212,10 +215,10 @@ _OF_FACTORS: dict[str, tuple[Callable[[], Any], int]] = {
 def _call_of_derivative(
     primitive: Primitive, x: StructuredMatrix, *rest: ArrayLike | ArrayValue, **params: Any
 ):
-    """Makes the matrix dense in the derivative of such a function.
+    """Materialises the matrix in the derivative of such a function.
 
-    JAX stages this derivative as a function with the same source, but with tangents among its operands, or
-    more results.
+    JAX stages this derivative as a function with the same source, but with tangents amongst its operands, or
+    with more results.
     """
     fun, n = _OF_FACTORS.get(params["name"], (None, 0))
     jaxpr = params["jaxpr"]
@@ -228,16 +231,16 @@ def _call_of_derivative(
 
 
 def _source(jaxpr: Any) -> Any:
-    """Returns what remains of a jitted function after transforms have rewritten its jaxpr."""
+    """Returns the part of a jitted function that's preserved when transforms rewrite its jaxpr."""
     return compat.debug_info_of(jaxpr).func_src_info
 
 
 @register("jit")
 def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
-    """Replaces the factors' diagonal by one with the same product, the determinant.
+    """Replaces the diagonal of the factors by one with the same product, i.e. the determinant.
 
-    Transforms rewrite this call, so we recognise it by its source. `lu` puts every transform's batch axes in
-    front, so picking elements from all rows picks the diagonal.
+    Transforms rewrite the jaxpr of this call, so we recognise it by its source. In the result of `lu`, the
+    batch axes of every transform come first, so picking one element from each row picks the diagonal.
     """
     diagonal: Any = jnp.diagonal
     like = diagonal.trace(x.aval(), axis1=-2, axis2=-1).jaxpr
@@ -247,12 +250,13 @@ def _call_on_factors(x: Factored, *, name: str, jaxpr: Any, **params: Any):
     if n == 0:
         return [jnp.zeros(x.shape[:-1], x.dtype)]
     sign, log = inside(lambda x: x.slogdet(), x.matrix)
-    # Elements with equal magnitude, so neither they nor the logarithm of their product overflow.
+    # All elements have the same magnitude, so that neither they, nor the logarithm of their product,
+    # overflow.
     size = jnp.broadcast_to(jnp.exp(log / n)[..., None], x.shape[:-1]).astype(x.dtype)
     return [size.at[..., 0].multiply(sign)]
 
 
 def _is_call_of(fun: Any, kwargs: dict[str, Any], jaxpr: Any, x: ArrayValue) -> bool:
     if not kwargs and x.ndim > 2 and fun in (jnp.diagonal, jnp.trace):
-        return False  # without keywords, these act on the first two axes
+        return False  # by default, these act on the first two axes
     return fun.trace(x.aval(), **kwargs).jaxpr is jaxpr

@@ -1,4 +1,4 @@
-"""`LowRankUpdate`: a matrix plus a product of two thin matrices."""
+"""`LowRankUpdate`: the sum of a matrix and the product of two thin matrices."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -20,11 +20,12 @@ from .dot import multiply
 
 
 class LowRankUpdate(StructuredMatrix):
-    """The matrix `base + u @ v.T`, with thin `u` and `v`.
+    """The matrix `base + u @ v.T`, where `u` and `v` are thin.
 
-    We solve linear systems by the Woodbury formula, which needs systems with the base and one small (rank by
-    rank) system, and compute determinants by the matrix determinant lemma. Both need an invertible base. If
-    the base has no structure, and no stack shares it, they would save nothing, so we factorise the sum.
+    Linear systems are solved by the Woodbury formula, which involves systems with the base and a small (rank
+    by rank) system, and determinants are computed by the matrix determinant lemma. Both require the base to
+    be invertible. If the base isn't structured, and isn't shared by a stack either, then they wouldn't save
+    anything, so we factorise the sum instead.
 
     **Arguments:**
 
@@ -88,7 +89,7 @@ class LowRankUpdate(StructuredMatrix):
 
     @classmethod
     def promote(cls, array: Any, like: Value) -> Any:
-        """Makes `array` the base, with a zero update."""
+        """Uses `array` as the base, with an update that is zero."""
         assert isinstance(like, LowRankUpdate)
         base = widened(array, like.base)
         if is_value(base) != is_value(like.base) or base.shape != like.base.shape:
@@ -97,12 +98,12 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(like, base=base, **zeros)
 
     def widen(self, like: Value) -> "LowRankUpdate | NotImplementedType":
-        """Raises the rank to that of `like` by adding columns of zeros to `u` and `v`."""
+        """Increases the rank to that of `like`, by appending columns of zeros to `u` and `v`."""
         if not isinstance(like, LowRankUpdate):
             return NotImplemented
         rank = self.u.shape[-1]
         more = max(0, like.u.shape[-1] - rank)
-        if like.u.shape[-1] < rank:  # then `like` raises its rank
+        if like.u.shape[-1] < rank:  # in this case, the rank of `like` is going to be increased
 
             def wide(part: Any) -> Any:
                 return jax.ShapeDtypeStruct((*part.shape[:-1], rank), part.dtype)
@@ -119,10 +120,12 @@ class LowRankUpdate(StructuredMatrix):
     @property
     def has_solver(self) -> bool:
         base = value_of(self.base)
+        # Metadata such as units doesn't affect how the base is solved.
         while isinstance(base, AnnotatedArray):
             base = value_of(base.array)
         if isinstance(base, StructuredMatrix):
             return base.has_solver
+        # If a stack shares its base then it's worth factorising this once, even if it isn't structured.
         is_shared = self.num_batch > self.base.ndim - 2
         rules = resolver(active_layers.get())
         return is_shared or (is_value(base) and rules.has_rule(jax.lax.linalg.lu_p, base))
@@ -147,7 +150,7 @@ class LowRankUpdate(StructuredMatrix):
         return out.with_columns(quaxify(lambda u: add(jnp.zeros_like(u), u))(y.u), y.v)
 
     def with_columns(self, u: Any, v: Any) -> "LowRankUpdate":
-        """This matrix plus `u @ v.T`."""
+        """Adds `u @ v.T` to this matrix."""
 
         def joined(part: Any, more: Any) -> Any:
             return jnp.concatenate([self._wide(part), self._wide(more)], -1)
@@ -155,13 +158,13 @@ class LowRankUpdate(StructuredMatrix):
         return replace_fields(self, u=quaxify(joined)(self.u, u), v=quaxify(joined)(self.v, v))
 
     def with_added(self, array: Any, add: Callable[[Any, Any], Any]) -> "LowRankUpdate":
-        """Computes `add(self, array)` for anything with this shape, by adding to the base."""
+        """Computes `add(self, array)`, for anything with the same shape, by adding it to the base."""
         x = self.converted(self.dtype)
         base = quaxify(add)(self.full_base(), array)
         return replace_fields(x, base=base, u=quaxify(lambda u: add(u, jnp.zeros_like(u)))(x.u))
 
     def full_base(self) -> Any:
-        """Returns the base with all batch axes, in the matrix's dtype."""
+        """Returns the base with all batch axes, and in the dtype of the matrix."""
         base = self.converted(self.dtype).base
         return base if base.shape == self.shape else quaxify(jnp.broadcast_to)(base, self.shape)
 
@@ -177,7 +180,7 @@ class LowRankUpdate(StructuredMatrix):
         if base is NotImplemented:
             return NotImplemented
         v = inside(lambda y, v: y.transposed().applied_to(v, precision), other, self.v)
-        if isinstance(base, LowRankUpdate):  # one update, or else powers would nest ever deeper
+        if isinstance(base, LowRankUpdate):  # combine the updates, as powers would otherwise be deeply nested
             return base.with_columns(self.u, v)
         return replace_fields(self, base=base, v=v)
 
@@ -186,17 +189,19 @@ class LowRankUpdate(StructuredMatrix):
 
     def solve(self, b: Any) -> Any:
         rank = self.u.shape[-1]
+        # Solve for `u` and `b` at the same time, so that the base is only factorised once.
         both = solve_part(self.base, jnp.concatenate([self._wide(self.u, b.shape[:-2]), b], -1))
         of_u, of_b = both[..., :rank], both[..., rank:]
         v = jnp.matrix_transpose(self._wide(self.v, b.shape[:-2]))
         return of_b - of_u @ jnp.linalg.solve(_plus_identity(v @ of_u), v @ of_b)
 
     def inverse(self) -> "LowRankUpdate":
+        # The inverse is also a low-rank update, namely of the inverse of the base.
         base = jnp.linalg.inv(self.base)
         u, v = self._wide(self.u), self._wide(self.v)
         of_u, of_v = jnp.matmul(base, u), jnp.matmul(jnp.matrix_transpose(base), v)
         capacitance = _plus_identity(jnp.matrix_transpose(v) @ of_u)
-        # of_u @ inv(capacitance), from the transposed system
+        # Compute of_u @ inv(capacitance) by solving the transposed system.
         weighted = jnp.linalg.solve(jnp.matrix_transpose(capacitance), jnp.matrix_transpose(of_u))
         return replace_fields(self, base=base, u=-jnp.matrix_transpose(weighted), v=of_v)
 
@@ -210,7 +215,7 @@ class LowRankUpdate(StructuredMatrix):
         return jnp.linalg.det(self._capacitance()) * of_base
 
     def _capacitance(self) -> Any:
-        """Returns the (rank by rank) capacitance matrix `I + v.T @ inv(base) @ u`."""
+        """Returns the capacitance matrix `I + v.T @ inv(base) @ u`, which is rank by rank."""
         of_u = solve_part(self.base, self._wide(self.u))
         return _plus_identity(jnp.matrix_transpose(self._wide(self.v)) @ of_u)
 
@@ -220,7 +225,7 @@ class LowRankUpdate(StructuredMatrix):
         return lead(diagonal_of(self.base), update.ndim) + update
 
     def _wide(self, part: Any, batch: tuple[int, ...] | None = None) -> Any:
-        """`part` with all batch axes."""
+        """Adds any missing batch axes to `part`."""
         return jnp.broadcast_to(part, (*(self.batch if batch is None else batch), *part.shape[-2:]))
 
 

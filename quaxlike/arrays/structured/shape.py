@@ -1,6 +1,6 @@
-"""Axes of structured matrices: moves and joins batch axes, and takes structured slices.
+"""Rules for the axes of structured matrices, which handle batch axes, and slices that are structured.
 
-A slice is structured if it is a diagonal block, or picks matrices from a stack.
+A slice is structured if it's a diagonal block, or if it selects matrices from a stack.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ def _broadcast_in_dim(
     def broadcast(part: Any, core: int) -> Any:
         own = stack[n - (part.ndim - core) :]
         if not own:
-            return part  # shared along the new axes, too
+            return part  # shared along the new axes as well
         sizes = (*shape[:new], *part.shape[part.ndim - core :])
         return lax.broadcast_in_dim(part, sizes, (*own, *range(new, new + core)))
 
     out = x.each(broadcast)
     if out.batch == tuple(shape[:new]):
         return out
-    # At least one part must have the new axes.
+    # The shape is determined by the parts, so at least one of these must have the new axes.
     (carrier, *_), part = x.FACTORS, x.parts[x.FACTORS[0]]
     sizes = (*shape[:new], *part.shape[part.ndim - x.CORE[carrier] :])
     return out.with_parts(out.parts | {carrier: quaxify(jnp.broadcast_to)(part, sizes)})
@@ -63,7 +63,7 @@ def _squeeze(x: StructuredMatrix, *, dimensions: Sequence[Any]):
 
 
 def _join(xs: Sequence[StructuredMatrix], join: Any) -> Any:
-    """Applies `join` to each part of several matrices with one type."""
+    """Applies `join` to each part of several matrices of the same type."""
     xs = [x.stacked() for x in xs]
     first = xs[0]
     if any(type(x) is not type(first) for x in xs):
@@ -104,6 +104,7 @@ def _slice(x: StructuredMatrix, **params: Any):
 @register("dynamic_slice")
 def _dynamic_slice(x: StructuredMatrix, *starts: ArrayLike, slice_sizes: Sequence[int], **params: Any):
     n = x.num_batch
+    # A block with dynamic rows and columns isn't structured, so we only support slices of batch axes.
     if tuple(slice_sizes[n:]) != x.matrix_shape:
         return NotImplemented
 
@@ -126,22 +127,23 @@ def _gather(
     fill_value: Any,
     **params: Any,
 ):
-    """Picks whole matrices from a stack."""
+    """Selects whole matrices from a stack."""
     dnums, n = dimension_numbers, x.num_batch
     touched = {*dnums.start_index_map, *dnums.collapsed_slice_dims, *dnums.operand_batching_dims}
     ndim = jnp.ndim(indices) - 1 + len(dnums.offset_dims)
     kept = tuple(slice_sizes[n:]) == x.matrix_shape and not touched & {n, n + 1}
+    # Slices have to be whole matrices, whose axes must come last in the result.
     if not kept or tuple(dnums.offset_dims[-2:]) != (ndim - 2, ndim - 1):
         return NotImplemented
 
     if fills(indices, x.shape, dnums, slice_sizes, mode):
         fill = fill_value_of(mode, fill_value, x.dtype)
         if x.OTHERS is None and fill != 0:
-            return NotImplemented  # a matrix filled with a number does not have this type
+            return NotImplemented  # this type can't represent a matrix filled with this value
         constant_of = dict.fromkeys(x.CORE, 0) | {x.FACTORS[0]: fill} | (x.OTHERS or {})
     else:
         mode = lax.GatherScatterMode.from_any(mode)
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # all indices are concrete and in bounds
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:  # here all indices are concrete and in bounds
             mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
         constant_of = dict.fromkeys(x.CORE)
 

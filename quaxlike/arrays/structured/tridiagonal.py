@@ -1,4 +1,4 @@
-"""`TridiagonalMatrix`: a matrix that is zero except on its diagonal and the two next to it."""
+"""`TridiagonalMatrix`: a matrix that is zero except for its diagonal and the two adjacent diagonals."""
 
 from collections.abc import Callable
 from types import NotImplementedType
@@ -15,13 +15,13 @@ from .base import StructuredMatrix, as_part, check_batches, lead
 
 
 class TridiagonalMatrix(StructuredMatrix):
-    """A square matrix that is zero except on its diagonal and the two next to it.
+    """A square matrix that is zero except for its diagonal and the two adjacent diagonals.
 
     **Arguments:**
 
-    - `lower`: the elements below the diagonal; shape `(*batch, n - 1)`.
+    - `lower`: the subdiagonal; shape `(*batch, n - 1)`.
     - `diagonal`: shape `(*batch, n)`.
-    - `upper`: the elements above the diagonal; shape `(*batch, n - 1)`.
+    - `upper`: the superdiagonal; shape `(*batch, n - 1)`.
 
     **Raises:**
 
@@ -83,6 +83,7 @@ class TridiagonalMatrix(StructuredMatrix):
         lower, diagonal, upper = (lead(jnp.expand_dims(part, -1), x.ndim) for part in self.parts.values())
         if x.shape[-2] < 2:
             return diagonal * x
+        # The elements below and above the diagonal multiply the previous and the next row of `x`.
         below, above = lower * x[..., :-1, :], upper * x[..., 1:, :]
         rows = [(0, 0)] * (below.ndim - 2)
         below, above = jnp.pad(below, [*rows, (1, 0), (0, 0)]), jnp.pad(above, [*rows, (0, 1), (0, 0)])
@@ -98,7 +99,7 @@ class TridiagonalMatrix(StructuredMatrix):
         return lax.linalg.tridiagonal_solve(lower, diagonal, upper, b)
 
     def _padded(self, batch: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Returns the three diagonals by rows, padded to the length of the middle one."""
+        """Returns the three diagonals indexed by row, padded to the length of the main diagonal."""
         full = self.stacked(batch)
         zero = jnp.zeros((*batch, 1), self.dtype)
         lower = jnp.concatenate([zero, full.lower], -1)
@@ -108,18 +109,18 @@ class TridiagonalMatrix(StructuredMatrix):
         return self.solve(jnp.broadcast_to(jnp.eye(self.diagonal.shape[-1], dtype=self.dtype), self.shape))
 
     def slogdet(self) -> tuple[Any, Any]:
-        """Eliminates with partial pivoting between adjacent rows, like LAPACK's `gttrf`. This is O(n)."""
+        """Eliminates with partial pivoting between adjacent rows, like LAPACK's `gttrf`, in O(n)."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype), jnp.zeros(self.batch, jnp.finfo(self.dtype).dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
 
         def eliminate(row: tuple[Any, Any, Any], below: tuple[Any, Any, Any]) -> Any:
-            # `row` starts at the pivot: (pivot, next); the row below is (first, d, u).
+            # `row` is (pivot, next), starting at the pivot. The row below is (first, d, u).
             pivot, after, sign = row
             first, d, u = below
             swap = jnp.abs(first) > jnp.abs(pivot)
             chosen = jnp.where(swap, first, pivot)
-            # A zero pivot makes the determinant zero, whatever follows.
+            # If the pivot is zero then so is the determinant, regardless of the remaining rows.
             ratio = jnp.where(swap, pivot, first) / jnp.where(chosen == 0, 1, chosen)
             kept = (jnp.where(swap, after - ratio * d, d - ratio * after), jnp.where(swap, -ratio * u, u))
             return (*kept, jnp.where(swap, -sign, sign) * jnp.sign(chosen)), jnp.abs(chosen)
@@ -129,12 +130,13 @@ class TridiagonalMatrix(StructuredMatrix):
         return sign * jnp.sign(last), jnp.sum(jnp.log(pivots), 0) + jnp.log(jnp.abs(last))
 
     def det(self) -> Any:
-        """Uses the recurrence for leading minors, which needs no division."""
+        """Uses the recurrence relation for leading principal minors, as this doesn't involve any division."""
         if self.diagonal.shape[-1] == 0:
             return jnp.ones(self.batch, self.dtype)
         lower, diagonal, upper = (jnp.moveaxis(x, -1, 0) for x in self._padded(self.batch))
 
         def minor(last: tuple[Any, Any], row: tuple[Any, Any]) -> Any:
+            # Each leading minor is determined by the two preceding ones.
             d, beside = row
             return (d * last[0] - beside * last[1], last[0]), None
 

@@ -1,4 +1,4 @@
-"""Arrays with SI units, which are propagated and checked during tracing."""
+"""Arrays with SI units, which are propagated and checked when tracing."""
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] (registers them)
 from .array import (

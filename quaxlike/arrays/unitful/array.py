@@ -1,7 +1,7 @@
-"""Units, and `Unitful`: an array with a unit.
+"""Units, and `Unitful`, which is an array with a unit.
 
-Units are static, so they have no run-time overhead. Exponents are exact fractions, so that equal units still
-compare equal after taking arbitrary powers and roots.
+Units are static, so they don't have any run-time overhead. Exponents are exact fractions, so that equal units
+still compare equal after arbitrary powers and roots.
 """
 
 import re
@@ -27,7 +27,7 @@ from .placeholders import may_be_placeholder, note_constant
 
 
 class DimensionError(OperandMismatch):
-    """The units of arrays do not match each other, or the operation."""
+    """Raised if the units of arrays are incompatible with each other, or with an operation."""
 
     def __init__(self, message: str) -> None:
         super().__init__(f"{message}\n  at {user_source()[0]}", Unitful)
@@ -58,7 +58,7 @@ _PLAIN, _RAISED = "-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
 _RAISE, _LOWER = str.maketrans(_PLAIN, _RAISED), str.maketrans(_RAISED, _PLAIN)
 
 
-# Other names for units. Errors suggest the symbol.
+# Alternative names of units, for which errors suggest the symbol.
 _NAMES = {
     **{"metre": "m", "meter": "m", "kilogram": "kg", "second": "s", "sec": "s", "ampere": "A", "kelvin": "K"},
     **{"mole": "mol", "candela": "cd", "radian": "rad", "hertz": "Hz", "newton": "N", "pascal": "Pa"},
@@ -72,7 +72,7 @@ _PREFIXES = {
 
 
 def _advice(name: str) -> str:
-    """Returns what to write instead of an unknown symbol."""
+    """Returns a suggestion for what to use instead of an unknown symbol."""
     powers = {**{symbol: (symbol, 0) for symbol in (*_BASE, *_DERIVED)}, "g": ("kg", -3), "gram": ("kg", -3)}
     powers |= {full: (symbol, 0) for full, symbol in _NAMES.items()}
     for prefix, power in {"": 0, **_PREFIXES}.items():
@@ -85,7 +85,7 @@ def _advice(name: str) -> str:
 
 
 def _of_symbol(name: str) -> tuple[Fraction, ...]:
-    """Returns the base units' exponents for a symbol, in order."""
+    """Returns the exponents of all base units, in order, for a symbol."""
     exponents = {name: 1} if name in _BASE else _DERIVED.get(name)
     if exponents is None:
         raise ValueError(f"{name!r} is not a unit of the SI. {_advice(name)}")
@@ -93,7 +93,7 @@ def _of_symbol(name: str) -> tuple[Fraction, ...]:
 
 
 def _parse(text: str) -> list[tuple[str, Fraction]]:
-    """Parses a unit into factors, each with its power."""
+    """Parses a unit into its factors, and the power of each."""
     factors, at = [], 0
     text = re.sub(f"[{_RAISED}]+", lambda power: "^" + power[0].translate(_LOWER), text.strip())
     while at < len(text):
@@ -108,23 +108,23 @@ def _parse(text: str) -> list[tuple[str, Fraction]]:
 
 
 def _superscript(e: Fraction) -> str:
-    """Formats the power behind a symbol."""
+    """Formats the power that follows a symbol."""
     if e == 1:
         return ""
     return str(e).translate(_RAISE) if e.denominator == 1 else f"^({e})"
 
 
 class Unit:
-    """An SI unit: a product of powers of the metre, kilogram, second, ampere, kelvin, mole and candela.
+    """An SI unit, i.e. a product of powers of the metre, kilogram, second, ampere, kelvin, mole and candela.
 
-    Powers are rational. Units are immutable and hashable. `number * unit` and `array * unit` make a
-    [`quaxlike.arrays.unitful.Unitful`][].
+    Powers are rational numbers. Units are immutable and hashable. Use `number * unit` or `array * unit` to
+    create a [`quaxlike.arrays.unitful.Unitful`][].
 
     **Arguments:**
 
-    - `exponents`: a mapping from symbols to exponents, `{"m": 1, "s": -2}`; or a string like `"m/s^2"`, in
-        which `/` divides only by the next factor, or the `str` of a unit. The derived units Hz, N, Pa, J, W,
-        C, V, F, ohm, S, Wb, T, H and rad have symbols too.
+    - `exponents`: a mapping from symbols to exponents, such as `{"m": 1, "s": -2}`; or a string such as
+        `"m/s^2"`, in which `/` only divides by the factor directly after it; or the `str` of a unit. Symbols
+        also exist for the derived units Hz, N, Pa, J, W, C, V, F, ohm, S, Wb, T, H and rad.
 
     **Raises:**
 
@@ -140,10 +140,10 @@ class Unit:
     """
 
     __slots__ = ("_exponents", "_guard")
-    _exponents: tuple[Fraction, ...] | str  # a string for the two wildcards
+    _exponents: tuple[Fraction, ...] | str  # this is a string for the two wildcards
     _guard: int  # see `guarded`
 
-    # Makes NumPy arrays defer to us in `array * unit`.
+    # Ensures that NumPy arrays defer to us in `array * unit`.
     __array_ufunc__ = None
 
     @checked
@@ -192,11 +192,12 @@ class Unit:
         return Unit()._times(self, power)
 
     def _times(self, other: "Unit", power: Any) -> "Unit":
-        """`self * other**power`."""
+        """Returns `self * other**power`."""
+        # A product with a wildcard is a wildcard.
         if isinstance(self._exponents, str) or isinstance(other._exponents, str):
             return ANY if ANY in (self, other) else UNKNOWN
         power = _fraction(power)
-        # Guards exist for divisions and negative powers.
+        # A guard is only needed until the next division (or negative power), which removes it.
         used = USED if other._guard and power != 1 else other._guard
         guards = {self._guard, used if power > 0 else 0} - {0}
         exponents = (a + b * power for a, b in zip(self._exponents, other._exponents, strict=True))
@@ -227,35 +228,37 @@ def _unit(exponents: tuple[Fraction, ...] | str, guard: int = 0) -> Unit:
     return unit
 
 
-# The states of a guard: fresh from `jnp.where`, or after a power or a root.
+# The states of a guard: either it was just created by `jnp.where`, or a power or root has been applied to it.
 FRESH, USED = 1, 2
 
 
 def guard_of(unit: Unit) -> int:
-    """`FRESH` or `USED` for a unit of `guarded`, otherwise 0."""
+    """Returns `FRESH` or `USED` for a unit created by `guarded`, and 0 otherwise."""
     return unit._guard  # pyright: ignore[reportPrivateUsage]
 
 
 def guarded(unit: Unit, guard: int) -> Unit:
-    """Returns the unit of an array with a bare 1 at some places, as in `jnp.where(x > 0, x, 1)`.
+    """Returns the unit of an array for which some elements are a unitless 1, as in `jnp.where(x > 0, x, 1)`.
 
-    Only divisions accept it, and give it the unit of the other elements. If `guard` is 0, this is that unit.
+    Such a unit is only accepted by division, which treats it as the unit of the other elements. If `guard` is
+    0 then this returns that unit itself.
     """
     return _unit(unit._exponents, guard)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fraction(power: Any) -> Fraction:
+    # Recover fractions such as 1/3 from floating-point numbers.
     return Fraction(power) if isinstance(power, int | str) else Fraction(power).limit_denominator(1000)
 
 
-# A wildcard that matches any unit, and becomes it: for libraries' tolerances, and while inferring the units
-# of a loop's placeholders.
+# A wildcard that matches any unit, and is then replaced by it. Used for tolerances in libraries, and when
+# inferring the units of placeholders in a loop.
 UNKNOWN = any_unit = _unit("any unit")
-"""A wildcard: takes the unit of whatever it is added to or compared with.
+"""A wildcard that takes on the unit of whatever it is added to, or compared with.
 
-Use this for tolerances on states with several units: `1e-6 * any_unit`.
+This is useful for tolerances on states that involve several units: `1e-6 * any_unit`.
 """
-# The unit of derivatives by bare numbers inside a Unitful: matches any unit, and never changes.
+# The unit of derivatives by unitless numbers within a Unitful. This matches any unit, but never changes.
 ANY = _unit("any")
 dimensionless = Unit()
 metre = Unit("m")
@@ -279,18 +282,18 @@ weber = Unit("Wb")
 tesla = Unit("T")
 henry = Unit("H")
 
-# Any array can have a unit, so this type takes precedence over types that define how an array is stored.
+# Any array can have a unit, so this type takes precedence over types that determine how an array is stored.
 
 
 class Unitful(AnnotatedArray):
     """An array with an SI unit.
 
-    Units are propagated through primitives during tracing, and cost nothing at run time. A mismatch (metres
-    plus seconds, the exponential of a length) raises a [`quaxlike.arrays.unitful.DimensionError`][]. A
-    dimensionless result is a plain array.
+    Units are propagated through primitives when tracing, and have no run-time overhead. A mismatch (such as
+    adding metres to seconds, or the exponential of a length) raises a
+    [`quaxlike.arrays.unitful.DimensionError`][]. If a result is dimensionless then it is a plain array.
 
-    A plain array counts as dimensionless. Only 0, infinity and NaN match any unit, if they are known during
-    tracing; and so does 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
+    Plain arrays are treated as dimensionless. The only exceptions are 0, infinity and NaN, which match any
+    unit if their values are known when tracing, and a 1 in a divisor, as in `y / jnp.where(x > 0, x, 1)`.
 
     **Arguments:**
 
@@ -318,7 +321,7 @@ class Unitful(AnnotatedArray):
 
     @property
     def on_materialise(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return None if self.unit == dimensionless else "error"  # units are only dropped explicitly
+        return None if self.unit == dimensionless else "error"  # units must be removed explicitly
 
     to_materialise = (
         "Its unit would be lost: divide by a unit first (`x / metre`), or take the numbers in it (`x.array`)."
@@ -348,6 +351,7 @@ class Unitful(AnnotatedArray):
     @classmethod
     def promote(cls, array: Any, like: Any = None) -> Any:
         if like is None:
+            # Without `like`, this is a placeholder with an unknown unit. Integers can't be placeholders.
             inexact = jnp.issubdtype(array.dtype, jnp.inexact)
             return cls(0.0, UNKNOWN).with_array(array) if inexact else NotImplemented
         if like.unit.exponents and not may_be_placeholder(array):
@@ -361,7 +365,7 @@ class Unitful(AnnotatedArray):
         return with_unit(array, self.unit) if isinstance(array, Unitful) else super().with_array(array)
 
     def widen(self, like: Any) -> Any:
-        # Rules drop a unit once it is dimensionless.
+        # Rules remove a unit as soon as it's dimensionless.
         if is_value(like) and not isinstance(like, Unitful) and not self.unit.exponents:
             return widened(self.array, like)
         if not isinstance(like, Unitful) or like.unit != ANY:
@@ -370,7 +374,7 @@ class Unitful(AnnotatedArray):
 
     @classmethod
     def cotangent(cls, ct: Any) -> Any:
-        # We do not know the unit of the differentiated function, so the cotangent gets the unit ANY.
+        # We don't know the unit of the function being differentiated, so the unit of the cotangent is ANY.
         return cls(ct.array if isinstance(ct, Unitful) else ct, ANY)
 
     def cotangent_factor(self, dtype: Any) -> Any:
@@ -379,7 +383,7 @@ class Unitful(AnnotatedArray):
     def __str__(self) -> str:
         return f"{self.array} {self.unit}"
 
-    def __repr__(self) -> str:  # alone, or in a tuple or list; a model shows shapes
+    def __repr__(self) -> str:  # used on its own, or in a tuple or list, whereas models only print shapes
         return f"Unitful({self.array!r}, {str(self.unit)!r})"
 
     def __format__(self, spec: str) -> str:
@@ -390,18 +394,18 @@ class Unitful(AnnotatedArray):
 
 
 def unit_of(x: ArrayLike | ArrayValue) -> Unit:
-    """Returns the unit of an array; a plain array is dimensionless."""
+    """Returns the unit of an array. Plain arrays are dimensionless."""
     return x.unit if isinstance(x, Unitful) else Unit()
 
 
 def with_unit(array: Any, unit: Unit) -> Any:
-    """Attaches a unit to an array; returns it unchanged if the unit is dimensionless."""
-    if isinstance(array, Unitful):  # its parts have a unit already
+    """Attaches a unit to an array, or returns it unchanged if the unit is dimensionless."""
+    if isinstance(array, Unitful):  # its parts might already have a unit
         array, unit = array.array, array.unit * unit
     if not unit.dimensionless:
         return Unitful(array, unit)
     if isinstance(array, jax.Array) and not array.ndim:
-        note_constant(array, None)  # computed, so its value may not decide about units
+        note_constant(array, None)  # this was computed, so units mustn't depend on its value
     return array
 
 
@@ -413,7 +417,8 @@ def quantity(array: Any, unit: Unit) -> Any:
     level = level_of(value)
     if level is None:
         return value
-    # Inside a quaxified function, this must become an operand right away: a transform would flatten a Value.
+    # Within a quaxified function this must become an operand immediately, as transforms would flatten a
+    # Value.
     if isinstance(array, jax.core.Tracer):
         return array * level.adopt(Unitful(jnp.ones((), array.dtype), unit))
     return level.adopt(value)

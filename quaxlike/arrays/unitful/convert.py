@@ -1,4 +1,4 @@
-"""Conversion to and from pint and astropy quantities, if these are installed."""
+"""Conversion to and from pint's and astropy's quantities, if these libraries are installed."""
 
 import importlib
 from typing import Any
@@ -24,7 +24,7 @@ _PINT = {
 def from_pint(quantity: Any) -> Unitful:
     """Converts a `pint.Quantity` to SI base units.
 
-    **Raises:** `ValueError` for a unit outside the SI.
+    **Raises:** `ValueError` for a unit that isn't an SI unit.
     """
     base = quantity.to_base_units()
     exponents = {}
@@ -54,7 +54,7 @@ def to_pint(x: Unitful, registry: Any = None) -> Any:
 def from_astropy(quantity: Any) -> Unitful:
     """Converts an `astropy.units.Quantity` to SI base units.
 
-    **Raises:** `ValueError` for a unit outside the SI.
+    **Raises:** `ValueError` for a unit that isn't an SI unit.
     """
     unit = quantity.unit.decompose()
     exponents = {base.name: power for base, power in zip(unit.bases, unit.powers, strict=True)}

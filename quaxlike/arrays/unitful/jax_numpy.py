@@ -1,6 +1,6 @@
-"""Finds the running jax.numpy functions. Some treat numbers as if they had any unit.
+"""Determines which jax.numpy functions are being called, as some of these use constants that match any unit.
 
-There is no other way of detecting this, since by the time a primitive is bound, these numbers are
+There's no other way of detecting this: by the time a primitive is bound, these constants are
 indistinguishable from the user's own.
 """
 
@@ -18,9 +18,9 @@ _JAX_NUMPY = os.path.dirname(inspect.getfile(inspect.unwrap(jnp.isclose))) + os.
 
 
 def functions_of_jax_numpy() -> list[str]:
-    """Returns the names of the running jax.numpy functions, innermost first.
+    """Returns the names of the jax.numpy functions being called, innermost first.
 
-    A jaxpr being interpreted counts as the function from which it was traced.
+    If a jaxpr is being interpreted, then this includes the function from which it was traced.
     """
     found: list[str] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -31,7 +31,8 @@ def functions_of_jax_numpy() -> list[str]:
             recorded = compat.traceback_of_equation(frame)
             calls = [(f.file_name, f.function_name) for f in recorded.frames] if recorded is not None else []
             own = _function_of(jaxpr)
-            # Beyond its own function are the callers that came first, because JAX caches what it traces.
+            # Any further callers are those of the first call, as JAX caches traces, so they're unrelated to
+            # this one.
             calls = [*calls[: calls.index(own) if own in calls else None], own]
         found += [name for file, name in calls if file and file.startswith(_JAX_NUMPY)]
         frame = frame.f_back
@@ -39,7 +40,7 @@ def functions_of_jax_numpy() -> list[str]:
 
 
 def is_from_jax_numpy(jaxpr: Any, name: str) -> bool:
-    """Returns whether a jaxpr was traced from the jax.numpy function with this name."""
+    """Returns whether a jaxpr was traced from the jax.numpy function of this name."""
     file, function = _function_of(jaxpr)
     return function == name and bool(file) and file.startswith(_JAX_NUMPY)
 

@@ -1,10 +1,10 @@
-"""Placeholders: initial loop values (such as zeros) whose unit is not known yet.
+"""Placeholders: initial values of loops (such as zeros) whose unit isn't known yet.
 
-This holds everything for types whose `promote` works without `like`, such as quantities with units. The
-interpreter calls it by two hooks (core/plain_arrays.py), which are empty while there is no such type.
+These are supported for every type whose `promote` doesn't need `like`, such as quantities with units. The
+interpreter calls this module via two hooks (core/plain_arrays.py), which are empty unless such a type exists.
 
-Anything we know about an array is stored under its id, together with a weak reference, since the id might
-have been reused by another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
+Anything we know about an array is stored by its id, together with a weak reference, since the id might have
+been reused for another array. An incorrect entry could result in a wrong unit, so if in doubt we treat an
 array as unknown.
 """
 
@@ -28,17 +28,18 @@ from ...core.high_level import as_call
 from ...core.plain_arrays import Following, Placeholders, hooks, takes_no_like
 from ...core.values import Value, as_shapes, is_value, probing
 
-# Stands for 0, infinity or NaN, without knowing which.
+# Represents one of 0, infinity and NaN, if we don't know which.
 OPEN = np.float64("nan")
 
+# The constant that fills each array, by id. Entries are removed once their array is garbage collected.
 _known: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-# Primitives that only move elements: each result holds elements of the operand at the same position.
+# Primitives that only move elements, such that each result contains elements of the corresponding operand.
 _MOVES = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p device_put expand_dims nonbatchable nontraceable
     optimization_barrier pvary reshape rev slice squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
-# Operands that must all be filled with 0, infinity or NaN for the result to be, too ...
+# If all of these operands are filled with 0, infinity or NaN then so is the result ...
 _ALL: dict[str, slice] = {
     **dict.fromkeys(["abs", "add", "add_any", "neg", "sqrt", "square", "sub", "concatenate"], slice(None)),
     **dict.fromkeys(["conj", "imag", "real", "stack"], slice(None)),
@@ -47,9 +48,9 @@ _ALL: dict[str, slice] = {
     **dict.fromkeys(["scatter", "scatter-add"], slice(0, None, 2)),
     **dict.fromkeys(["select_n", "select_if_vmap"], slice(1, None)),
 }
-# ... and operands for which one is enough.
+# ... whereas a single one of these is enough.
 _ANY = {"mul": slice(None), "dot_general": slice(None), "div": slice(0, 1)}
-# Primitives that carry code, and the parameter with the code, if there is only one.
+# Primitives that call a jaxpr, and the parameter that contains it (if there is only one).
 _CODE = {
     **dict.fromkeys(["cond", "scan", "while"], ""),
     **dict.fromkeys(["checkpoint", "jit", "pjit", "remat", "remat2"], "jaxpr"),
@@ -57,11 +58,11 @@ _CODE = {
 }
 # Uninitialised buffers.
 _UNSET = frozenset(["empty", "empty2"])
-# The module of the callback in `eqx.error_if`: it raises instead of returning, but still has a result.
+# The module of the callback in `eqx.error_if`, which raises rather than returning, but still has a result.
 _RAISING = "equinox._errors"
-# Numbers that stay known beyond one equation, besides 0, infinity and NaN: 1, which guards divisions, and
-# each dtype's largest and least number, which stand for infinity and 0. We drop all others, since memoising
-# by arbitrary numbers would have no limit.
+# Besides 0, infinity and NaN, we only keep track of the following constants for more than one equation: 1,
+# which guards divisions; and the largest and smallest number of each dtype, which are used in place of
+# infinity and 0. We ignore all others, as they would cause unlimited memoisation.
 _EXTREMES = [
     float(limit)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -73,7 +74,7 @@ _FOLLOWED = _MOVES | _UNSET | {"pure_callback"} | _ALL.keys() | _ANY.keys() | _C
 
 @functools.cache
 def has_placeholders(cls: type[Value]) -> bool:
-    """Returns whether the class's `promote` can turn an array into a value without `like`."""
+    """Returns whether `promote` can convert an array to this class without `like`."""
     return (
         takes_no_like(cls)
         and promoted_alone(cls, jax.ShapeDtypeStruct((), jnp.float32)) is not NotImplemented
@@ -81,7 +82,7 @@ def has_placeholders(cls: type[Value]) -> bool:
 
 
 def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
-    """Returns the result of `promote` without `like`, with shapes as leaves."""
+    """Returns the result of calling `promote` without `like`, with shapes as leaves."""
     value: Any = NotImplemented
 
     def promote(array: jax.Array) -> None:
@@ -96,7 +97,7 @@ def promoted_alone(cls: type[Value], aval: Any) -> Value | NotImplementedType:
 
 
 def holds_type_with_placeholders(value: Value) -> bool:
-    """Returns whether a Value's type, or of a Value inside it, has placeholders."""
+    """Returns whether the type of a Value, or of any Value nested inside it, has placeholders."""
     cls: Any = type(value)
     if has_placeholders(cls):
         return True
@@ -105,7 +106,7 @@ def holds_type_with_placeholders(value: Value) -> bool:
 
 
 def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any) -> None:
-    """Records what we know about `out`, the result of `primitive` on plain operands."""
+    """Records what we know about `out`, which is the result of applying `primitive` to plain operands."""
     name, params = as_call(primitive, params)
     if name not in _FOLLOWED:
         return
@@ -117,9 +118,9 @@ def follow(primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str,
 
 
 def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Iterable[Any]:
-    """Returns the number that fills each result, given the numbers that fill the operands; None if unknown.
+    """Returns the constant that fills each result, given those that fill the operands; None if unknown.
 
-    This may have more entries than there are results.
+    There might be more entries than results.
     """
     if name in _MOVES:
         return numbers
@@ -130,7 +131,7 @@ def _results(name: str, numbers: Sequence[Any], params: dict[str, Any]) -> Itera
         return itertools.repeat(OPEN) if getattr(function, "__module__", None) == _RAISING else ()
     if name in _CODE:
         return _results_of_code(name, list(map(_lasting, numbers)), params)
-    if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply`, with any function
+    if name == "scatter" and params["update_jaxpr"] is not None:  # `at[...].apply` calls any function
         return ()
     among, matter = (all, numbers[_ALL[name]]) if name in _ALL else (any, numbers[_ANY[name]])
     if not among(map(_is_placeholder, matter)):
@@ -143,12 +144,12 @@ def _is_placeholder(number: Any) -> bool:
 
 
 def _lasting(number: Any) -> Any:
-    """Returns what stays known about a number beyond one equation."""
+    """Returns what we remember about a constant for more than one equation."""
     if number is None:
         return None
     if _is_placeholder(number):
         return 0 if number == 0 else OPEN
-    number = complex(number)  # compared directly with a larger number, a half-precision one would warn
+    number = complex(number)  # avoids warnings for half precision
     return number.real if number in _LASTING else None
 
 
@@ -180,14 +181,15 @@ def _elementwise(xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
 
 
 def _fixed_point(body: Callable[[Sequence[Any]], Sequence[Any]], carry: Sequence[Any]) -> Sequence[Any]:
-    """Returns the numbers that fill a loop's carry, however often the body runs."""
+    """Returns the constants that fill the carry of a loop, regardless of the number of iterations."""
+    # This terminates, as each iteration can only make constants less specific.
     while (after := _elementwise(carry, body(carry))) != carry:
         carry = after
     return carry
 
 
 def _results_of(jaxpr: Any, numbers: Sequence[Any]) -> Sequence[Any]:
-    """Returns the numbers that fill the results of a jaxpr."""
+    """Returns the constants that fill the results of a jaxpr."""
     jaxpr = compat.closed(jaxpr)
     known = _known_results(jaxpr)
     key = tuple(numbers)
@@ -216,14 +218,14 @@ def _known_results(jaxpr: compat.ClosedJaxpr) -> dict[Any, Sequence[Any]]:
 
 
 def note_constant(array: Any, number: Any) -> None:
-    """Records that `array` is filled with `number`."""
+    """Records that all elements of `array` are equal to `number`."""
     if isinstance(array, jax.Array):
         at = id(array)
         _known[at] = (weakref.ref(array, lambda _: _known.pop(at, None)), number)
 
 
 def constant_of(x: Any) -> Any:
-    """Returns the constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if unknown."""
+    """Returns the constant that fills `x`: a number, `OPEN` (0, infinity or NaN), or None if it's unknown."""
     found = _known.get(id(x))
     if found is not None and found[0]() is x:
         return found[1]
@@ -237,13 +239,14 @@ def _is_extended(x: Any) -> bool:
 
 
 def may_be_placeholder(x: Any) -> bool:
-    """Returns whether all elements are known to be 0, infinity or NaN, as in a buffer that will be
-    written."""
+    """Returns whether all elements are known to be 0, infinity or NaN, e.g. in a buffer that hasn't been
+    written.
+    """
     return _is_placeholder(constant_of(x))
 
 
 def is_open(x: Any) -> bool:
-    """Returns whether `x` is known to hold 0, infinity or NaN, but not which."""
+    """Returns whether `x` is known to be filled with 0, infinity or NaN, but we don't know which of these."""
     return constant_of(x) is OPEN
 
 
@@ -251,47 +254,48 @@ def is_open(x: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Returns whether two numbers (or `OPEN`, or None) are the same."""
+    """Returns whether two constants (each of them a number, `OPEN` or None) are the same."""
     return a is b or a == b
 
 
 def either(a: Any, b: Any) -> Any:
-    """Returns the number for an array that may be either of two, filled with `a` and `b`."""
+    """Returns the constant that fills an array, if this might be filled with either `a` or `b`."""
     if same(a, b):
         return a
     return OPEN if _is_placeholder(a) and _is_placeholder(b) else None
 
 
 def marked(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Returns the slots of `operands`, with the numbers known to fill plain arrays.
+    """Returns the slots of `operands`, including any constants that are known to fill plain arrays.
 
-    This only looks if some type in these slots, or in `beside`, has placeholders.
+    We only look for these if some type in these slots, or in `beside`, has placeholders.
     """
     known = any(has_placeholders(c) for s in (*slots, *beside) for c in s.classes)
     return tuple(map(_with_constant, slots, operands) if known else slots)
 
 
 def starts(slots: Sequence[Any], operands: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the slots of a loop's carry that starts from `operands`."""
+    """Returns the slots of a loop's carry, for the initial values `operands`."""
     return tuple(map(_as_carry, marked(slots, operands, beside)))
 
 
 def start(slot: Any, x: Any) -> Any:
-    """Returns the slot of a loop's carry that starts from `x`."""
+    """Returns the slot of a loop's carry, for the initial value `x`."""
     return _as_carry(_with_constant(slot, x))
 
 
 def _with_constant(slot: Any, x: Any) -> Any:
-    """Returns the slot of `x`, with the number known to fill it if it is a plain array."""
+    """Returns the slot of `x`, including the constant that is known to fill it, if it's a plain array."""
     if slot.treedef is not None or not _has_dtype(slot.avals[0], jnp.number):
         return slot
     return dataclasses.replace(slot, constant=_lasting(constant_of(x)))
 
 
 def _as_carry(slot: Any) -> Any:
-    """Returns the slot of a loop's carry that starts in this slot. Only its initial value is known.
+    """Returns the slot of a loop's carry, whose initial value has this slot. Only the initial value is
+    constant.
 
-    Counters also start from zero, but they are not placeholders.
+    Note that counters also start at zero, but aren't placeholders.
     """
     if slot.constant is None:
         return slot
@@ -300,11 +304,11 @@ def _as_carry(slot: Any) -> Any:
 
 
 def _has_dtype(aval: Any, kind: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # a token has none
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, kind)  # tokens don't have one
 
 
 def _guessed(slot: Any, cls: type[Value]) -> Any:
-    """If the slot holds a placeholder, returns a slot of `cls` with unknown statics."""
+    """Returns a slot of type `cls` with unknown statics, if this slot is a placeholder."""
     if not _is_placeholder(slot.constant):
         return slot
     value = promoted_alone(cls, slot.avals[0])
@@ -314,7 +318,7 @@ def _guessed(slot: Any, cls: type[Value]) -> Any:
 
 
 def without_guess(slot: Any) -> Any:
-    """Returns the plain slot for which a guess stands; other slots unchanged."""
+    """Inverts `_guessed`, by returning the slot of a plain array. Other slots are returned unchanged."""
     may_be_one = len(slot.avals) == 1 and slot.treedef is not None
     if not may_be_one or not has_placeholders(slot.cls):
         return slot
@@ -329,19 +333,18 @@ def with_revealed_types(
     cls: type[Value],
     unify: Callable[[Any, Any, str], Any],
 ) -> tuple[Any, ...] | None:
-    """Lifts plain arrays in a loop's carry that turn out to be Values.
+    """Lifts those plain arrays in a loop's carry that turn out to be Values.
 
     Libraries initialise loops with placeholders (e.g. `jnp.zeros`) that become e.g. metres in the first
     iteration. We start without any assumptions about these, and then repeatedly trace an iteration to infer
-    their types, until there are no further changes.
-
+    their types, until they don't change any more.
     **Arguments:**
 
-    - `init`, `carry`: the loop's initial values, and their slots.
-    - `results_for`: the slots after an iteration, given the slots before.
-    - `cls`: the type that an operation in the loop needs.
+    - `init`, `carry`: the initial values of the loop, and their slots.
+    - `results_for`: returns the slots after an iteration, given the slots before it.
+    - `cls`: the type that is required by some operation in the loop.
 
-    **Returns:** the slots of the carry; None if no plain array is a Value.
+    **Returns:** the slots of the carry; None if none of the plain arrays are Values.
     """
     guesses = tuple(_guessed(start(slot, x), cls) for slot, x in zip(carry, init, strict=True))
 
@@ -349,7 +352,7 @@ def with_revealed_types(
         is_plain = b.treedef is None and plain_tells and not _is_placeholder(b.constant)
         return without_guess(a) is not a and (is_plain or (b.treedef is not None and without_guess(b) is b))
 
-    for plain_tells in (False, True):  # whether a plain result shows that the carry is a plain array
+    for plain_tells in (False, True):  # whether a plain result implies that the carry is a plain array
         known, before = guesses, None
         while known != before:
             before, after = known, results_for(known)

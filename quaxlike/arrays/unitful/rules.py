@@ -1,6 +1,6 @@
-"""Rules for units, as tables.
+"""Rules for units, in the form of tables.
 
-We must never guess a unit, so a primitive without an entry raises an error when it's applied to a quantity.
+We must never guess a unit, so a primitive without an entry raises an error when it is applied to a quantity.
 """
 
 import itertools
@@ -40,8 +40,8 @@ from .placeholders import OPEN, constant_of, is_open, may_be_placeholder, note_c
 _Any = ArrayLike | ArrayValue
 
 
-# A guard may pass through these primitives on its way to a division (see `guarded`), and through primitives
-# that move elements.
+# Between `jnp.where` and a division, only the following primitives can be applied to a guard (see `guarded`),
+# as well as those that move elements.
 _TAKES_GUARDS = frozenset(
     installed("abs cbrt conj div imag integer_pow is_finite mul neg pow real rsqrt select_n sign sqrt square")
     + COMPARISONS
@@ -61,8 +61,8 @@ def _units(operands: Sequence[Any]) -> str:
 
 # One array ----------------------------------------------------------------------------------------
 
-# Each result's unit is a power of the operand's unit. A single number applies to all results. Any other
-# operands are indices and the like.
+# The unit of each result, as a power of the unit of the operand. If there's only a single power then it
+# applies to all results. Any other operands are indices or similar.
 _POWERS: dict[str, Any] = {
     **dict.fromkeys(
         installed(
@@ -141,14 +141,14 @@ def _product(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
     p, q = _PRODUCTS[primitive.name]
     out = _bind(primitive, (x, y), params)
     if any(map(is_open, (x,) if primitive.name == "div" else (x, y))) and not is_value(out):
-        note_constant(out, OPEN)  # the product is open too, whatever unit a loop finds for it
+        note_constant(out, OPEN)  # regardless of which unit the operands turn out to have
         return out
     return with_unit(out, unit_of(x) ** p * unit_of(y) ** q)
 
 
 @register_on_either_side("triangular_solve", Unitful, precedence=precedence.UNITFUL)
 def _triangular_solve(primitive: Primitive, a: Any, b: Any, **params: Any) -> Any:
-    # With a unit diagonal, the matrix is dimensionless, like the lower factor of an LU decomposition.
+    # If the diagonal is one then the matrix is dimensionless, like the lower factor of an LU decomposition.
     unit = unit_of(b) if params["unit_diagonal"] else unit_of(b) / unit_of(a)
     return with_unit(_bind(primitive, (a, b), params), unit)
 
@@ -175,7 +175,7 @@ _RATIOS = (*COMPARISONS, "atan2")
 
 
 def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
-    """Returns the unit that all operands share."""
+    """Returns the unit that all operands have in common."""
     if any(unit_of(x) == ANY for x in operands):
         return ANY
     # 0, infinity and NaN are the same in any unit.
@@ -189,9 +189,10 @@ def _common(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 
 
 def _are_of_jax_numpy() -> bool:
-    """Returns whether a jax.numpy function is running that adds or compares with numbers in any unit.
+    """Returns whether we're within a jax.numpy function that adds constants, or compares with them, in any
+    unit.
 
-    `hypot` rescales to avoid overflow, and `histogram` widens an empty range.
+    These are `hypot`, which rescales to avoid overflow, and `histogram`, which widens an empty range.
     """
     return not {"hypot", "histogram_bin_edges"}.isdisjoint(functions_of_jax_numpy())
 
@@ -224,9 +225,9 @@ def _ratio(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
 
 
 def _stands_for_zero(x: Any) -> bool:
-    """Returns whether a plain array is known to hold a number of at most `eps ** 2`.
+    """Returns whether a plain array is known to be filled with a number no larger than `eps ** 2`.
 
-    Libraries compare with such numbers instead of 0, as `jnp.interp` does.
+    Some libraries use these in comparisons in place of 0, e.g. `jnp.interp`.
     """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -284,7 +285,7 @@ def _stored(primitive: Primitive, *xs: Any, **params: Any) -> Any:
 
 @Unitful.rule_for_several(("reduce", "reduce_window"))
 def _folded(primitive: Primitive, *xs: Any, **params: Any) -> Any:
-    n = len(xs) // 2  # arrays, then their initial values
+    n = len(xs) // 2  # the arrays are followed by their initial values
     units = [_common_if_any(primitive, pair) for pair in zip(xs[:n], xs[n:], strict=True)]
     elements = [*zip(xs[:n], units, strict=True)] * 2
     _check_function(primitive, params["jaxpr"], params.get("consts", ()), elements, *units)
@@ -306,9 +307,9 @@ def _common_if_any(primitive: Primitive, operands: Sequence[Any]) -> Unit:
 def _check_function(
     primitive: Primitive, jaxpr: Any, consts: Sequence[Any], elements: Sequence[tuple[Any, Unit]], *to: Unit
 ) -> None:
-    """Raises unless a function of elements has results with the units `to`.
+    """Raises an error unless the results of an elementwise function have the units `to`.
 
-    These are the units of the arrays to which the results will belong.
+    These are the units of the arrays that will contain the results.
     """
     found = of_elements(jaxpr, consts, itertools.starmap(_element, elements))
 
@@ -345,7 +346,7 @@ def _select_both(primitive: Primitive, which: ArrayLike, x: Unitful, y: Unitful)
 
 @Unitful.rule_for_several("select_n")
 def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
-    """Takes a plain 1 next to quantities as a guard: see `guarded`."""
+    """Treats a plain 1 alongside quantities as a guard, see `guarded`."""
     out = _bind(primitive, (*_dimensionless(primitive, [which]), *cases), {})
     quantities = [x for x in cases if isinstance(x, Unitful)]
     if not quantities:
@@ -366,14 +367,15 @@ def _select(primitive: Primitive, which: Any, *cases: Any) -> Any:
         return out
     if FRESH in guards or numbers:
         return with_unit(out, guarded(unit, FRESH))
-    # The guard has served its purpose: `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
+    # The guard isn't needed any more, as in `jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1)), 0)`.
     return with_unit(out, guarded(unit, USED if len(quantities) == len(cases) and guards == {USED} else 0))
 
 
 def _has_any_unit(x: Any) -> bool:
-    """Returns whether a plain array is known to hold a number that matches any unit.
+    """Returns whether a plain array is known to be filled with a number that matches any unit.
 
-    That is 0, infinity or NaN, or the largest or least number in their place, as in `jnp.nan_to_num`.
+    This is the case for 0, infinity and NaN, and for the largest and smallest numbers that are used in their
+    place, as in `jnp.nan_to_num`.
     """
     number, dtype = constant_of(x), jnp.result_type(x)
     if number is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -389,7 +391,7 @@ def _is_one(x: Any) -> bool:
 
 @register_on_either_side("jit", Unitful, precedence=precedence.UNITFUL)
 def _heaviside(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """`jnp.heaviside`: the step has no unit, though the function returns `x` itself if it is NaN."""
+    """Implements `jnp.heaviside`, whose result is dimensionless, although it returns `x` if this is NaN."""
     if not is_from_jax_numpy(params["jaxpr"], "heaviside"):
         return NotImplemented
     _dimensionless(primitive, [y])

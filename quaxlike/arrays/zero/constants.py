@@ -1,7 +1,7 @@
-"""`Zero` and `Full`, arrays with equal elements, and `Identity`, the identity matrix.
+"""`Zero` and `Full`, whose elements are all equal, and `Identity`, the identity matrix.
 
-Operations are simplified during tracing, which must only depend on numbers that are static. A number that is
-traced is a leaf, whose value we can't use.
+Operations are simplified when tracing. This must only depend on static numbers, since a number that's a leaf
+might be traced, so we can't use its value.
 """
 
 import functools
@@ -30,15 +30,15 @@ from .. import precedence
 from ..bounds import fill_value_of
 from ..dot_axes import dot_axes
 
-# This is tried after types that add metadata to an array, and before types that define how an array is
+# This is tried after the types that add metadata to an array, and before those that determine how an array is
 # stored.
 
 
 class Zero(ArrayOperators, ArrayValue):
     """An array of zeros.
 
-    It contains no array, so transforms *outside* `quaxify` do not affect it: `jax.vmap` passes it on
-    unchanged.
+    This doesn't contain any arrays, so it isn't affected by transforms *outside* of `quaxify`. For example,
+    `jax.vmap` returns it unchanged.
 
     **Arguments:**
 
@@ -71,7 +71,7 @@ class Zero(ArrayOperators, ArrayValue):
         return jnp.zeros(self._shape, self._dtype)
 
     def widen(self, like: Value) -> Any:
-        """Converts to a `Full`, or lifts zeros to another type."""
+        """Converts to a `Full`, or lifts an array of zeros to another type."""
         if isinstance(like, Zero):
             return self
         return _unknown(self) if isinstance(like, Full) else widened(self.materialise(), like)
@@ -81,16 +81,17 @@ class Zero(ArrayOperators, ArrayValue):
 
 
 class Full(ArrayOperators, ArrayValue):
-    """An array with all elements equal.
+    """An array whose elements are all equal.
 
-    A Python or NumPy number is known during tracing, so operations with 0 and 1 are simplified. An array is a
-    leaf: it may be traced and differentiated. Its leading axes stack arrays, as `jax.vmap` does.
+    If the value is a Python or NumPy number then it's known when tracing, so operations with 0 and 1 are
+    simplified. If it's an array then it's a leaf, which can be traced and differentiated, and any leading
+    axes are the axes of a stack, as created by `jax.vmap`.
 
     **Arguments:**
 
-    - `value`: a number, or an array with shape `()`, or `(*batch,)` for a stack.
+    - `value`: a number; or an array with shape `()`, or `(*batch,)` for a stack.
     - `shape`: the shape, without batch axes. Default: `()`.
-    - `dtype`: the dtype. Default: `value`'s.
+    - `dtype`: the dtype. Default: the dtype of `value`.
 
     !!! example
 
@@ -116,7 +117,7 @@ class Full(ArrayOperators, ArrayValue):
         else:
             number = np.asarray(value, self._dtype).item()
             is_nan = isinstance(number, float) and math.isnan(number)
-            # Always the same NaN object, so static fields compare equal.
+            # Always use the same NaN object, so that static fields compare equal.
             self.value, self.number = None, math.nan if is_nan else number
 
     def aval(self) -> jax.core.ShapedArray:
@@ -133,7 +134,7 @@ class Full(ArrayOperators, ArrayValue):
         return self.number is None
 
     def widen(self, like: Value) -> Any:
-        """Makes the number an array, unless `like` has the same number; or lifts to another type."""
+        """Converts the number to an array, unless it's the same for `like`; or lifts to another type."""
         if not isinstance(like, Zero | Full):
             return widened(self.materialise(), like)
         same = isinstance(like, Full) and (like.number is self.number or like.number == self.number)
@@ -162,24 +163,24 @@ _Any = ArrayLike | ArrayValue
 
 
 def _lift(x: Any) -> Any:
-    """Converts a plain operand with shape () to a constant; returns anything else unchanged."""
+    """Converts a plain operand with shape () to a constant. Returns anything else unchanged."""
     return x if isinstance(x, ArrayValue) or np.shape(x) else Full(x)
 
 
 def known(x: Any) -> Any:
-    """Returns the number that fills `x`, if it is known, or None."""
+    """Returns the number that fills `x`, or None if it isn't known."""
     return 0 if isinstance(x, Zero) else x.number if isinstance(x, Full) else None
 
 
 def _scalar(x: Constant) -> Any:
-    """Returns the one element of `x`: an array with shape (), or with the batch axes."""
+    """Returns the value of all elements, as an array with shape (), or with the batch axes."""
     if isinstance(x, Full) and x.value is not None:
         return x.value
     return np.asarray(known(x), x.dtype)
 
 
 def _unknown(x: Constant) -> Full:
-    """Returns the same constant, but its number is not known during tracing."""
+    """Returns the same constant, but such that its number isn't known when tracing."""
     return Full(jnp.asarray(known(x), x.dtype), x.shape)
 
 
@@ -188,27 +189,27 @@ def _constant(number: Any, shape: Sequence[int], dtype: Any) -> Constant:
 
 
 def _same(x: Constant, shape: Sequence[int]) -> Any:
-    """Gives a constant another shape."""
+    """Changes the shape of a constant."""
     if known(x) is not None:
         return _constant(known(x), shape, x.dtype)
     value = _scalar(x)
-    return Full(value, shape) if value.ndim == 0 else NotImplemented  # the batch axes would be unclear
+    return Full(value, shape) if value.ndim == 0 else NotImplemented  # these batch axes would be ambiguous
 
 
 def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) -> Any:
-    """Applies `fn` to the elements. If they are known, computes the result right away."""
+    """Applies `fn` to the elements. If they are known then we compute the result immediately."""
     scalars = [_scalar(x) for x in constants]
     if all(known(x) is not None for x in constants):
-        with jax.core.eval_context():  # also inside an eager shard_map
+        with jax.core.eval_context():  # needed inside of an eager shard_map
             number = np.asarray(fn(*map(jnp.asarray, scalars)))
-        # NaNs must be computed as part of the program, so that the operation is checked by `checkify`.
+        # NaNs must be computed as part of the program, in order for `checkify` to check the operation.
         if number == number:
             return _constant(number.item(), shape, number.dtype)
     batches = {np.shape(v) for v in scalars} - {()}
     if len(batches) > 1 or any(tuple(shape[: len(batch)]) != batch for batch in batches):
         return NotImplemented
     scalars = vary_alike([*map(jnp.asarray, scalars)])
-    if 0 in shape:  # no elements: compute nothing, so no NaN or infinite gradient appears
+    if 0 in shape:  # without elements, gradients must not become NaN or infinite
         out = jax.eval_shape(fn, *scalars)
         value = vary_alike([jnp.zeros(out.shape, out.dtype), *scalars])[0]
     else:
@@ -217,7 +218,7 @@ def apply(fn: Callable[..., Any], *constants: Constant, shape: Sequence[int]) ->
 
 
 def result(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns the shape and dtype of a primitive's result."""
+    """Returns the shape and dtype of the result of a primitive."""
     shapes = [jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for x in operands]
     return jax.eval_shape(functools.partial(primitive.bind, **params), *shapes)
 
@@ -232,6 +233,7 @@ def _elementwise_binary(primitive: Primitive, x: Any, y: Any, **params: Any) -> 
     out = result(primitive, (x, y), params)
     x, y = _lift(x), _lift(y)
     match primitive.name, known(x), known(y):
+        # As for symbolic zeros, this ignores that the other operand could be infinite or NaN.
         case ("mul", 0, _) | ("mul", _, 0) | ("div", 0, _):
             return Zero(out.shape, out.dtype)
     if isinstance(x, Constant) and isinstance(y, Constant):
@@ -257,7 +259,7 @@ def broadcast_like(x: Any, out: Any) -> Any:
 
 
 def _with_scalars(primitive: Primitive, x: Any, y: Any, params: dict[str, Any], out: Any) -> Any:
-    """If the other operand has the full shape, applies the primitive to a constant with shape ()."""
+    """Applies the primitive to a constant with shape (), if the other operand has the full shape."""
     small = [_scalar(v) if isinstance(v, Constant) else v for v in (x, y)]
     fits = {np.shape(v) for v in small} == {(), out.shape}
     if not fits:
@@ -283,6 +285,7 @@ def _dynamic_slice(primitive: Primitive, x: Constant, *indices: Any, **params: A
 @register("gather")
 def _gather(primitive: Primitive, x: Constant, indices: ArrayLike, **params: Any) -> Any:
     fill = fill_value_of(params["mode"], params["fill_value"], x.dtype)
+    # If slices might be filled then the result is only constant if they are filled with the same value.
     if fill is not None and (known(x) is None or fill != known(x)):
         return NotImplemented
     return _same(x, result(primitive, (x, indices), params).shape)
@@ -341,13 +344,15 @@ _REDUCED: dict[str, Callable[[Any, int], Any]] = {
 
 @register(tuple(_REDUCED))
 def _reduction(primitive: Primitive, x: Constant, *, axes: Sequence[int], **params: Any) -> Any:
+    # Each array of a stack has its own value, so we can't reduce over the batch axes.
     if any(i < np.ndim(_scalar(x)) for i in axes):
         return NotImplemented
     n = math.prod(x.shape[i] for i in axes)
-    if not isinstance(n, int):  # a symbolic dimension of `jax.export`
+    if not isinstance(n, int):  # this might be a symbolic dimension of `jax.export`
         return NotImplemented
     shape = [d for i, d in enumerate(x.shape) if i not in axes]
     if n == 0:
+        # The result is the identity of the reduction, which is computed by reducing an empty array.
         of_nothing = functools.partial(primitive.bind, axes=(0,), **params)
         return apply(lambda v: of_nothing(v[None][:0]), Full(0, (), x.dtype), shape=shape)
     return apply(lambda v: _REDUCED[primitive.name](v, n), x, shape=shape)
@@ -372,7 +377,7 @@ def _product_with_zero(primitive: Primitive, x: Any, y: Any, **params: Any) -> Z
 
 @register_on_either_side("dot_general", Full, other=ArrayLike, precedence=precedence.CONSTANT)
 def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
-    """Multiplies by a `Full`. Its rows are equal, so we sum the other operand's elements once."""
+    """Multiplies by a `Full`. All of its rows are equal, so the other operand only has to be summed once."""
     if any(isinstance(v, Full) and np.ndim(_scalar(v)) for v in (x, y)):
         return NotImplemented
     out = result(primitive, (x, y), params)
@@ -398,7 +403,7 @@ def _product_with_full(primitive: Primitive, x: Any, y: Any, **params: Any) -> A
 
 # The identity -------------------------------------------------------------------------------------
 
-# We try this after `Zero`: zero times the identity is zero.
+# This is tried after `Zero`, since zero times the identity is zero.
 
 
 class Identity(ArrayOperators, ArrayValue):
@@ -406,8 +411,8 @@ class Identity(ArrayOperators, ArrayValue):
 
     **Arguments:**
 
-    - `n`: its size; the shape is `(n, n)`.
-    - `dtype`: default float.
+    - `n`: the size; the shape is `(n, n)`.
+    - `dtype`: the dtype. Default: float.
 
     !!! example
 
@@ -449,7 +454,7 @@ def _dot_general(primitive: Primitive, x: Any, y: Any, **params: Any) -> Any:
         out = jnp.asarray(x.n)
     elif len(axes) == 2:
         out = quaxify(functools.partial(jnp.trace, axis1=axes[0], axis2=axes[1]))(other)
-    else:  # the identity's other axis replaces the contracted one, and comes first or last
+    else:  # the contracted axis is replaced by the other axis, which comes first or last
         out = quaxify(jnp.moveaxis)(other, axes[0], 0 if on_left else -1)
     return broadcast_like(out, result(primitive, (x, y), params))
 
@@ -473,7 +478,7 @@ def _reduce_sum(x: Identity, *, axes: Sequence[int], **params: Any) -> Full | Id
     return Full(x.n, (), x.dtype) if len(axes) == 2 else Full(1, (x.n,), x.dtype)
 
 
-# The identity is its own LU factor, so `jnp.linalg.solve` and `inv` simplify as well.
+# The identity is its own LU factor, so this also simplifies `jnp.linalg.solve` and `inv`.
 
 
 @register("lu")

@@ -53,7 +53,7 @@ def _jit(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Par
 
 
 def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """Returns the sharding of each leaf, from the logical array's sharding."""
+    """Returns the sharding of each leaf, given the sharding of the logical array."""
     out: list[Any] = []
     for sharding, slot in zip(shardings, slots, strict=True):
         if isinstance(sharding, jax.NamedSharding) and slot.treedef is not None:
@@ -64,7 +64,7 @@ def leaf_shardings(shardings: Sequence[Any], slots: Sequence[LeafLayout]) -> tup
 
 
 def leaf_layouts(layouts: Sequence[Any], slots: Sequence[LeafLayout]) -> tuple[Any, ...]:
-    """For each leaf, its device-local layout.
+    """Returns the device-local layout of each leaf.
 
     A layout is an ordering of axes, so we only specify one for leaves with as many axes as the array.
     """
@@ -92,7 +92,7 @@ def _checkpoint(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
 
 @builtin("RematTraced")
 def _remat3(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> list[Any]:
-    """`jax.checkpoint` under the flag `jax_remat3`."""
+    """Implements `jax.checkpoint` under the flag `jax_remat3`."""
     hi = params["_prim"]
     leaves, slots = flatten(operands)
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
@@ -165,7 +165,7 @@ def _custom_dce(trace: QuaxTrace, primitive: Primitive, operands: Operands, para
         return evaluate(trace, params["jaxpr"], operands)
     leaves, slots = flatten(operands)
     flat = subjaxpr(trace, params["jaxpr"], slots, what=what)
-    # The rule runs after the current traces have ended, so it must not capture them.
+    # The rule runs after the current traces have ended, so it mustn't capture them.
     level = QuaxTrace(jax.core.Trace(), trace.tag, trace.resolver)
 
     @functools.cache
@@ -228,7 +228,7 @@ def _shard_map(
 
 
 def _dense_unless_joinable(x: Any, spec: Any) -> Any:
-    """Makes a Value dense, in parts or as a whole, if `out_specs` cannot join its leaves.
+    """Materialises a Value, in parts or as a whole, if its leaves can't be joined according to `out_specs`.
 
     Leaves can't be joined if they differ between devices where `spec` assumes that they are replicated. For
     example, each device might have scaled one factor of an adapter differently.

@@ -108,7 +108,7 @@ def carry_fixed_point(
     what: str,
     stacked: int = 0,
 ) -> tuple[list[Any], tuple[LeafLayout, ...], Flat]:
-    """Finds a form of a loop's carry which is the same after each iteration.
+    """Finds a form for a loop's carry that is the same after each iteration.
 
     If a plain array becomes a Value, then we lift it using `promote` if the type defines it, and otherwise
     materialise the Value. Two different Values are converted to a common form, and we raise an error if there
@@ -141,7 +141,7 @@ def carry_fixed_point(
     changes = [0] * len(init)  # how often each carry had to change its form
 
     def joined(i: int, a: LeafLayout, b: LeafLayout) -> LeafLayout:
-        # The parts that changed are now dense, so the search is guaranteed to terminate.
+        # The parts that changed are now materialised, so the search is guaranteed to terminate.
         if changes[i] > _MOST_CHANGES:
             return a
         message = f"The carry changed structure: carry {i} of {what}, before and after an iteration,"
@@ -205,7 +205,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
         flat = body(targets)
         ys = [_stacking(slot, length) for slot in flat.out[len(carry) :]]
         # Values can only be stacked if their leaves can be stacked. Trace again if this means that some of
-        # them have to be made dense.
+        # them have to be materialised.
         if ys == list(flat.out[len(carry) :]):
             return flat
         carried = targets[: len(carry)] if targets else [None] * len(carry)
@@ -217,7 +217,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
     rows = [leaf for leaf, is_shared in zip(x_leaves, shared, strict=True) if not is_shared]
     leading = [*body.consts, *const_leaves, *before]
     carried = range(len(leading), len(leading) + len(carry_leaves))
-    # Otherwise the backward pass would store a copy of every frozen weight per iteration.
+    # Otherwise the backward pass would store a copy of every frozen weight for each iteration.
     jaxpr, constants = with_few_residuals(body.jaxpr, carried)
     inputs = [*leading, *carry_leaves, *rows]
     inputs = [jax.lax.stop_gradient(x) if i in constants else x for i, x in enumerate(inputs)]
@@ -229,7 +229,7 @@ def _scan(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Pa
 
 
 def _cuttable(x: Any, operands: Sequence[Any]) -> Any:
-    """Makes a Value dense, in parts or as a whole, if its type cannot slice it into rows."""
+    """Materialises a Value, in parts or as a whole, if it can't be sliced into rows."""
     if not is_value(x) or _is_cut(slot := flatten([x])[1][0]):
         return x
     if _is_cut(with_dense_parts(slot)):
@@ -293,7 +293,7 @@ def _order(n_consts: int, n_carried: int, shared: Sequence[bool]) -> list[int] |
 
 
 def _stacking(slot: LeafLayout, length: int) -> LeafLayout:
-    """Makes a slot dense, in parts or as a whole, if stacking its leaves does not stack the arrays."""
+    """Materialises a slot, in parts or as a whole, if stacking the leaves doesn't stack the arrays."""
     if stacks(slot, length):
         return slot
     in_parts = with_dense_parts(slot)
@@ -306,7 +306,7 @@ def _stacking(slot: LeafLayout, length: int) -> LeafLayout:
 
 
 def stacks(slot: LeafLayout, length: int) -> bool:
-    """Returns whether stacking the leaves of such Values gives a Value for the stacked arrays."""
+    """Returns whether stacking the leaves of such Values gives a Value that represents the stacked arrays."""
     if slot.treedef is None:
         return True
     # Check the stack itself, because the static fields might only be valid for a single row.
@@ -314,7 +314,7 @@ def stacks(slot: LeafLayout, length: int) -> bool:
     try:
         axes = axes_of_rows(stacked)
         shape, dtype = stacked.aval.shape, stacked.aval.dtype
-    except Exception:  # a type whose shapes do not fit cannot be stacked
+    except Exception:  # a type whose shapes don't fit can't be stacked
         return False
     if axes is NotImplemented or any(axis != 0 for axis in axes):
         return False

@@ -375,7 +375,7 @@ class _Results:
     def linear(
         self, outs: Sequence[Any], tangents: Sequence[Any] | None = None, kept: Sequence[bool] = ()
     ) -> Sequence[Any]:
-        """Returns the results of a differentiated function, some of which may have to be made dense.
+        """Returns the results of a differentiated function, some of which might have to be materialised.
 
         Results that are marked as `kept` are left unchanged.
         """
@@ -389,9 +389,7 @@ class _Results:
         ]
 
     def flatten_differentiated(self, outs: Sequence[Any], has_tangents: Sequence[bool]) -> list[Any]:
-        """Like `flatten`, but for a differentiated function: makes a Value dense unless its tangent has its
-        form.
-        """
+        """As `flatten`, for a differentiated function: materialises Values whose tangents differ in form."""
         if not self.decided:
             outs = [
                 dense(x, WHAT, hint=_HINT) if is_value(x) and not has else x

@@ -79,14 +79,15 @@ def call_inline(
     transpose: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]] | None,
     operands: Sequence[Any],
 ) -> list[Any]:
-    """Runs a primitive's implementation, with the primitive's own derivative and transpose.
+    """Runs the implementation of a primitive, with the primitive's own derivative and transpose.
 
     **Arguments:**
 
-    - `name`: the primitive's name.
-    - `jvp`: takes the operands and their tangents, and returns the results and their tangents.
-    - `transpose`: takes the cotangents of the results and the operands, with an `UndefinedPrimal` for each
-        linear operand; returns the operands' cotangents. Default: transposes the implementation.
+    - `name`: the name of the primitive.
+    - `jvp`: called with the operands and their tangents; returns the results and their tangents.
+    - `transpose`: called with the cotangents of the results and with the operands, which include an
+        `UndefinedPrimal` for each linear operand; returns the cotangents of the operands. Default: transposes
+        the implementation.
     """
     call = jax.custom_jvp(implementation)
 

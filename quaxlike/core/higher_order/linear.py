@@ -2,7 +2,7 @@
 
 A linear solve maps a space to itself. So the solution must have the same leaves as the right-hand side, and
 both must be linear in all of them, because the derivative of a solve is another solve with tangents in place
-of these. Anything that doesn't satisfy this is made dense.
+of these. Anything that doesn't satisfy this is materialised.
 """
 
 import functools
@@ -134,14 +134,14 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
         slots = (*consts[2][1], *b_slots)
         return subjaxpr(trace, jaxprs.solve, slots, targets=targets, what=_WHAT)
 
-    # The primitive must be linear in the leaves of `b`, so make any Value dense for which this isn't the
+    # The primitive must be linear in the leaves of `b`, so materialise any Value for which this isn't the
     # case.
     b = [_as_a_space(x, operands) for x in b]
     b_leaves, b_slots = flatten(b)
     solve = solve_for(b_slots)
     # The primitive maps a space to itself, so the solution must have the same leaves as `b`.
     hint = "The solution has other leaves."
-    # First try just making the parts dense, so that e.g. a right-hand side with a unit keeps its unit.
+    # First try just materialising the parts, so that e.g. a right-hand side with a unit keeps its unit.
     if not _leaves_agree(solve.out, b_slots) and any(is_value(x) and held(x) for x in b):
         b = [map_parts(lambda part: dense(part, _WHAT, hint=hint), x) if is_value(x) else x for x in b]
         b_leaves, b_slots = flatten(b)
@@ -182,7 +182,7 @@ def _linear_solve(trace: QuaxTrace, primitive: Primitive, operands: Operands, pa
 
 
 def _as_a_space(x: Any, operands: Sequence[Any]) -> Any:
-    """Makes `x` dense, in parts or as a whole, if it is not linear in all its leaves."""
+    """Materialises `x`, in parts or as a whole, if it isn't linear in all of its leaves."""
     if is_value(x) and x.linear and not is_a_space(x):
         x = map_parts(lambda part: _as_a_space(part, [part]), x)
     return dense(x, _WHAT, operands, hint=_HINT) if is_value(x) and not is_a_space(x) else x

@@ -54,7 +54,7 @@ def _checkpoint_name(trace: QuaxTrace, primitive: Primitive, operands: Operands,
 
 @builtin("pvary", "pcast")
 def _pvary(trace: QuaxTrace, primitive: Primitive, operands: Operands, params: Params) -> Any:
-    """Makes each leaf vary over the axes it does not vary over yet."""
+    """Makes each leaf vary over those axes over which it doesn't already vary."""
     leaves, slots = flatten(operands)
     out = []
     for leaf in leaves:

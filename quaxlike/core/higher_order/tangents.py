@@ -1,12 +1,11 @@
-"""Converts tangents and cotangents of Values between leaves and the form that users' functions expect and
-return.
+"""Converts tangents and cotangents of Values between leaves, and the form that is used by users' functions.
 
 The tangent of a linear Value is a Value with the same class and pattern. This also holds for its cotangent,
-provided that each leaf consists of elements of the array. Any other Value is first made linear, by making its
-nonlinear parts dense, and we then use the tangent (or cotangent) of that conversion.
+provided that each leaf consists of elements of the array. Any other Value is first made linear, by
+materialising its nonlinear parts, and we then use the tangent (or cotangent) of that conversion.
 
 Patterns (indices, codes, keys) must never be added or scaled. So a derivative whose pattern differs is either
-made dense or raises an error, as otherwise its numbers would be attributed to the wrong elements.
+materialised or raises an error, as otherwise its elements would end up in the wrong positions.
 """
 
 import functools
@@ -42,7 +41,7 @@ _OTHER = "It is the derivative of a Value of another type or pattern."
 
 
 def made_linear(x: Any, what: str, hint: str) -> Any:
-    """Makes the nonlinear parts of `x` dense, under the policy."""
+    """Materialises the nonlinear parts of `x`, subject to the policy."""
     return linear_part(x, functools.partial(dense, what=what, hint=hint)) if is_value(x) else x
 
 
@@ -87,7 +86,7 @@ def _tangent_in(slot: LeafLayout, primals: Sequence[Any], tangents: Sequence[Any
 
 
 def _with_leaves(constant: Value) -> Any:
-    """Makes a Value without leaves dense, or the Values inside it."""
+    """Materialises a Value without leaves, or the Values inside it."""
     return map_parts(_with_leaves, constant) if held(constant) else materialised(constant)
 
 
@@ -196,7 +195,7 @@ def cotangents_in(
 
 
 def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[bool], ct: Any) -> Sequence[Any]:
-    """Returns the leaves' cotangents, given a cotangent with another form than the Value."""
+    """Returns the cotangents of the leaves, given a cotangent of a different form than the Value."""
     ct = made_linear(ct, "custom_vjp", _OTHER)
 
     def alike(x: Value) -> Any:
@@ -218,7 +217,7 @@ def _pulled_back(slot: LeafLayout, primals: Sequence[Any], inexact: Sequence[boo
 
 
 def _has_leaf_of_its_shape(ct: Any) -> bool:
-    """Returns whether `ct` can be made dense without losing anything that matters for a cotangent.
+    """Returns whether materialising `ct` preserves everything that matters for a cotangent.
 
     For example, it might be an array with names or a unit, neither of which matter here.
     """

@@ -54,7 +54,7 @@ mlir.register_lowering(value_p, mlir.lower_fun(_undispatched, multiple_results=F
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, treedef: Any) -> tuple[Any, Any]:
-    """Returns a Value as the tangent, in which any nonlinear parts (e.g. NF4 inside a quantity) are dense.
+    """Returns a Value as the tangent, whose nonlinear parts (e.g. NF4 inside a quantity) are materialised.
 
     If the type itself isn't linear, then the tangent is an array.
     """

@@ -1,1 +1,1 @@
-"""Reports for users: how a program treats a type, and which rules a type has."""
+"""Reports for users: how a program treats a type, and which rules exist for a type."""

@@ -1,7 +1,6 @@
-"""Lists the rules for a type, and finds ambiguous pairs.
+"""Lists the rules for a type, and finds ambiguous pairs of rules.
 
-An ambiguity is found before any operand meets it, by asking the same functions as dispatch. A second
-implementation would sooner or later disagree with dispatch.
+We find ambiguities by calling the same functions as for dispatch, so that the two always agree.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from .page import plain_table
 def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
     """Lists the rules for a type, sorted by primitive.
 
-    Use this to see what a type already supports before you write a rule.
+    This is useful before writing a rule, to see what is already supported by a type.
 
     **Arguments:**
 
@@ -45,26 +44,27 @@ def rules_for(cls: type[Value], *, rules: RuleSet | None = None) -> list[Rule]:
 
 
 def _mentions(rule: Rule, cls: type[Value]) -> bool:
-    """Returns whether the rule is about this type.
+    """Returns whether a rule is specific to this type.
 
-    Parameters for any Value do not count, unless all parameters are like this.
+    Parameters for arbitrary Values don't count, unless this applies to all parameters.
     """
     hints = list(rule.signature.types)
     if rule.signature.has_varargs:
         hints.append(rule.signature.varargs)
     flat = itertools.chain.from_iterable(typing.get_args(h) or (h,) for h in hints)
     named = {h for h in flat if isinstance(h, type) and issubclass(h, Value)}
-    # Nearly every rule accepts any Value somewhere. Listing these for each type would hide its own rules.
+    # Nearly every rule accepts arbitrary Values somewhere. If these were listed, they would hide the type's
+    # own rules.
     return any(issubclass(cls, h) for h in (named - {Value, ArrayValue} or named))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class RulesDiff:
-    """The primitives with rules for one type but not for another. Prints as a table."""
+    """The primitives with rules for one type but not for another. This prints as a table."""
 
     types: tuple[type[Value], type[Value]]
     rules: dict[str, tuple[tuple[Rule, ...], tuple[Rule, ...]]]
-    """For each primitive, by name: the first type's rules, and the second type's."""
+    """For each primitive, by name: the rules for the first type, and the rules for the second type."""
 
     @property
     def only_first(self) -> list[str]:
@@ -91,9 +91,9 @@ class RulesDiff:
 
 @checked
 def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet | None = None) -> RulesDiff:
-    """Compares two types: which primitives can one handle, and the other cannot?
+    """Compares two types, by listing the primitives that are supported by only one of them.
 
-    This is useful when you write a type that should support everything another one does.
+    This is useful when writing a type that should support everything that's supported by another one.
 
     **Arguments:**
 
@@ -124,20 +124,20 @@ def compare_rules(first: type[Value], second: type[Value], /, *, rules: RuleSet 
 
 @checked
 def check_ambiguities(*types: type[Value], rules: RuleSet | None = None) -> None:
-    """Checks for pairs of rules which match the same operands, with neither being the better match.
+    """Checks that there are no pairs of rules which match the same operands, with neither being the better
+    match.
 
-    Call this in the tests of a package that registers rules: an ambiguity is then found before any user meets
-    it.
+    Use this in the tests of any package that registers rules, to find ambiguities before your users do.
 
     **Arguments:**
 
-    - `types`: the Value types to consider as operands, in every combination with each other and with plain
-        arrays. Default: every concrete type in a rule.
-    - `rules`: a [`quaxlike.RuleSet`][] to check in addition to the global one.
+    - `types`: the Value types to consider as operands, in all combinations with each other and with plain
+        arrays. Default: every concrete type that occurs in a rule.
+    - `rules`: a [`quaxlike.RuleSet`][] to check as well as the global one.
 
     **Raises:**
 
-    [`quaxlike.AmbiguousRuleError`][], listing each ambiguous pair of signatures with file and line.
+    [`quaxlike.AmbiguousRuleError`][], which lists each ambiguous pair of signatures with file and line.
     """
     _check_types("check_ambiguities", *types)
     layers = (GLOBAL,) if rules is None else (rules, GLOBAL)
@@ -163,13 +163,13 @@ def _check_types(function: str, *types: Any) -> None:
 
 
 def _takes(rule: Rule, types: Sequence[type[Value]]) -> bool:
-    """Returns whether these types or plain arrays can match the rule."""
+    """Returns whether the rule can match these types or plain arrays."""
     classes: list[type] = [jax.Array, *types]
     return all(any(_matches(t, hint) for t in classes) for hint in rule.signature.types)
 
 
 def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Value]]) -> bool:
-    """Returns whether some operands match both rules, and nothing decides between the two."""
+    """Returns whether some operands match both rules, without either being preferred."""
     if a.signature.precedence != b.signature.precedence:
         return False
     variadic = a.signature.has_varargs or b.signature.has_varargs
@@ -188,16 +188,17 @@ def _clash(a: Rule, b: Rule, registered: Sequence[Rule], types: Sequence[type[Va
         slots.append(both)
     if more_specific(a, b) or more_specific(b, a):
         return False
-    # Each place may have several types. One combination without a better rule suffices.
+    # Each operand might have several possible types. A single combination without a better rule is
+    # sufficient.
     for operands in itertools.product(*slots):
-        # Plain arrays never come to dispatch.
+        # If all operands are plain arrays then there's no dispatch.
         if all(t is jax.Array for t in operands):
             continue
         signature = signature_of(operands)
-        # A third rule may be a better match than both, and then decides.
+        # A third rule might be a better match than either of them, in which case there's no ambiguity.
         others = [r for r in registered if signature <= r.signature and not r.depends_on_shapes]
         order = in_order(a.primitive, signature, list({*others, a, b}))
-        first = order[0]  # the others are tried only if a better match declines
+        first = order[0]  # the others are only tried if a better match declines
         if isinstance(first, Ambiguity) and a in first.rules and b in first.rules:
             return True
     return False
@@ -212,8 +213,9 @@ def _classes(x: Any, y: Any, types: Sequence[type[Value]]) -> list[type]:
 
 
 def _concrete(cls: type[Value]) -> Iterator[type[Value]]:
-    """Returns the class itself if it is concrete, else its concrete subclasses; nothing for the common
-    bases."""
+    """Returns the class itself if it's concrete, or otherwise its concrete subclasses. Ignores the common
+    base classes.
+    """
     if not inspect.isabstract(cls):
         yield cls
     elif cls not in (Value, ArrayValue):

@@ -1,9 +1,9 @@
 """Runs jaxprs on Values: one equation at a time, as a flat jaxpr on leaves, or cached for a rule.
 
-A cached program must have been traced under exactly the current settings. Keys hold
-the jaxpr object itself (weakly), the slots, the rules, the policy and JAX's trace context. If one were
-missing, a call would replay rules or shapes that no longer apply. We never store a program that closes over a
-tracer: it would outlive its trace.
+A cached program must have been traced with exactly the same settings. So keys contain the jaxpr object itself
+(weakly), the slots, the rules, the policy, and JAX's trace context. If any of these were missing, then we
+might use rules or shapes that don't apply any more. In addition, we never store a program that closes over a
+tracer, as it would outlive its trace.
 """
 
 import dataclasses
@@ -30,26 +30,26 @@ from .unify import convert_to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Step:
-    """One equation, with its variables as indices into a list."""
+    """An equation, whose variables are represented by their indices into a list."""
 
     eqn: Any
     primitive: jexc.Primitive
     params: dict[str, Any]
     inputs: list[int]
     outputs: list[int]
-    dead: list[int]  # variables never read again
-    named: bool  # has its own name stack
-    in_context: bool  # traced under a setting with an effect even when running eagerly
-    takes_functions: bool  # custom derivatives and shard_map take functions when bound
-    makes_values: bool  # from plain arrays
+    dead: list[int]  # variables that aren't used by any later equation
+    named: bool  # whether it has its own name stack
+    in_context: bool  # whether it was traced with settings that matter even when running eagerly
+    takes_functions: bool  # whether functions are passed to `bind`, e.g. for custom derivatives
+    makes_values: bool  # whether it creates Values out of plain arrays
 
 
 class _JaxprPlan:
-    """A jaxpr laid out once, so running it needs no dict lookups."""
+    """A preprocessed jaxpr, which can be run without any dict lookups."""
 
     def __init__(self, jaxpr: compat.ClosedJaxpr) -> None:
         opened = compat.open_jaxpr(jaxpr)
-        self.start: list[Any] = []  # initial values: literals, else None
+        self.start: list[Any] = []  # the initial values of variables: literals, or otherwise None
         places: dict[Any, int] = {}
 
         def place(atom: Any) -> int:
@@ -68,9 +68,9 @@ class _JaxprPlan:
         self.outvars = list(map(place, opened.outvars))
         self.steps: list[_Step] = []
         alive = set(self.outvars)
-        # Backwards, so that `alive` is what later equations read. A variable is dropped after its last use:
-        # else the whole list of intermediate arrays would stay alive, and eager programs would need more
-        # memory than in JAX.
+        # We go backwards, so that `alive` contains the variables used by later equations. Variables are
+        # dropped after their last use, since keeping all intermediate arrays alive would mean that eager
+        # programs require more memory than in JAX.
         for eqn, inputs, outputs in reversed(placed):
             dead = {*inputs, *outputs} - alive
             alive |= set(inputs)
@@ -79,7 +79,8 @@ class _JaxprPlan:
             flags = (named, compat.has_context(eqn), takes_functions, makes_values(eqn.primitive, eqn.params))
             self.steps.append(_Step(eqn, eqn.primitive, eqn.params, inputs, outputs, list(dead), *flags))
         self.steps.reverse()
-        # Fast path: most jax.numpy functions are a single equation on their own operands.
+        # Fast path: most jax.numpy functions consist of a single equation, whose operands are those of the
+        # function.
         alone = [s for s in self.steps if (s.inputs, s.outputs) == (self.invars, self.outvars)]
         self.only = alone[0] if len(self.steps) == 1 and alone and not alone[0].in_context else None
 
@@ -92,29 +93,29 @@ def evaluate(
 ) -> list[Any]:
     """Runs `jaxpr` on Values and plain arrays, for the level of `trace`, under the current trace.
 
-    Without a `trace`, it only takes plain arrays. Staged equations get the source lines of the jaxpr's own
-    equations, or the caller's if `inlined`.
+    Without a `trace`, only plain arrays are supported. Staged equations have the source lines of the
+    equations in the jaxpr, or those of the caller if `inlined`.
     """
     plan = _plan(jaxpr)
     parent = compat.current_trace()
     eager = compat.is_eval_trace(parent)
     level = trace
-    # A transform has been entered since the level began (the jaxpr is run inside `grad`, for example). Rules
-    # must run under it, so we use a second trace of the same level.
+    # Some transform has been entered since this level started, e.g. because the jaxpr is being run inside of
+    # `grad`. Rules must run under this transform, so we use a second trace at the same level.
     if trace is not None and parent is not trace.parent_trace:
         level = QuaxTrace(parent, trace.tag, trace.resolver)
     if plan.only is not None and (eager or (inlined and not plan.only.named)):
         return list(_run(level, plan.only, operands))
     env = plan.start.copy()
-    # Constants may be tracers of this level, if the function was traced while it ran.
+    # If the function was traced while this level was running, then constants might be tracers of this level.
     for i, x in zip(plan.consts, jaxpr.consts, strict=True):
         env[i] = x if level is None else level.unwrap(x)
     for i, x in zip(plan.invars, operands, strict=True):
         env[i] = x
     for step in plan.steps:
         inputs = [env[i] for i in step.inputs]
-        # Source lines and contexts only matter for staged equations. Entering them takes longer than a small
-        # primitive.
+        # Source lines and contexts only matter for staged equations. Entering them takes longer than running
+        # a small primitive.
         if (eager or (inlined and not step.named)) and not step.in_context:
             results = _run(level, step, inputs)
         else:
@@ -150,9 +151,9 @@ def _run(level: QuaxTrace | None, step: _Step, inputs: Sequence[Any]) -> Sequenc
 
 
 def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Runs one of the user's functions on Values, under a new trace of the same level."""
-    # This may run after the quaxified function has returned, as a backward pass does. A `quaxify` inside must
-    # still inherit the rules.
+    """Calls a function provided by the user with Values, under a new trace at the same level."""
+    # This might be called after the quaxified function has returned, e.g. for a backward pass. Any `quaxify`
+    # inside it must still inherit the rules.
     with use_rule_sets(trace.resolver.layers), jexc.take_current_trace() as parent:
         inner = QuaxTrace(parent, trace.tag, trace.resolver)
         running.levels.append(inner)
@@ -173,8 +174,8 @@ def call_on_values(trace: QuaxTrace, fun: Callable[..., Any], operands: Sequence
 class Flat:
     """A jaxpr on leaves. Its inputs are `consts`, followed by the leaves of the operands."""
 
-    jaxpr: compat.ClosedJaxpr  # closes over concrete constants
-    consts: tuple[Any, ...]  # traced by an outer transform; the first inputs
+    jaxpr: compat.ClosedJaxpr  # this might close over concrete constants
+    consts: tuple[Any, ...]  # the first inputs, which are being traced by an outer transform
     out: tuple[LeafLayout, ...]
 
 
@@ -192,15 +193,16 @@ def subjaxpr(
     what: str = "",
     closed: bool = True,
 ) -> Flat:
-    """Quaxifies `jaxpr` for operands in `slots`. Memoised for as long as `jaxpr` lives.
+    """Quaxifies `jaxpr` for operands in `slots`. This is memoised for the lifetime of `jaxpr`.
 
     **Arguments:**
 
-    - `trace`: the level with the rules.
-    - `targets`: for each result, the slot to convert it to; None leaves it unchanged.
-    - `order`: where each leaf of the operands is among the flat inputs. Default: in order.
-    - `what`: the caller's name, for messages.
-    - `closed`: whether concrete constants may stay inside the jaxpr. If not, they become leading inputs.
+    - `trace`: the level that provides the rules.
+    - `targets`: the slot to which each result should be converted; None leaves a result unchanged.
+    - `order`: the position of each leaf of the operands in the flat inputs. Default: in order.
+    - `what`: the name of the caller, for use in messages.
+    - `closed`: whether concrete constants are allowed to remain inside the jaxpr. If not, then they become
+        the first inputs.
     """
     key = (
         tuple(slots),
@@ -216,12 +218,13 @@ def subjaxpr(
         tracing = functools.partial(_trace, trace, jaxpr, slots, targets, order, what, closed)
         return recorder.trace(jaxpr, what, key, tracing)
     with _memo_lock:
-        # Only the insertion needs the lock. Two threads may trace the same program; both results are equal.
+        # We only need the lock for inserting. If two threads trace the same program then both results are
+        # equal.
         known = memo.setdefault(jaxpr, {})
     flat = known.get(key)
     if flat is None:
         flat = _trace(trace, jaxpr, slots, targets, order, what, closed)
-        # A program that closes over tracers is only valid in this call.
+        # A program that closes over tracers is only valid during this call.
         if not any(isinstance(c, jax.core.Tracer) for c in (*flat.consts, *jaxpr.consts)):
             known[key] = flat
     return flat
@@ -264,7 +267,7 @@ def _trace(
 
 
 def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, ...]]:
-    """Makes several jaxprs on the same operands take all their constants."""
+    """Modifies several jaxprs with the same operands, such that each of them accepts the constants of all."""
     consts = tuple(c for flat in flats for c in flat.consts)
     if not consts:
         return list(flats), ()
@@ -285,24 +288,25 @@ def with_leading_inputs(flats: Sequence[Flat]) -> tuple[list[Flat], tuple[Any, .
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 _RAISES_IF_DENSE = on_materialise("error")
-_MOST_STRUCTURES = 1024  # structures of operands we cache per rule
+_MOST_STRUCTURES = 1024  # the maximal number of structures of operands to cache for each rule
 
 
 def cached_trace(rule: _Fn) -> _Fn:
-    """Traces a rule once for operands with the same structure. The primitive must have one result.
+    """Decorates a rule, so that it's only traced once for operands of the same structure.
 
-    The layers of a model repeat the same product, so we cache the rule's computation as a jaxpr, keyed by the
-    structures and avals of the operands. If an outer transform is tracing, the jaxpr's equations are bound
-    again; eagerly, it runs as one compiled function. Use this only for pure, expensive rules: the lookup
-    costs more than a cheap rule.
+    The layers of a model tend to repeat the same product, so we cache the rule's computation as a jaxpr,
+    keyed by the structures and avals of the operands. If an outer transform is tracing then the equations of
+    this jaxpr are bound again, whereas eagerly it runs as a single compiled function. The primitive must have
+    a single result. Only use this for rules that are pure and expensive, as the lookup costs more than a
+    cheap rule.
     """
     known: dict[Any, _TracedRule | None] = {}
     lock = threading.Lock()
 
     @functools.wraps(rule)
     def on_operands(*args: Any, **params: Any) -> Any:
-        # A recorder has to see each primitive inside the rule, and without jit the user expects no compiled
-        # code.
+        # A recorder has to see each primitive used by the rule. Also, if the user disabled jit then we
+        # mustn't compile anything.
         if recording.active() is not None or jax.config.jax_disable_jit:
             return rule(*args, **params)
         n = isinstance(args[0], jexc.Primitive)
@@ -315,8 +319,8 @@ def cached_trace(rule: _Fn) -> _Fn:
         except KeyError:
             traced = _trace_rule(rule, args[:n], slots, params)
             with lock:
-                # Start anew instead of tracking the order of use: this only happens to programs with ever new
-                # shapes.
+                # Clear the cache, rather than keeping track of which entries were used last, since this only
+                # happens to programs whose shapes keep changing.
                 if len(known) >= _MOST_STRUCTURES:
                     known.clear()
                 known[key] = traced
@@ -347,7 +351,7 @@ def _trace_rule(
     slots: tuple[LeafLayout, ...],
     params: dict[str, Any],
 ) -> _TracedRule | None:
-    """Traces a rule; returns None if it must be called every time."""
+    """Traces a rule. Returns None if it has to be called every time."""
     out: tuple[LeafLayout, ...] = ()
 
     def on_leaves(*leaves: Any) -> list[Any]:
@@ -359,9 +363,9 @@ def _trace_rule(
         return flat
 
     debug_info = jexc.DebugInfo("rule", rule.__name__, None, None)
-    # Every materialisation in a rule must be reported where it happens, so we only cache rules that
-    # materialise nothing. Such a trace serves every policy, hence we set the mode without changing JAX's
-    # cache keys: that would take longer than tracing a small rule.
+    # Materialisations must be reported where they happen, so we only cache rules that don't materialise
+    # anything. Such a trace is valid for any policy, so we don't need to change the keys of JAX's caches when
+    # setting the mode, which would take longer than tracing a small rule.
     token = entered.set((*entered.get(), _RAISES_IF_DENSE))
     try:
         jaxpr, consts = compat.trace_to_jaxpr(on_leaves, [a for s in slots for a in s.avals], debug_info)

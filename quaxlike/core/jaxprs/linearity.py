@@ -93,10 +93,10 @@ def map_parts(f: Callable[[Value], Any], value: Value) -> Any:
 
 
 def linear_part(value: Value, to_dense: Callable[[Value], Any]) -> Any:
-    """Makes any nonlinear parts dense, or the whole value if its own type isn't linear."""
+    """Materialises any nonlinear parts, or the whole value if its own type isn't linear."""
     if not is_linear(value) and value.linear:
         value = map_parts(lambda part: linear_part(part, to_dense), value)
-    # If the type itself isn't linear, then making its parts dense doesn't help.
+    # If the type itself isn't linear, then it doesn't help to materialise its parts.
     return value if is_linear(value) else to_dense(value)
 
 
@@ -132,8 +132,8 @@ def _belong_together(p: Any, q: Any) -> bool:
 def _known_equal(p: Any, q: Any) -> bool:
     if p is q:
         return True
-    # If we don't know then we must return False. Adding leaves with different indices would silently put
-    # numbers in the wrong places.
+    # If we don't know then we must return False, as adding leaves with different indices would silently add
+    # elements in different positions.
     unknown = isinstance(p, jax.core.Tracer) or isinstance(q, jax.core.Tracer)
     if unknown or jnp.issubdtype(jnp.result_type(p), jax.dtypes.extended):
         return False

@@ -1,7 +1,7 @@
 """Unifies the two sides of branches, loop carries and buffers that contain Values.
 
 Unification must never change the array that a Value represents. Either both sides can be converted exactly to
-a common form, or they are made dense (subject to the policy), or else we raise an error. The decision only
+a common form, or they are materialised (subject to the policy), or else we raise an error. The decision only
 depends on slots, i.e. statics and shapes, and not on any data, so that it's the same when tracing and when
 running eagerly.
 """
@@ -94,7 +94,7 @@ def unify(a: LeafLayout, b: LeafLayout, where: str) -> LeafLayout:
 
 
 def widened(x: Any, like: Any) -> Any:
-    """Converts `x` to the form of `like`, or to a form `like` can be widened to; else returns `x`.
+    """Converts `x` to the form of `like`, or to a form that `like` can be widened to, or else returns `x`.
 
     **Arguments:**
 
@@ -120,7 +120,7 @@ def widened(x: Any, like: Any) -> Any:
 
 
 def widened_part(x: Any, like: Any) -> Any:
-    """Like `widened`, but for a field, which is made dense if it's a plain array on the other side.
+    """As `widened`, but for a field, which is materialised if it's a plain array on the other side.
 
     This is subject to the policy. We don't do this if the plain array can be lifted instead.
     """
@@ -136,14 +136,16 @@ def widened_part(x: Any, like: Any) -> Any:
 
 
 def dense_when_incompatible(x: Any) -> Any:
-    """The result of `widen` for a Value that can't be given the other's form: dense, subject to the
-    policy."""
+    """The result of `widen` for a Value that can't be converted to the form of the other one.
+
+    This materialises, subject to the policy.
+    """
     hint = "Its codes or pattern are laid out otherwise in another branch, or before or after an iteration."
     return dense(x, f"{type(x).__name__}.widen", hint=hint)
 
 
 def dense_where_it_changes(a: LeafLayout, b: LeafLayout) -> LeafLayout:
-    """Makes those parts of `a` dense that differ in `b`, or all of `a` if there are any other differences."""
+    """Materialises those parts of `a` that differ in `b`, or all of `a` if anything else differs."""
     return _slot_of(lambda x: _dense_unlike(x, b.like), a)
 
 
@@ -153,7 +155,7 @@ def _dense_unlike(x: Value, like: Value) -> Any:
     parts = [f.name for f in dataclasses.fields(x) if is_value(getattr(x, f.name))]
     parts = [name for name in parts if is_value(getattr(like, name))]
     # Compare everything except for the parts that are Values. If there are any differences then it wouldn't
-    # be enough to make the parts dense.
+    # be sufficient to materialise the parts.
     own, other = (replace_fields(v, **dict.fromkeys(parts)) for v in (x, like))
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jtu.tree_leaves(v)] for v in (own, other)]
     if jtu.tree_structure(own) != jtu.tree_structure(other) or shapes[0] != shapes[1]:
@@ -162,7 +164,7 @@ def _dense_unlike(x: Value, like: Value) -> Any:
 
 
 def with_dense_parts(slot: LeafLayout) -> LeafLayout:
-    """Returns the slot of a Value after the Values inside it are made dense; an array's slot is unchanged."""
+    """Returns the slot of a Value once the Values inside it are materialised. Leaves arrays unchanged."""
     return slot if slot.treedef is None else _slot_of(lambda x: map_parts(materialised, x), slot)
 
 
@@ -179,8 +181,10 @@ def can_be_unified(x: Any, like: Any) -> bool:
 
 
 def _widened(slot: LeafLayout, like: LeafLayout) -> LeafLayout:
-    """Like `widened`, but for slots. We memoise this, because every level of nested Values repeats the calls
-    for all of the levels below it."""
+    """As `widened`, but for slots.
+
+    We memoise this, because every level of nested Values repeats the calls for all levels below it.
+    """
     # `widen` might bind primitives, so its result depends on everything that dispatch depends on.
     context = resolver(active_layers.get()), policy_key(), compat.trace_context()
     return _widened_in(context, slot, like)
@@ -204,7 +208,7 @@ def _slot_of(change: Callable[[Any], Any], slot: LeafLayout) -> LeafLayout:
 
 
 def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
-    """Converts `x` to the form of `slot`: lifts it, materialises it (under the policy), or casts it."""
+    """Converts `x` to the form of `slot`: lifts it, materialises it (subject to the policy), or casts it."""
     (found,) = flatten([x])[1]
     if found == slot:
         return x
@@ -229,7 +233,7 @@ def convert_to(x: Any, slot: LeafLayout, what: str) -> Any:
 
 
 def dense_as(x: Any, like: Any, what: str) -> Any:
-    """Makes those parts of `x` dense that are arrays in `like`, subject to the policy."""
+    """Materialises those parts of `x` that are arrays in `like`, subject to the policy."""
     hint = f"This part of {type(x).__name__} is an array on the other side."
     return map_parts_as(like, functools.partial(dense, what=what, hint=hint), x)
 

@@ -1,7 +1,8 @@
-"""Annotations of a rule's operands: the types for dispatch, and the accepted arrays.
+"""Annotations of the operands of rules, which determine the types for dispatch, and which arrays are
+accepted.
 
-Plain operands all dispatch as `jax.Array`, whatever they are, so `hint` never contains a number or a NumPy
-type. Otherwise a rule for `float` would match while JAX evaluates eagerly, and no longer under `jit`.
+All plain operands dispatch as `jax.Array`, so `hint` never contains a number or a NumPy type. Otherwise a
+rule for `float` would match when JAX evaluates eagerly, but not under `jit`.
 """
 
 import dataclasses
@@ -27,45 +28,44 @@ NO_ARRAYS = (*_NUMBERS, np.ndarray, np.generic)
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """What the annotation of an operand means for dispatch."""
+    """The meaning of an operand's annotation for dispatch."""
 
     hint: Any
-    """The operand's class, or a union of classes."""
+    """The class of the operand, or a union of classes."""
     classes: tuple[Any, ...]
     """The classes in the annotation."""
     written: Any
     kinds: tuple[tuple[Any, ArrayKind | None], ...] = ()
-    """Each class with its dtypes and shapes, if these matter, as in jaxtyping's `Float[Array, "n"]`."""
+    """Each class with its dtypes and shapes, if restricted, as in jaxtyping's `Float[Array, "n"]`."""
 
     @property
     def is_impossible(self) -> bool:
-        """Whether no operand can match."""
+        """Whether no operand can ever match this."""
         return self.hint is Nothing
 
     @property
     def names_array(self) -> bool:
-        """Whether this names `jax.Array`, and neither numbers nor NumPy arrays."""
+        """Whether this includes `jax.Array`, but neither numbers nor NumPy arrays."""
         return jax.Array in self.classes and not any(map(_is_number_or_numpy, self.classes))
 
     @property
     def names_operand(self) -> bool:
-        """Whether this names arrays or a Value type. (Parameters of primitives do not.)"""
+        """Whether this includes arrays or a Value type, unlike annotations of a primitive's parameters."""
         return self.names_value or not {jax.Array, np.ndarray}.isdisjoint(self.classes)
 
     @property
     def names_value(self) -> bool:
-        """Whether this names a Value type."""
+        """Whether this includes a Value type."""
         return any(issubclass(cls, Value) for cls in self.classes if cls is not Any)
 
     def takes(self, cls: type, aval: Callable[[], Any]) -> bool:
-        """Returns whether an operand dispatching as `cls`, with this aval, has an accepted dtype and
-        shape."""
+        """Returns whether we accept the dtype and shape of an operand that dispatches as `cls`."""
         return not self.kinds or any(
             _is_subclass(cls, each) and (kind is None or kind.takes(aval())) for each, kind in self.kinds
         )
 
     def implies(self, other: "Annotation") -> bool:
-        """Returns whether `other` accepts every dtype and shape accepted here."""
+        """Returns whether `other` accepts every dtype and shape that this accepts."""
         if not other.kinds:
             return True
         own = self.kinds or [(cls, None) for cls in typing.get_args(self.hint) or (self.hint,)]
@@ -81,7 +81,7 @@ class Annotation:
         return all(is_accepted(cls, kind) for cls, kind in own)
 
     def excludes(self, other: "Annotation", cls: type) -> bool:
-        """Returns whether no operand with this class has a dtype and shape accepted by both."""
+        """Returns whether no dtype and shape of an operand of this class is accepted by both."""
         own, others = (
             [kind for each, kind in x.kinds or [(Any, None)] if _is_subclass(cls, each)]
             for x in (self, other)
@@ -93,15 +93,15 @@ class Annotation:
 
 
 class Nothing:
-    """The class of an annotation without possible operands, such as `list`."""
+    """The class for an annotation without any possible operands, such as `list`."""
 
 
 def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
-    """Reads an annotation. Numbers and NumPy arrays stand for any plain operand; aliases for their value.
+    """Parses an annotation. Numbers and NumPy arrays represent any plain operand, and aliases are expanded.
 
     **Arguments:**
 
-    - `names`: evaluates a name in quotes.
+    - `names`: a function that evaluates names in quotes.
     """
     members = list(dict.fromkeys(_members(hint, names)))
     classes = tuple(cls for cls, _ in members)
@@ -111,9 +111,9 @@ def annotation_of(hint: Any, names: Callable[[str], Any] = str) -> Annotation:
         return Annotation(Nothing, (), hint)
     plain = [cls for cls in classes if cls is not Any and _is_number_or_numpy(cls)]
     if all(kind is None for _, kind in members):
-        # These may have become arrays by the time a primitive gets them.
+        # These might have been converted to arrays by the time that a primitive is bound.
         return Annotation(_union([*classes, jax.Array] if plain else classes), classes, hint)
-    # Next to kinds of arrays, a number is an array without axes.
+    # If there are other kinds of arrays in the annotation, then a number is an array without axes.
     kinds = [(cls, kind) for cls, kind in members if cls not in plain]
     kinds += [(jax.Array, None if issubclass(cls, np.ndarray) else ArrayKind()) for cls in plain]
     return Annotation(_union([cls for cls, _ in kinds]), classes, hint, tuple(kinds))
@@ -124,8 +124,8 @@ def _union(classes: Iterable[Any]) -> Any:
 
 
 def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, ArrayKind | None]]:
-    """Unwraps an annotation into its classes, each with its dtypes and shape."""
-    import plum  # takes longer to import than this whole package
+    """Expands an annotation into its classes, each with its dtypes and shape."""
+    import plum  # importing this takes longer than all of our own modules
 
     if isinstance(hint, typing.ForwardRef | str):
         hint = names(hint if isinstance(hint, str) else hint.__forward_arg__)
@@ -155,14 +155,14 @@ def _members(hint: Any, names: Callable[[str], Any]) -> Iterator[tuple[Any, Arra
             yield (jax.Array if cls is not Any and _is_number_or_numpy(cls) else cls), kind
     else:
         cls = plum.resolve_type_hint(hint if origin is None else origin)
-        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # nothing else counts
+        if isinstance(cls, type) and issubclass(cls, (jax.Array, jax.core.Tracer)):  # nothing else can occur
             yield jax.Array, None
         elif isinstance(cls, type) and (cls.__module__ != "builtins" or cls in (*_NUMBERS, object)):
             yield cls, None
 
 
 def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
-    """Returns the value of a generic alias (`type A[T] = T | jax.Array`) with its parameters filled in."""
+    """Expands a generic alias (`type A[T] = T | jax.Array`), by substituting its parameters."""
     given = dict(zip(alias.__type_params__, args, strict=False))
     value = alias.__value__
     if isinstance(value, TypeVar):
@@ -173,7 +173,7 @@ def _of_alias(alias: Any, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def _is_number_or_numpy(cls: type) -> bool:
-    """Returns whether a class describes plain operands other than `jax.Array`."""
+    """Returns whether a class represents plain operands other than `jax.Array`."""
     if cls in (object, jax.Array):
         return False
     if issubclass(cls, (*NO_ARRAYS, *typing.get_args(ArrayLike))):

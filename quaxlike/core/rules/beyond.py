@@ -1,8 +1,8 @@
-"""Rules for some Values, after materialising the others.
+"""Rules that match after materialising some of the Values.
 
-A rule found here keeps at least one operand as a Value, so that e.g. `Sparse @ Foreign` is computed as
-`Sparse @ array`, instead of as a dense product. We also prefer a user's rule for `(array, Foreign)` to a rule
-for `(Adapter, any type)` that would make `Foreign` dense on its way.
+At least one operand remains a Value, so that e.g. `Sparse @ Foreign` is computed as `Sparse @ array`, as
+opposed to a dense product. A user's rule for `(array, Foreign)` is also preferred to a rule for `(Adapter,
+any type)`, as the latter would materialise `Foreign` on its way.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Beyond:
-    """A rule that matches once the Values in `places` are materialised."""
+    """A rule that matches if the Values in `places` are materialised."""
 
     def __init__(self, rule: Rule, types: Sequence[type | None], places: tuple[int, ...]) -> None:
         self.rule = rule
@@ -38,9 +38,9 @@ class Beyond:
 
 
 def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
-    """Finds rules for these operand types after materialising some Values.
+    """Finds rules that match these operand types after materialising some of the Values.
 
-    A user's rules come before ours, and rules which keep more Values come first.
+    Rules written by users come before our own, and rules that preserve more Values come first.
     """
     if (known := resolver.beyond.get(key)) is not None:
         return known
@@ -48,7 +48,7 @@ def rules_beyond(resolver: "Resolver", key: tuple[Any, ...]) -> list[Beyond]:
     primitive, *types = key
     values = sum(t is not None for t in types)
     ranked: list[tuple[Any, Beyond]] = []
-    declined: set[Callable[..., Any]] = set()  # rules tried before without materialising
+    declined: set[Callable[..., Any]] = set()  # rules that were already tried without materialising
     made_at = epoch()
     for n, layer in enumerate(resolver.layers):
         for rule in layer[primitive]:
@@ -92,11 +92,11 @@ def _in_the_way(rule: Rule, types: Sequence[type | None]) -> tuple[int, ...] | N
 
 
 class Lost(Exception):
-    """A rule for any type would make a Value dense that a user's rule takes as it is.
+    """Raised if a rule for arbitrary types would materialise a Value that a user's rule could handle.
 
     **Arguments:**
 
-    - `lacking`: which operation on which operands has no rule, and which one to write.
+    - `lacking`: which operation doesn't have a rule for which operands, and which rule should be written.
     """
 
     def __init__(self, lacking: Callable[[], tuple[str, str]]) -> None:
@@ -105,7 +105,7 @@ class Lost(Exception):
 
 
 def kept_by_others(rule: Any, layers: Sequence[RuleSet], key: Sequence[Any]) -> tuple[type, ...]:
-    """The types that `rule` takes as it would any other, and a user's rule takes beside dense operands."""
+    """Returns types that `rule` treats like any other, but which a user's rule handles alongside arrays."""
     primitive, *types = key
     if len({*types} - {None}) < 2 or not isinstance(rule, Rule):
         return ()
@@ -124,12 +124,12 @@ def _names(classes: Sequence[Any], cls: type) -> bool:
 _ANY_TYPE = (Value, ArrayValue)
 
 kept: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("quaxlike_kept", default=())
-_jit_kept = jax.make_user_context(())  # the same, in the keys of JAX's caches
+_jit_kept = jax.make_user_context(())  # these types, as part of the keys of JAX's caches
 
 
 @contextlib.contextmanager
 def keeping(types: tuple[type, ...]) -> Iterator[None]:
-    """Within the block, `Lost` is raised where a Value of these types would be made dense."""
+    """Within this context, we raise `Lost` rather than materialising a Value of one of these types."""
     types = tuple(dict.fromkeys((*kept.get(), *types)))
     token = kept.set(types)
     try:

@@ -1,4 +1,4 @@
-"""Returns whether a rule takes certain operands, and whether it is more specific than another."""
+"""Determines whether a rule matches some operands, and whether it's more specific than another rule."""
 
 import functools
 import typing
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def depends_on_operands(rule: Rule) -> bool:
-    """Returns whether operand types alone do not tell if a rule matches."""
+    """Returns whether types alone aren't enough to determine if a rule matches."""
     return rule.depends_on_shapes or any(map(is_value_dependent, _hints(rule)))
 
 
 def may_match(rule: Rule, types: "plum.Signature") -> bool:
-    """Returns whether a rule may match operands dispatching as these types."""
+    """Returns whether a rule might match operands that dispatch as these types."""
     if not any(map(is_value_dependent, _hints(rule))):
         return types <= rule.signature
     n = len(types.types)
@@ -28,7 +28,7 @@ def may_match(rule: Rule, types: "plum.Signature") -> bool:
 
 
 def fits(rule: Rule, i: int, x: Any, cls: Any) -> bool:
-    """Returns whether the rule accepts `x`, which dispatches as `cls`, in place `i`."""
+    """Returns whether the rule accepts `x` (which dispatches as `cls`) as its operand number `i`."""
     annotation = rule.annotations(i + 1)[i]
     signature = signature_of([annotation.hint])
     by_value = cls is not jax.Array and is_value_dependent(annotation.hint)
@@ -59,7 +59,7 @@ def is_value_dependent(hint: Any) -> bool:
         return any(map(is_value_dependent, members))
     if not isinstance(hint, type) or not issubclass(hint, Value):
         return False
-    if isinstance(hint, plum.CovariantMeta):  # it recognises instances as the class behind it does
+    if isinstance(hint, plum.CovariantMeta):  # uses the instance check of the underlying class
         hint = next(cls for cls in hint.__mro__ if not isinstance(cls, plum.CovariantMeta))
     return not plum.is_faithful(hint)
 
@@ -69,7 +69,7 @@ def more_specific(a: Rule, b: Rule) -> bool:
 
 
 def _implies(a: Rule, b: Rule) -> bool:
-    """Returns whether rule `b` matches all operands of `a`."""
+    """Returns whether rule `b` matches all operands that `a` matches."""
     if not a.signature <= b.signature:
         return False
     n = max(len(a.operands), len(b.operands)) + 1

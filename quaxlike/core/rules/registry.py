@@ -1,10 +1,11 @@
 """The registry of rules: `register` and `RuleSet`.
 
-A registration must take effect immediately, even in functions already jitted. The
-epoch counts registrations; our caches and JAX's are both keyed on it. A rule cached without it would
-outlive its replacement.
+Registering a rule must take effect immediately, even in functions that have already been jitted. So we count
+registrations (the "epoch"), and this is part of the keys of our own and of JAX's caches. Otherwise a cached
+rule could continue to be used after it has been replaced.
 
-Reading annotations is slow and imports plum, so our own rules wait until their primitive is first dispatched.
+Parsing annotations is slow, and has to import plum, so we don't do this for our own rules until their
+primitive is first dispatched.
 """
 
 import contextlib
@@ -40,13 +41,14 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class RuleWarning(UserWarning):
-    """A rule or a type written for another library works, but we can check less of it.
+    """Issued for a rule or a type that was written for another library, which works, but is harder to check.
 
-    A rule returns another dtype than its primitive does, and its type does not declare `own_dtypes`; or
-    another shape, and its type refuses to materialise and says nothing about `own_shapes`. (Under
-    `jax_enable_checks`, both are a [`quaxlike.RuleError`][].) A rule replaces one written elsewhere.
-    A handler of an ImplicitArray can never match. A type that refuses to materialise is differentiated by its
-    leaves, or its only leaf decides about control flow. Each rule and each type is warned about once.
+    This is the case if a rule returns a different dtype than its primitive, but its type doesn't declare
+    `own_dtypes`; or a different shape, but its type can't be materialised and doesn't declare `own_shapes`.
+    (Under `jax_enable_checks` both of these raise a [`quaxlike.RuleError`][].) We also warn if a rule
+    replaces one that was written elsewhere; if a handler of an ImplicitArray can never match; and if a type
+    that can't be materialised is differentiated by its leaves, or is used as a predicate. There's one warning
+    for each rule and type.
     """
 
     __module__ = "quaxlike"
@@ -56,7 +58,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()  # rules
 
 
 def warn_once(rule: Any, warning: Warning) -> None:
-    """Warns at the line where the rule was written."""
+    """Issues a warning at the line where the rule was written."""
     if rule not in _warned:
         _warned.add(rule)
         file, _, line = rule.source.rpartition(":")
@@ -65,50 +67,50 @@ def warn_once(rule: Any, warning: Warning) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rule:
-    """One registered rule: the operand types it applies to, and where it was written."""
+    """A registered rule: the types of operands it applies to, and where it was written."""
 
     primitive: jexc.Primitive
     function: Callable[..., Any]
     signature: "plum.Signature"
     takes_primitive: bool
-    keywords: frozenset[str] | None  # the parameters it names, or None if it takes **params
+    keywords: frozenset[str] | None  # the names of its parameters, or None if it accepts **params
     operands: dict[str, Annotation] = dataclasses.field(default_factory=dict[str, Annotation])
     varargs: Annotation | None = None  # for any further operands
-    defaults: frozenset[str] = frozenset()  # operands with a default, which other calls omit
+    defaults: frozenset[str] = frozenset()  # operands with a default, which might be omitted
 
     @property
     def written(self) -> Callable[..., Any]:
-        """The function as its author wrote it. Several rules may share it."""
+        """The function as written by its author. This might be shared by several rules."""
         return inspect.unwrap(getattr(self.function, "written_as", self.function))
 
     @property
     def is_ours(self) -> bool:
-        """Whether this package has the rule."""
+        """Whether this rule is part of our package."""
         return (self.written.__module__ or "").startswith(_PACKAGE)
 
     @property
     def is_for_both_sides(self) -> bool:
-        """Whether `register_on_either_side` added this for a type on both sides."""
+        """Whether `register_on_either_side` created this rule for when both operands have its type."""
         return getattr(self.function, "is_for_both_sides", False)
 
     @functools.cached_property
     def _names_arrays(self) -> tuple[bool, ...]:
-        """For each operand, and for any further ones, whether it is annotated as `jax.Array`."""
+        """Whether each operand (and then, any further operand) is annotated as `jax.Array`."""
         more = False if self.varargs is None else self.varargs.names_array
         return (*(annotation.names_array for annotation in self.operands.values()), more)
 
     @functools.cached_property
     def depends_on_shapes(self) -> bool:
-        """Whether dtypes or shapes matter, so types alone do not tell if this matches."""
+        """Whether matching depends on dtypes or shapes, in addition to types."""
         return any(annotation.kinds for annotation in self.annotations(len(self.operands) + 1))
 
     def annotations(self, n: int) -> list[Annotation]:
-        """Returns the annotations of `n` operands."""
+        """Returns the annotations for `n` operands."""
         own = list(self.operands.values())
         return own if self.varargs is None else [*own, *[self.varargs] * (n - len(own))]
 
     def is_like(self, other: "Rule") -> bool:
-        """Returns whether this applies to exactly the same operands as `other`."""
+        """Returns whether this applies to precisely the same operands as `other`."""
         if self.signature != other.signature:
             return False
         n = len(self.operands) + 1
@@ -117,14 +119,14 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """Where this rule was written, as `file:line`."""
+        """The place where this rule was written, as `file:line`."""
         code = self.written.__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         if self.keywords is not None:
-            # JAX adds parameters in every release. We omit a parameter unknown to the rule if it is unused
-            # (None), so the rule keeps working.
+            # Every release of JAX adds some parameters. If a parameter isn't accepted by the rule, then we
+            # omit it provided that it isn't used (None), so that the rule continues to work.
             params = {k: v for k, v in params.items() if k in self.keywords or v is not None}
             unknown = params.keys() - self.keywords
             if unknown:
@@ -134,7 +136,7 @@ class Rule:
                 )
         arrays = self._names_arrays
         if any(arrays):
-            # JAX hands numbers and NumPy arrays to primitives as they are.
+            # JAX passes numbers and NumPy arrays to primitives without converting them.
             named = itertools.chain(arrays, itertools.repeat(arrays[-1]))
             operands = [
                 jnp.asarray(x) if as_array and isinstance(x, NO_ARRAYS) else x
@@ -154,8 +156,8 @@ class Rule:
 class RuleSet:
     """A private set of rules, layered over the global one.
 
-    Pass this to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first; a nested
-    `quaxify` inherits it.
+    Pass this to [`quaxlike.register`][] and to [`quaxlike.quaxify`][]. Its rules are tried first, and it's
+    inherited by any nested `quaxify`.
 
     !!! example
 
@@ -178,7 +180,7 @@ class RuleSet:
 
     @property
     def looked_at(self) -> list[Rule]:
-        """The rules whose annotations have been read. The others wait for their primitive."""
+        """The rules whose annotations have been parsed. For others, this is delayed until it's needed."""
         return [rule for rules in list(self._rules.values()) for rule in rules]
 
     def __iter__(self) -> Iterator[Rule]:
@@ -189,27 +191,27 @@ class RuleSet:
 
     def __getitem__(self, primitive: jexc.Primitive) -> tuple[Rule, ...]:
         with lock:
-            # Taken out first, since `add` comes here again.
+            # Remove these first, since `add` calls this method again.
             for function, precedence in self._waiting.pop(primitive, ()):
                 for rule in rules_of(primitive, function, precedence):
                     self.add(rule)
             return self._rules.get(primitive, ())
 
     def add(self, rule: Rule) -> None:
-        """Adds a rule, replacing any rule for the same operands.
+        """Adds a rule, which replaces any rule for the same operands.
 
-        **Raises:** `RuleError` if both are written in the same place.
+        **Raises:** `RuleError` if both were written in the same place.
         """
         alike = [r for r in self[rule.primitive] if r.is_like(rule)]
         if rule.is_for_both_sides and not all(r.is_for_both_sides for r in alike):
-            return  # a rule written for exactly these types wins
+            return  # a rule for precisely these types takes precedence
         for replaced in alike:
             if rule.is_for_both_sides or not replaced.is_for_both_sides:
                 check_replacement(replaced, rule)
         self._rules[rule.primitive] = (*(r for r in self[rule.primitive] if r not in alike), rule)
 
     def add_later(self, primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> None:
-        """Adds a rule whose annotations will be read when `primitive` is first dispatched."""
+        """Adds a rule, whose annotations are only parsed when `primitive` is first dispatched."""
         self._rules.setdefault(primitive, ())
         self._waiting.setdefault(primitive, []).append((function, precedence))
 
@@ -222,15 +224,15 @@ GLOBAL = RuleSet()
 lock = threading.RLock()
 _epoch = 0
 
-# The epoch, as a setting in the keys of JAX's caches: registering a rule makes JAX retrace
-# `jax.jit(quaxify(f))`. We set it only once something has been quaxified, since it invalidates every jitted
-# function in the process.
+# The epoch, as part of the keys of JAX's caches, so that `jax.jit(quaxify(f))` is retraced if a rule is
+# registered. This invalidates every jitted function in the process, so we only set it once something has been
+# quaxified.
 _jit_epoch = jax.make_user_context(0)
 _in_use = False
 
 
 def epoch() -> int:
-    """Returns the number of registrations so far. Caches depending on rules are keyed on it."""
+    """Returns the number of registrations so far. This is part of the key of caches that depend on rules."""
     return _epoch
 
 
@@ -246,33 +248,34 @@ def register(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers a rule: what a primitive does with operands of the annotated types.
+    """Registers a rule, which defines what a primitive does for operands of the annotated types.
 
-    The types of *all* positional parameters select the rule. Plain operands (arrays, NumPy arrays, Python
-    scalars) count as `jax.Array`, so annotate them as `jax.Array` or `ArrayLike`. Or use jaxtyping, as in
-    `Float[Array, "n m"]`, to accept only certain dtypes and axes.
+    Rules are selected by the types of *all* positional parameters. Plain operands (arrays, NumPy arrays,
+    Python scalars) are treated as `jax.Array`, so they can be annotated as either `jax.Array` or `ArrayLike`.
+    You can also use jaxtyping, as in `Float[Array, "n m"]`, to only accept certain dtypes and shapes.
 
     **Arguments:**
 
     - `primitive`: a JAX primitive, its name (`"dot_general"`, `"jit"`, ...), a subclass of hijax's `HiPrim`,
         or a sequence of these.
-    - `precedence`: decides between rules if neither is more specific. Default 0.
-    - `rules`: the [`quaxlike.RuleSet`][] to register in. Default: the global one.
+    - `precedence`: used to choose between rules if neither is more specific. Default: 0.
+    - `rules`: the [`quaxlike.RuleSet`][] in which to register the rule. Default: the global one.
 
     **Returns:**
 
-    A decorator. It returns the rule unchanged. The rule takes the operands by position and the primitive's
-    parameters by keyword. It returns an array or a Value (a sequence of them if the primitive has multiple
-    results), or `NotImplemented` to pass on to the next matching rule. If its first parameter is annotated
-    `jax.extend.core.Primitive`, it also receives the primitive. A rule for a `HiPrim` takes the leaves of its
-    operands, and the instance as `prim`; it returns a sequence of results.
+    A decorator that returns the rule unchanged. The rule is called with the operands as positional arguments,
+    and with the primitive's parameters as keyword arguments. It should return an array or a Value (or a
+    sequence of these, if the primitive has multiple results), or else `NotImplemented`, in which case we try
+    the next rule that matches. If the first parameter is annotated as `jax.extend.core.Primitive`, then the
+    primitive is passed as well. For a `HiPrim`, a rule is called with the leaves of its operands, and with
+    the instance as `prim`; it should return a sequence of results.
 
     **Raises:**
 
-    `ValueError` for a name without a primitive, with near misses. `TypeError` for operands without
-    annotations, unless another operand has a Value type, and for a rule which can never match: it takes one
-    of the primitive's parameters as an operand, too many operands, or an operand with an impossible type.
-    `RuleError` for a second rule for the same operands in the same place.
+    `ValueError` if there's no primitive with this name, with suggestions for similar names. `TypeError` if
+    operands aren't annotated (unless another operand has a Value type), or if the rule can never match
+    because it has one of the primitive's parameters as an operand, too many operands, or an operand with an
+    impossible type. `RuleError` if there are two rules for the same operands in the same place.
 
     !!! example
 
@@ -299,7 +302,7 @@ def register(
     def decorator(function: _Fn) -> _Fn:
         global _epoch
         into = GLOBAL if rules is None else rules
-        # Our own rules wait until they are needed, so importing the package inspects none of them.
+        # Our own rules are delayed until they are needed, so that importing the package doesn't inspect any.
         wait = (function.__module__ or "").startswith(_PACKAGE)
         with lock:
             for p in primitives:
@@ -309,7 +312,7 @@ def register(
                 for rule in rules_of(p, function, precedence):
                     check_operands(rule, compat.parameters_of(p))
                     into.add(rule)
-            # Only now, since a cache with the new epoch must contain the rule.
+            # Do this last, since any cache with the new epoch must include the rule.
             _epoch += 1
             if _in_use:
                 _jit_epoch.set_global(_epoch)
@@ -327,7 +330,7 @@ def register_on_either_side(
     precedence: int = 0,
     rules: RuleSet | None = None,
 ) -> Callable[[_Fn], _Fn]:
-    """Registers one rule for operands `(types, other)`, `(other, types)` and `(types, types)`.
+    """Registers a single rule for operands `(types, other)`, `(other, types)` and `(types, types)`.
 
     **Arguments:**
 
@@ -339,8 +342,8 @@ def register_on_either_side(
 
     **Returns:**
 
-    A decorator. It returns the rule unchanged. The rule takes the primitive, then the two operands by
-    position, and the primitive's parameters by keyword.
+    A decorator that returns the rule unchanged. The rule is called with the primitive and its two operands as
+    positional arguments, and with the primitive's parameters as keyword arguments.
     """
 
     def decorator(rule: _Fn) -> _Fn:
@@ -352,7 +355,7 @@ def register_on_either_side(
             typed.__annotations__ |= {"x": left, "y": right}
             typed.__module__ = rule.__module__
             marks: Any = typed
-            marks.written_as = rule  # for its source line
+            marks.written_as = rule  # needed for its source line
             marks.is_for_both_sides = left is types and right is types
             register(primitive, precedence=precedence, rules=rules)(typed)
         return rule
@@ -361,7 +364,7 @@ def register_on_either_side(
 
 
 def as_primitives(primitive: Any) -> list[jexc.Primitive]:
-    """Converts the first argument of `register`: a primitive, its name, or several of these."""
+    """Converts the first argument of `register`, which is a primitive, its name, or a sequence of these."""
     several = isinstance(primitive, Sequence) and not isinstance(primitive, str)
     return [as_primitive(p) for p in (cast(list[Any], primitive) if several else [primitive])]
 
@@ -381,7 +384,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
             + (f" Write {hint} above a rule." if known else "")
         )
     name = primitive.removesuffix("_p")
-    if name not in compat.named_primitives():  # it may have been defined since
+    if name not in compat.named_primitives():  # it might have been defined in the meantime
         compat.named_primitives.cache_clear()
     known = compat.named_primitives()
     if name not in known:
@@ -403,7 +406,7 @@ def as_primitive(primitive: Any) -> jexc.Primitive:
 
 
 def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence: int) -> list[Rule]:
-    """Turns a function into rules for a primitive. There are several if operands have defaults."""
+    """Converts a function to rules for a primitive. There are several of them if operands have defaults."""
     hints = type_hints(function)
     parameters = list(inspect.signature(function).parameters.values())
     first = hints.get(parameters[0].name) if parameters else None
@@ -418,7 +421,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
-    # A parameter with a default belongs to the primitive, unless it must be an operand.
+    # A parameter with a default is a parameter of the primitive, unless it has to be an operand.
     params, arity = compat.parameters_of(primitive), compat.arity_of(primitive)
     defaults = [p.name for p in positional[required:]]
     may_be = list(itertools.takewhile(lambda name: name not in params, defaults))
@@ -447,7 +450,7 @@ def rules_of(primitive: jexc.Primitive, function: Callable[..., Any], precedence
 
 
 def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns a function for evaluating names in quotes, as in the bound of a type variable."""
+    """Returns a function that evaluates names in quotes, as in the bound of a type variable."""
 
     def evaluate(name: str) -> Any:
         def quoted() -> None: ...
@@ -459,11 +462,11 @@ def _names_in(function: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Evaluates a rule's annotations. They may name what the rule closes over, such as a local class.
+    """Evaluates the annotations of a rule, which can refer to anything it closes over, e.g. a local class.
 
     **Arguments:**
 
-    - `of`: another function whose annotations to evaluate, using the names visible in `function`.
+    - `of`: another function whose annotations to evaluate instead, using the names visible in `function`.
     """
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     around: dict[str, Any] = {}
@@ -484,7 +487,7 @@ def type_hints(function: Callable[..., Any], of: Callable[..., Any] | None = Non
 def _check_annotations(
     function: Callable[..., Any], operands: Sequence[str], hints: Any, annotations: dict[str, Annotation]
 ) -> None:
-    """Raises a `TypeError` for operands without annotations, unless another one has a Value type."""
+    """Raises a `TypeError` if operands aren't annotated, unless another operand has a Value type."""
     bare = [name for name in operands if name not in hints]
     if bare and not any(annotations[name].names_value for name in operands):
         raise TypeError(
@@ -500,11 +503,11 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def check_operands(rule: Rule, params: Collection[str]) -> None:
-    """Raises a `TypeError` for a rule which can never match.
+    """Raises a `TypeError` for a rule that can never match.
 
-    That is so if it takes one of the primitive's parameters by position, has another number of operands, or
-    an annotation without possible operands. This only warns if the function has an attribute
-    `may_never_match`.
+    This is the case if it has one of the primitive's parameters as an operand, if it has a different number
+    of operands, or if one of its annotations is impossible. If the function has an attribute
+    `may_never_match`, then this only issues a warning.
     """
     if (why := _never_matches(rule, params)) is None:
         return
@@ -515,7 +518,7 @@ def check_operands(rule: Rule, params: Collection[str]) -> None:
 
 
 def can_match(primitive: jexc.Primitive, function: Callable[..., Any]) -> bool:
-    """Returns whether a function can be a rule for a primitive, as far as we know before it is used."""
+    """Returns whether a function could be a rule for a primitive, as far as we can tell before it's used."""
     params = compat.parameters_of(primitive)
     return any(_never_matches(rule, params) is None for rule in rules_of(primitive, function, 0))
 
@@ -542,13 +545,13 @@ def _never_matches(rule: Rule, params: Collection[str]) -> str | None:
 
 
 def check_replacement(old: Rule, new: Rule) -> None:
-    """Raises a `RuleError` if a rule would replace one written in the same place.
+    """Raises a `RuleError` if a rule would replace another one that was written in the same place.
 
-    If a definition runs again (a notebook cell, a reloaded module), it replaces the rule it made before.
-    A rule written elsewhere is replaced with a warning.
+    If a definition is executed again (in a notebook cell, or when reloading a module) then it replaces its
+    previous rule. A rule that was written elsewhere is replaced with a warning.
     """
     was, now = old.written.__code__, new.written.__code__
-    # The same function was registered again, so no rule is lost.
+    # The same function has been registered again, so we don't lose any rule.
     if was is now:
         return
     module = new.function.__module__
@@ -569,7 +572,7 @@ def check_replacement(old: Rule, new: Rule) -> None:
 
 
 def _running(namespace: dict[str, Any]) -> list[CodeType]:
-    """Returns the currently executing code of a module."""
+    """Returns the code of a module that's currently being executed."""
     found, frame = [], inspect.currentframe()
     while frame is not None:
         if frame.f_globals is namespace:
@@ -584,17 +587,17 @@ def _contains(code: CodeType, other: CodeType) -> bool:
 
 
 def signature_of(types: Iterable[Any], **options: Any) -> "plum.Signature":
-    import plum  # takes longer to import than this whole package
+    import plum  # importing this takes longer than all of our own modules
 
     return plum.Signature(*types, **options)
 
 
-@typing.no_type_check  # type checks would use more stack than is counted here
+@typing.no_type_check  # type checks would use more of the stack than we account for
 def require_stack_depth(calls: int = 200) -> None:
-    """Raises a `RecursionError` if fewer nested calls than this are left.
+    """Raises a `RecursionError` if there isn't enough space left on the stack for this many nested calls.
 
-    Call this before plum compares types. Beartype memoises its errors, so if the stack ended inside it, it
-    would raise that `RecursionError` again in later calls.
+    Use this before plum compares types. Beartype caches errors, so if it were to hit the recursion limit,
+    then it would raise the same `RecursionError` again in later calls.
     """
     if calls:
         require_stack_depth(calls - 1)

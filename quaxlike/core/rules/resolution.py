@@ -1,8 +1,8 @@
-"""The choice of a rule for a primitive, and the checks on its results.
+"""Selects the rules for a primitive, and checks their results.
 
-The cache may only answer what resolution would answer again. It is keyed by types alone,
-so rules that also look at dtypes, shapes or values are stored as one `RulesByOperands`, which decides on
-every call. An entry is stored only if no rule was registered while it was computed.
+A cached entry must be the same as if we were to compute it again. The cache is keyed by types alone, so rules
+that also depend on dtypes, shapes or values are stored as a `RulesByOperands`, which makes the decision on
+each call. An entry is only stored if no rule was registered while it was being computed.
 """
 
 import contextlib
@@ -44,36 +44,36 @@ if TYPE_CHECKING:
 
 
 class AmbiguousRuleError(RuleError, LookupError):
-    """Several rules match the operand types, and none is more specific than the others."""
+    """Raised if several rules match the types of the operands, and none of them is the most specific."""
 
     __module__ = "quaxlike"
 
 
 class Resolver:
-    """Finds rules in a stack of rule sets, outermost priority first, cached by types."""
+    """Finds rules in several layers of rule sets, in order of priority. This is cached by types."""
 
     def __init__(self, layers: tuple[RuleSet, ...], made_at: int) -> None:
         self.layers = layers
         self.cache: dict[Any, list[Callable[..., Any]]] = {}
-        self.beyond: dict[Any, list[Any]] = {}  # filled by `rules_beyond`
+        self.beyond: dict[Any, list[Any]] = {}  # this is filled by `rules_beyond`
         self._made_at = made_at
 
     def candidates(self, key: tuple[Any, ...], params: Collection[str] = ()) -> list[Callable[..., Any]]:
-        """Returns the rules for `key`, best first. Each is tried if the previous one returned
+        """Returns the rules for `key`, best first. A rule is tried if the previous one returned
         `NotImplemented`.
 
-        A key is a primitive followed by one entry per operand: a Value's class, or None for anything
-        else.
+        A key consists of the primitive, followed by the class of each operand that is a Value, or None for
+        any other operand.
 
-        **Raises:** `TypeError` for a rule which takes one of the primitive's `params` by position.
+        **Raises:** `TypeError` if a rule has one of the primitive's `params` as a positional parameter.
         """
         require_stack_depth()
         primitive, *types = key
         for rule in itertools.chain.from_iterable(layer[primitive] for layer in self.layers):
             check_operands(rule, params)
         operands = signature_of(jax.Array if t is None else t for t in types)
-        # A type may decide for each instance whether rules apply. Only then do rules ask, since this takes a
-        # call per operand.
+        # A type might determine separately for each instance whether rules apply. We only check this for such
+        # types, as it requires a function call for every operand.
         may_decline = any(t is not None and t.follows_rules is not Value.follows_rules for t in types)
 
         def checked(rule: Callable[..., Any]) -> Checked:
@@ -81,8 +81,8 @@ class Resolver:
             return Keeping(rule, may_decline, kept) if kept else Checked(rule, may_decline)
 
         found: list[Callable[..., Any]] = []
-        # Rules of an outer layer come first, however specific the rules of an inner one are: a user's rule
-        # set can override anything.
+        # The rules of outer layers come first, even if those of inner layers are more specific, so that users
+        # can override anything in their own rule sets.
         for layer in self.layers:
             matching = [r for r in layer[primitive] if may_match(r, operands)]
             if any(map(depends_on_operands, matching)):
@@ -95,26 +95,26 @@ class Resolver:
         return found
 
     def has_rule(self, primitive: jexc.Primitive, *operands: Any) -> bool:
-        """Whether a rule may take these operands."""
+        """Returns whether there might be a rule for these operands."""
         key = (primitive, *(type(x) if is_value(x) else None for x in operands))
         known = self.cache.get(key)
         return bool(self.candidates(key) if known is None else known)
 
 
-# The rule sets in force in this context. A `quaxify` adds its own while calling its function.
+# The rule sets that are currently in use. A `quaxify` adds its own while it's calling the function.
 active_layers: contextvars.ContextVar[tuple[RuleSet, ...]] = contextvars.ContextVar(
     "quaxlike_rules", default=(GLOBAL,)
 )
 
 
-# The same, as a setting in the keys of JAX's caches: a function traced with other rule sets is
-# traced again.
+# These rule sets, as part of the keys of JAX's caches, so that functions are traced again for other rule
+# sets.
 _jit_layers = jax.make_user_context((GLOBAL,))
 
 
 @contextlib.contextmanager
 def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
-    """Puts these rule sets in force inside the block."""
+    """Uses these rule sets within this context."""
     token = active_layers.set(layers)
     try:
         with _jit_layers(layers):
@@ -124,11 +124,11 @@ def use_rule_sets(layers: tuple[RuleSet, ...]) -> Iterator[None]:
 
 
 def resolver(layers: tuple[RuleSet, ...] = (GLOBAL,)) -> Resolver:
-    """Returns the resolver for these rule sets, as of the last registration."""
+    """Returns the resolver for these rule sets, which includes all rules registered so far."""
     return _resolver(layers, epoch(), jax.config.jax_enable_checks)
 
 
-@functools.lru_cache(maxsize=64)  # earlier epochs drop out
+@functools.lru_cache(maxsize=64)  # this discards earlier epochs
 def _resolver(layers: tuple[RuleSet, ...], at: int, checks: bool) -> Resolver:
     return Resolver(layers, at)
 
@@ -138,24 +138,24 @@ def in_order(
 ) -> list[Callable[..., Any]]:
     order: list[Callable[..., Any]] = []
     while matching:
-        # Repeatedly take the most specific rule. The others remain as alternatives, for when it declines.
+        # Repeatedly take the most specific rule. If it declines, then we need the others as alternatives.
         best = [r for r in matching if not any(more_specific(q, r) for q in matching)]
         highest = max(r.signature.precedence for r in best)
         best = [r for r in best if r.signature.precedence == highest]
         if any(r.written is not best[0].written for r in best):
             return [*order, Ambiguity(primitive, operands, best)]
         order.append(best[0])
-        # If a function declines these types, it also declines them under another signature.
+        # If a function declines these types then it will do so for any of its other signatures as well.
         matching = [r for r in matching if r.written is not best[0].written]
     return order
 
 
 class RulesByOperands:
-    """The rules for certain operand types, if types alone do not tell which of them match.
+    """The rules for some types of operands, if types aren't sufficient to determine which of them match.
 
-    Some rules need certain dtypes or shapes (jaxtyping's `Float[Array, "n"]`), or types whose instances are
-    recognised by value instead of class (plum's `__faithful__ = False`). Each call tries the rules that match
-    its operands.
+    Some rules require certain dtypes or shapes (e.g. jaxtyping's `Float[Array, "n"]`), or types whose
+    instances are recognised by value rather than by class (plum's `__faithful__ = False`). So on each call,
+    we only try those rules that match the operands.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class RulesByOperands:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ambiguity:
-    """Stands for rules without a decided order. Raises the error when called."""
+    """Represents several rules without a well-defined order. Raises an error when called."""
 
     primitive: jexc.Primitive
     operands: "plum.Signature"
@@ -207,22 +207,23 @@ class Ambiguity:
 
 
 class Checked:
-    """A rule together with the checks on its results.
+    """A rule along with the checks of its results.
 
-    A check costs about as much as tracing the primitive. So once a rule has returned a correct result, we
-    trust it with the same parameters: for concrete arrays, within one trace, and in other traces for operands
-    with the same shapes and dtypes. Under `jax_enable_checks` we never trust it.
+    A check is about as expensive as tracing the primitive. So once a result has been found to be correct, we
+    trust the rule when it's called with the same parameters: for concrete arrays, within the same trace, and
+    in other traces if the operands have the same shapes and dtypes. Under `jax_enable_checks` we never trust
+    a rule.
 
-    If `may_decline`, each call asks whether the operands follow the rules of their type.
+    If `may_decline` is set, then each call also checks that the operands follow the rules for their type.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool) -> None:
         self.rule = rule
         self._may_decline = may_decline
-        # Parameters for which a result has been checked. While tracing, avals belong to the key.
+        # The parameters for which a result was checked. When tracing, these also include the avals.
         self._right: set[Any] = set()
-        self._is_trusted = False  # whether this holds for any parameters
-        # A trace, and the parameters checked in it. Within one trace, we do not compare avals again.
+        self._is_trusted = False  # whether we trust the rule for any parameters
+        # A trace, and the parameters that were checked in it. Within this trace we don't compare avals again.
         self._here: tuple[Callable[[], Any], set[Any]] = (lambda: None), set()
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -251,7 +252,7 @@ class Checked:
             return
         if key is None or any(isinstance(p, jexc.Jaxpr | compat.ClosedJaxpr) for p in key):
             check_results(self.rule, primitive, operands, params, out)
-            self._is_trusted = True  # these are unhashable, or a set would keep them alive
+            self._is_trusted = True  # these are either unhashable, or would be kept alive by a set
             return
         trace: Any = compat.current_trace()
         known = key if compat.is_eval_trace(trace) else (key, *map(aval_of_operand, operands))
@@ -263,26 +264,26 @@ class Checked:
         here, right_here = self._here
         if here() is not trace or len(right_here) >= _MOST_TRUSTED:
             right_here = set()
-            self._here = weakref.ref(trace), right_here  # one assignment: other threads have other traces
+            self._here = weakref.ref(trace), right_here  # assign both at once, as threads have other traces
         right_here.add(key)
 
 
-_MOST_TRUSTED = 256  # entries in a set of trusted parameters
+_MOST_TRUSTED = 256  # the maximal size of a set of trusted parameters
 
 
 class Keeping(Checked):
-    """A rule that takes any type, beside a user's rule which takes the others' arrays.
+    """A rule for arbitrary types, when a user's rule handles some of these types alongside arrays.
 
-    It redispatches on the parts of its own type, and declines if this would make a Value dense which the
-    user's rule takes as it is. The other operands are made dense for that rule instead. It is tried once for
-    operands with the same structures, shapes and dtypes.
+    Such a rule redispatches on the parts of its own type. It declines if this would materialise a Value that
+    could be handled by the user's rule, for which we then materialise the other operands instead. For
+    operands with the same structures, shapes and dtypes, this is only tried once.
     """
 
     def __init__(self, rule: Callable[..., Any], may_decline: bool, kept: tuple[type, ...]) -> None:
         super().__init__(rule, may_decline)
         self._kept = kept
         self._declines: set[Any] = set()
-        self.lacked: tuple[str, str] | None = None  # why it declined first, for messages
+        self.lacked: tuple[str, str] | None = None  # why this first declined, for use in messages
 
     def __call__(self, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
         leaves, structure = jtu.tree_flatten(list(operands))
@@ -305,7 +306,7 @@ class Keeping(Checked):
 def check_results(
     rule: Any, primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> None:
-    """Raises a `RuleError` if `primitive` cannot return `out`; only warns if just the dtype differs."""
+    """Raises a `RuleError` if `out` isn't a valid result. Only warns if just the dtype differs."""
     expected = _expected(primitive, operands, params)
     results = out if primitive.multiple_results else [out]
     if not isinstance(results, list | tuple) or (expected is not None and len(results) != len(expected)):
@@ -349,10 +350,10 @@ def check_results(
 def _expected(
     primitive: jexc.Primitive, operands: Sequence[Any], params: dict[str, Any]
 ) -> Sequence[Any] | None:
-    """Returns the avals of the primitive's results for arrays with these shapes; None if unknown."""
+    """Returns the avals of the primitive's results for arrays of these shapes; None if they are unknown."""
     try:
         out, _ = primitive.abstract_eval(*map(aval_of_operand, operands), **params)
-    except Exception:  # the primitive itself may not accept what its rule accepts
+    except Exception:  # the primitive might not support everything that its rule supports
         return None
     return out if primitive.multiple_results else [out]
 
