@@ -277,7 +277,7 @@ def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], li
 
 
 def _merge(merge: Any) -> tuple[str, str] | None:
-    """Parses a merge, which is a pair of tokens or a string with a space in between. Otherwise returns None."""
+    """Parses a merge, i.e. a pair of tokens or a space-separated string. Returns None if it is neither."""
     match merge.split(" ") if isinstance(merge, str) else merge:
         case [str(first), str(second)]:
             return first, second
