@@ -135,8 +135,8 @@ class Family:
     head_stem: str = ""
     """The prefix of these class names, if it differs from that of the decoder."""
     taken_for_experts: tuple[str, ...] = ()
-    """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We use
-    `target_parameters` instead, which PEFT doesn't rewrite."""
+    """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
+    instead use `target_parameters`, which PEFT doesn't rewrite."""
     token_head: str = "score"
     """The name of the token classification layer."""
 

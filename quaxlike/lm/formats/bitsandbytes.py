@@ -139,7 +139,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
-    """Creates a row reader. This requires that rows consist of whole blocks, and that scales aren't nested."""
+    """Creates a row reader. This requires rows to consist of whole blocks, and scales not to be nested."""
     state = _read_state(tensors, key, kind)
 
     def read(*rows: Any) -> Any:
