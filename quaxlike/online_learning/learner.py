@@ -25,7 +25,7 @@ class MixingWarning(UserWarning):
 
 
 class Learned(NamedTuple):
-    """The output of [`quaxlike.online_learning.Learner.value_and_grad`][].
+    """The output of a learner's `value_and_grad`.
 
     - `loss`: the loss for this step.
     - `grads`: its gradient. This is a pytree with the same structure as the model, with None in place of any
