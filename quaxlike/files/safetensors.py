@@ -46,12 +46,10 @@ _Types = Mapping[str, type]
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
     """Saves all of a model's arrays (plain, quantised, adapted or sparse) under their dotted names.
 
-    Everything else that makes up the model, such as its structure, functions and numbers, is not saved, and
-    must be recreated in code before loading.
-
-    Plain arrays are saved as ordinary tensors that can be read by any safetensors library. All other arrays
-    are saved as one tensor per part, along with a manifest in the header that describes how to reassemble
-    them. If any weights are quantised, then the header includes a `recipe` that can be loaded with
+    Everything else that makes up the model (its structure, functions and numbers) must be recreated in code
+    when loading. Plain arrays are saved as ordinary tensors, which any safetensors library can read. All
+    other arrays are saved as one tensor per part, with a manifest in the header that describes how to
+    reassemble them. If any weights are quantised, then the header includes a `recipe` for
     `quaxlike.quantize.from_file`. The file is written atomically, and its contents are deterministic.
 
     **Arguments:**
@@ -120,8 +118,8 @@ def load(
 ) -> _Model:
     """Loads a file written by `save`, or any safetensors file whose names match those of the model.
 
-    The types of arrays are determined by the file, whereas their shapes and dtypes are determined by `like`.
-    For example, a file containing quantised weights can be loaded into the original, unquantised model.
+    The file determines the types of arrays, whereas `like` determines their shapes and dtypes. For example, a
+    file containing quantised weights can be loaded into the original, unquantised model.
 
     **Arguments:**
 
@@ -130,8 +128,7 @@ def load(
     - `like`: a model with the same structure, whose arrays can be `jax.ShapeDtypeStruct`s (see
         `eqx.filter_eval_shape`).
     - `types`: as for `save`.
-    - `strict`: whether to raise an error if the file contains arrays that aren't in the model. Defaults to
-        True.
+    - `strict`: whether to raise an error for arrays in the file that aren't in the model. Defaults to True.
 
     **Returns:** `like` with its arrays replaced by those in the file.
 

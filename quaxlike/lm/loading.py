@@ -80,29 +80,29 @@ def load(
     A directory must contain `config.json` and `model.safetensors`, the latter possibly split into shards.
     GGUF files already contain their configuration.
 
-    Weights are loaded one at a time and keep their dtypes. Quantised weights in any of the formats supported
-    by [`quaxlike.lm.read`][] are loaded as quantised arrays, whose logical dtype is the configuration's
-    `dtype`. If the format also quantises embeddings (GGUF and MLX), then the model computes in float32. In
-    either case, you can specify a different dtype.
+    Weights are loaded one at a time and keep their dtypes. Quantised weights, in any format supported by
+    [`quaxlike.lm.read`][], become quantised arrays whose logical dtype is the configuration's `dtype`. If the
+    format also quantises embeddings (GGUF and MLX), then the model computes in float32. Both can be
+    overridden.
 
     **Arguments:**
 
     - `directory`: a folder written by transformers' `save_pretrained`, a GGUF file, a folder containing one,
         or the first part of a split GGUF file.
-    - `quantize`: how to quantise the weights of linear layers and experts: one of the schemes of
-        [`quaxlike.quantize`][], a recipe, or a dict with `"scheme"` and its options. Weights are quantised as
-        they are loaded, so that at most one unquantised weight is in memory. Defaults to not quantising.
+    - `quantize`: how to quantise the weights of linear layers and experts: a [`quaxlike.quantize`][] scheme,
+        a recipe, or a dict with `"scheme"` and its options. Weights are quantised as they are loaded, so at
+        most one of them is in memory unquantised. Defaults to not quantising.
     - `head`: whether to also quantise the output layer, or the embedding that it is tied to. See
         [`quaxlike.quantize`][]. This has no effect if the head is already quantised. Defaults to False.
-    - `dtype`: the dtype to compute in, such as `"bfloat16"`. This is then also the logical dtype of quantised
-        weights. Defaults to the dtype described above.
+    - `dtype`: the dtype to compute in, such as `"bfloat16"`, which is then also the logical dtype of
+        quantised weights. Defaults to the above.
     - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
         `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
-    **Returns:** the model and its `config.json`, or the equivalent of this for a GGUF file. For multimodal
-    models (Gemma 3, Mistral 3), both are for the decoder only. A warning is issued for any unused entries in
-    `config.json`, and also if the configuration ties the output layer to the embedding but `lm_head.weight`
-    has different values. In the latter case we use `lm_head.weight`, as does transformers.
+    **Returns:** the model and its `config.json`, or the equivalent for a GGUF file. For multimodal models
+    (Gemma 3, Mistral 3), both are for the decoder only. We warn about unused entries in `config.json`, and
+    also if this ties the output layer to the embedding but `lm_head.weight` has different values, in which
+    case the latter is used, as in transformers.
 
     **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
     an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
@@ -168,39 +168,38 @@ def save(
 ) -> None:
     """Saves a model to a directory for use with transformers, or to a GGUF file for use with llama.cpp.
 
-    Arrays are saved under the names used by the original checkpoint, and experts are split into separate
-    tensors if that checkpoint did so. The tokeniser, templates and generation settings are copied under
-    transformers' usual names, replacing any that belong to another model. The sizes of the vocabulary, of
-    learned positional embeddings and of the classification layer in `config.json` are updated to those of the
-    model; after [`quaxlike.lm.models.with_classifier`][], so is the architecture. A GGUF file contains all of
-    these itself, but doesn't support classifiers.
+    Arrays are saved under the original checkpoint's names, with experts split into separate tensors if they
+    were there. The tokeniser, templates and generation settings are copied under transformers' usual names,
+    replacing any that belong to another model. In `config.json`, the sizes of the vocabulary, of learned
+    positional embeddings and of the classification layer are updated, as is the architecture after
+    [`quaxlike.lm.models.with_classifier`][]. A GGUF file contains all of these itself, but doesn't support
+    classifiers.
 
     **Arguments:**
 
     - `directory`: the folder to write to, which is created if it does not exist. For GGUF, a file, or a
-        folder in which to write `model.gguf`.
-    - `model`: the output of [`quaxlike.lm.load`][], whose weights can have been replaced. Supported types are
+        folder for `model.gguf`.
+    - `model`: the output of [`quaxlike.lm.load`][], possibly with different weights. Supported types are
         plain arrays; `NF4Array` and `FP4Array`, saved in bitsandbytes' format; `BlockArray` with codec
-        `mxfp4`, saved in GPT-OSS's format; and `Int8Array` and any other `BlockArray`, saved in the format of
-        compressed-tensors. For GGUF, these are plain arrays and `BlockArray` with llama.cpp's codecs.
-        Adapters must be merged first.
+        `mxfp4`, saved in GPT-OSS's format; and `Int8Array` and any other `BlockArray`, saved in
+        compressed-tensors' format. For GGUF, plain arrays and `BlockArray` with llama.cpp's codecs. Adapters
+        must be merged first.
     - `source`: the directory that the model was loaded from. For GGUF, this can also be a GGUF file.
     - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`. The latter is a directory for
         [`quaxlike.lm.load`][] which can contain any type of weight, such as those produced by a recipe.
-    - `quantize`: the type to convert weights to, for GGUF. This is one of `"f32"`, `"f16"`, `"bf16"`,
-        `"q8_0"`, `"q4_0"`, `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or
-        `"mxfp4"`. Alternatively, a recipe for [`quaxlike.quantize`][] or the name of one. With `"q4_k_m"`,
-        `"q5_k_m"` and `"mxfp4_moe"`, the type of each weight and embedding is that chosen by llama.cpp's own
-        tool. Weights that are already quantised to another type are rounded again. Like llama.cpp, we keep
-        vectors and routers in float32, use `q6_k` or `q8_0` for the output layer (or tied embedding) if the
-        other weights have fewer bits, and use a fallback type for rows that aren't a multiple of the block
-        size. Defaults to the types that the weights already have.
+    - `quantize`: the type to convert weights to, for GGUF: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`,
+        `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`.
+        Alternatively, a [`quaxlike.quantize`][] recipe or the name of one, where `"q4_k_m"`, `"q5_k_m"` and
+        `"mxfp4_moe"` choose the same types as llama.cpp's own tool. Weights already quantised to another type
+        are rounded again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for
+        the output layer (or tied embedding) if other weights have fewer bits, and use a fallback type for
+        rows that aren't a multiple of the block size. Defaults to the types that the weights already have.
 
-    **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if a weight has an
-    unsupported type; if the weights are in several formats; if any shapes contradict each other or the
-    configuration; or if a file to be copied is not a regular file, or is a link to outside of `source` (other
-    than into a Hugging Face cache). For GGUF, also if the architecture, an option, the tokeniser or a value
-    can't be represented in the file. If an error is raised, then nothing has been written.
+    **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
+    unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a
+    file to be copied is not a regular file, or links to outside of `source` (other than into a Hugging Face
+    cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. If
+    an error is raised, then nothing has been written.
 
     !!! example
 

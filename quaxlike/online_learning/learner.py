@@ -28,8 +28,7 @@ class Learned(NamedTuple):
     """The output of a learner's `value_and_grad`.
 
     - `loss`: the loss for this step.
-    - `grads`: its gradient. This is a pytree with the same structure as the model, with None in place of any
-        leaves that aren't trained.
+    - `grads`: its gradient, with the same structure as the model. None for leaves that aren't trained.
     - `state`: the next state.
     - `traces`: the next traces.
     - `output`: the output of the step.
@@ -92,9 +91,9 @@ class Learner(abc.ABC):
     ) -> Learned:
         """Runs a single step and differentiates its loss. This should be called inside `jax.jit`.
 
-        To obtain the gradient for a sequence, sum the gradients for each step. Internally, the step is
-        evaluated several times. The duplicate computations are merged by the compiler, but any side effects
-        such as printing will happen more than once.
+        To obtain the gradient for a sequence, sum the gradients for each step. The step is evaluated several
+        times; the compiler merges duplicate computations, but side effects such as printing will happen more
+        than once.
 
         **Arguments:**
 

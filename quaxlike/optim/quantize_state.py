@@ -61,38 +61,37 @@ def quantize_state(
 
     With 8 bits, this reduces the memory needed for AdamW's state to about a quarter.
 
-    First moments are quantised using `scheme`. Second moments are treated differently, as they are
-    non-negative and updates are divided by their square root. With a linear code, the smaller moments of a
-    block would be rounded to zero, resulting in updates as large as the learning rate divided by `eps`. We
-    therefore quantise their square roots instead, using one scale per block and the levels 1, 2, …, 256 (or
-    16 with 4 bits). This means that each root is at least 1/256 of the largest root in its block, so elements
-    with a smaller root get smaller updates than they would in float32. All scales are stored in float32,
-    since gradients can underflow in float16.
+    First moments are quantised using `scheme`. Second moments are non-negative, and updates are divided by
+    their square root. With a linear code, the smaller moments of a block would round to zero, resulting in
+    updates as large as the learning rate divided by `eps`. We instead quantise their square roots, using one
+    scale per block and the levels 1, 2, …, 256 (or 16 with 4 bits). Each root is then at least 1/256 of the
+    largest root in its block, so elements with a smaller root get smaller updates than in float32. All scales
+    are float32, since gradients can underflow in float16.
 
     **Arguments:**
 
-    - `transformation`: any optax transformation or chain. Masks, partitions, injected hyperparameters and
-        extra arguments are all supported.
-    - `scheme`: the codec for first moments. This can be any [`quaxlike.BlockArray`][] codec with a single
-        floating-point scale per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`,
-        `"q4_0"` or `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
+    - `transformation`: any optax transformation or chain, including masks, partitions, injected
+        hyperparameters and extra arguments.
+    - `scheme`: the codec for first moments: any [`quaxlike.BlockArray`][] codec with one floating-point scale
+        per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"` or
+        `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
     - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
-    - `min_size`: arrays with fewer elements than this are not quantised. Defaults to 4096.
-    - `moments`: a mapping that adds or overrides fields. Each key is either the name of a field, or of both a
-        class and a field (`"MyState.velocity"`). Each value is either `"linear"`, `"root"` for non-negative
-        moments, or None to not quantise the field. Defaults to no additional fields.
-    - `stochastic`: whether to use stochastic rounding, which is unbiased, so that changes smaller than half a
+    - `min_size`: arrays with fewer elements are not quantised. Defaults to 4096.
+    - `moments`: a mapping that adds or overrides fields. Keys are either fields, or classes and fields
+        (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None to not
+        quantise the field. Defaults to none.
+    - `stochastic`: whether to use stochastic rounding, which is unbiased, so that changes of less than half a
         step still have an effect on average. Defaults to False.
     - `seed`: the seed for stochastic rounding. Defaults to 0.
 
-    For optax's own states, we keep a list of the fields that contain moments, e.g. `mu`, `nu`, `trace` or
-    `v_row`. No other fields are quantised; this includes copies of the parameters (e.g. `z` in schedule-free
+    For optax's own states, we know which fields contain moments, e.g. `mu`, `nu`, `trace` or `v_row`. All
+    other fields are left unquantised, including copies of the parameters (e.g. `z` in schedule-free
     optimisers) and accumulated gradients.
 
     **Returns:** a gradient transformation with state [`quaxlike.optim.QuantizedState`][].
 
-    **Raises:** `ValueError` if the scheme is not supported. `init` raises the same error if the state
-    contains large arrays but none of them are in a field that is known to contain moments.
+    **Raises:** `ValueError` if the scheme is not supported. `init` also raises this if the state contains
+    large arrays, but none in a field that is known to contain moments.
 
     !!! example
 

@@ -17,11 +17,10 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
     """Creates a rule for fully sharded data parallelism.
 
-    Each device stores an equal shard of every weight, and weights are all-gathered when they are used. The
-    arrays within a Value (e.g. codes, scales, or the factors of an adapter) are sharded independently, along
-    any axis that is divisible by the number of devices. This means that it is the packed codes which are
-    gathered, not the materialised weights. One-dimensional arrays, such as norm scales and biases, are
-    replicated.
+    Each device stores an equal shard of every weight, and weights are all-gathered when used. The arrays
+    within a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along any axis
+    that is divisible by the number of devices, so that we gather packed codes rather than materialised
+    weights. One-dimensional arrays, such as norm scales and biases, are replicated.
 
     **Arguments:**
 

@@ -39,8 +39,8 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
     - `model`: any pytree. Its arrays can be `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`).
     - `rule`: a dict from regular expressions to partition specs, in which the first expression that matches a
-        full name is used, and the name of a layer refers to its `weight`. Alternatively, a callable `(name,
-        array_or_value) -> spec`. This can also return a Value with a spec in place of each array, as do
+        full name is used, and the name of a layer refers to its `weight`. Alternatively, a function of the
+        name and the array or Value that returns a spec, or a Value with a spec in place of each array, as do
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
         spec is missing or None are replicated.
 

@@ -17,8 +17,8 @@ class Check:
     incompatible), or "-" (not tried, since the type does not have this hook or JAX does not support it).
     """
     culprit: str = ""
-    """The cause of any failure. For a type, this is the first incorrect hook, or the file and line of the first
-    incorrect rule. For a program, this is the line at which Values are treated differently, if known.
+    """The cause of any failure. For a type, the first incorrect hook, or the line of the first incorrect rule.
+    For a program, the line at which Values are treated differently, if known.
     """
     message: str = ""
     """How the result differs from the expected result."""

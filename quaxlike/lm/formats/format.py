@@ -57,27 +57,23 @@ class Format:
 
     **Attributes:**
 
-    - `methods`: the values of `quant_method` in `config.json` that identify this format. The first is used
-        for writing.
-    - `weights`: a function that, given the tensors and settings, returns a checkpoint's weights keyed by
-        their unquantised names. Incomplete weights are included, but raise an error when read.
-    - `codes`: tensor suffixes that only occur as part of a quantised weight. A checkpoint in which they are
-        not part of any weight is damaged.
+    - `methods`: the values of `quant_method` in `config.json` for this format. We write the first one.
+    - `weights`: a function from the tensors and settings to a checkpoint's weights, keyed by their
+        unquantised names. Incomplete weights are included, but raise an error when read.
+    - `codes`: suffixes of tensors that must be part of a weight; otherwise, the checkpoint is damaged.
     - `used`: the settings used by `weights`.
     - `without_effect`: other settings which are found in files but can be ignored.
-    - `by_rows`: whether `weights` can be called on a window of rows, as if this were the whole file. If so,
-        then the first axis of each tensor must correspond to rows or to tiles of rows, or the tensor must be
-        shared between all rows.
+    - `by_rows`: whether `weights` can be called on a window of rows, as if this were the whole file. The
+        first axis of each tensor must then be rows or tiles of rows, unless the tensor is shared by all rows.
     - `quantises_embeddings`: whether this also quantises embeddings, in which case the dtype of the
         activations can't be inferred from any of the weights.
     - `detect`: a function that detects the format in the absence of any settings.
-    - `settings`: a function that, given `config.json` and the folder, returns any settings that are stored
-        outside of `quantization_config`, or None if there aren't any.
-    - `write`: a function that, given weights keyed by name, returns their tensors and `quantization_config`.
-        None if the format is read-only.
-    - `types`: the types of Values to save in this format. If several formats support a type, then the first
-        is used.
-    - `codec`: the only `BlockArray` codec that this format can store, or empty if it can store any.
+    - `settings`: a function from `config.json` and the folder to any settings that are stored outside of
+        `quantization_config`. Returns None if there aren't any.
+    - `write`: a function from weights, keyed by name, to their tensors and `quantization_config`. None if the
+        format is read-only.
+    - `types`: the types of Values to save in this format. The first format that supports a type is used.
+    - `codec`: the only `BlockArray` codec that this format can store. Empty if it can store any.
     """
 
     methods: tuple[str, ...]

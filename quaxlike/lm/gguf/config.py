@@ -325,7 +325,7 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reads the rotary parameters, which transformers 4 and 5 store differently."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    given = given.get("full_attention") or given  # llama.cpp infers it for Gemma's window layers
+    given = given.get("full_attention") or given  # llama.cpp infers Gemma's window layers
     theta = config.get("rope_theta") or 10000.0
     part = config.get("partial_rotary_factor") or 1.0
     return {"rope_theta": theta, "partial_rotary_factor": part, **given}

@@ -177,7 +177,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     ndim = cursor.number("<u4")
     if not 1 <= ndim <= 4:
         raise file_error(cursor.path, name, f"must have one to four axes; found {ndim}")
-    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # GGUF is column-major
+    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # fastest axis first
     if not are_sizes(list(shape)):
         raise file_error(cursor.path, name, f"has more elements than an array can have: {shape}")
     return name, shape, cursor.number("<u4"), cursor.number("<u8")

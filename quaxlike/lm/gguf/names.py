@@ -1,9 +1,8 @@
 """Converts tensors between llama.cpp's and transformers' conventions.
 
-Besides their names, the two differ in the row order of some matrices and in how expert weights are stacked.
-llama.cpp stores the gate and up projections as separate stacks of shape `(experts, out, in)`, whereas
-transformers concatenates them into a single stack, with the gate first. (GPT-OSS instead interleaves them,
-in a stack of shape `(experts, in, out)`.)
+llama.cpp has separate stacks for the gate and up projections, of shape `(experts, out, in)`, whereas
+transformers concatenates them into a single stack. (For GPT-OSS it interleaves them, in a stack of shape
+`(experts, in, out)`.) Some of llama.cpp's files also permute the rows of q and k.
 """
 
 import re
@@ -153,12 +152,12 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
     """Converts one or more of llama.cpp's expert tensors to a single array in transformers' layout.
 
-    `parts` is either a single tensor, or the gate and up projections. Each has shape `(experts, out, in)`, or
-    `(experts, out)` for biases. If `interleaved`, then transformers' layout alternates between the two and
-    transposes matrices to `(experts, in, out)`.
-
-    **Raises:** `CheckpointError` if the gate and up projections have different shapes, or if a tensor has the
-    wrong number of axes for a stack.
+    `parts` is either one tensor or the gate and up projections, of shape `(experts, out, in)`, or
+    `(experts, `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out,
+    in)`, and biases are `(experts,
+    out)`. If `interleaved`, then transformers' layout alternates between the two projections, with matrices being `(experts,
+    in, out)`. **Raises:** `CheckpointError` if the two projections have different shapes, or if a tensor is
+    not a stack.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same

@@ -38,9 +38,8 @@ def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str |
         [`quaxlike.lm.peft.load_adapter`][].
     - `source`: the checkpoint that the decoder was loaded from: either a directory or a GGUF file.
 
-    **Raises:** `ValueError` if the adapter can't be represented in GGUF: this includes any method other than
-    LoRA, DoRA, adapted embeddings, and weights that are trained in full. `CheckpointError` if llama.cpp does
-    not support the architecture.
+    **Raises:** `ValueError` if the adapter can't be represented in GGUF, e.g. DoRA and other methods, adapted
+    embeddings, or weights trained in full. `CheckpointError` if llama.cpp does not support the architecture.
 
     !!! example
 

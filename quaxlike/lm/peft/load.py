@@ -75,7 +75,6 @@ def load_adapter(
         with this name.
     - `layout`: the layouts of any arrays for which these can't be inferred from the layer or the name, as for
         [`quaxlike.layouts`][]. Defaults to none.
-        Default: none.
 
     Weights, biases and norms from Flax and Haiku are matched to the corresponding PyTorch layers. For
     example, `dense.kernel` of shape `(in, out)` corresponds to `dense.weight` of shape `(out, in)` in the

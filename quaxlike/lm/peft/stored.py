@@ -1,14 +1,14 @@
 """The names and layouts that PEFT's files use for the arrays of layers from any framework.
 
-In PyTorch, the weight of a linear layer has shape `(out, in)`, and the kernel of a convolution has shape
-`(out, in, *window)`. Both are called `weight`, and any array with this name is assumed to have this layout
-already. Biases are one-dimensional.
+In PyTorch, the weight of a linear layer is `(out, in)`, and the kernel of a convolution is
+`(out, in, *window)`. Both are called `weight`, and we assume that any array with this name already has this
+layout. Biases are one-dimensional.
 
-`target_parameters` is used to adapt parameters other than the weights of layers, such as stacks of experts or
-the matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers
-with the first parameter innermost, so all but the last are found under the `base_layer` of the next. The
-weights of routers are parameters in a separate module, so they are named in the same way. (In transformers 4,
-each matrix of each expert was a layer with its own adapter.)
+`target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or the
+matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers
+with the first innermost, so all but the last are found under the `base_layer` of the next. The weights of
+routers are parameters of a separate module, so they are named like this too. (In transformers 4, each matrix
+of each expert was a layer with its own adapter.)
 """
 
 import math
