@@ -17,7 +17,7 @@ class Check:
     incompatible), or "-" (not tried, since the type does not have this hook or JAX does not support it).
     """
     culprit: str = ""
-    """The cause of any failure. For a type, the first incorrect hook, or the line of the first incorrect rule.
+    """The cause of any failure. For a type, the first incorrect hook or the line of the first incorrect rule.
     For a program, the line at which Values are treated differently, if known.
     """
     message: str = ""

@@ -152,12 +152,11 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
     """Converts one or more of llama.cpp's expert tensors to a single array in transformers' layout.
 
-    `parts` is either one tensor or the gate and up projections, of shape `(experts, out, in)`, or
-    `(experts, `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out,
-    in)`, and biases are `(experts,
-    out)`. If `interleaved`, then transformers' layout alternates between the two projections, with matrices being `(experts,
-    in, out)`. **Raises:** `CheckpointError` if the two projections have different shapes, or if a tensor is
-    not a stack.
+    `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out, in)`, and biases
+    are `(experts, out)`. If `interleaved`, then transformers' layout alternates between the two projections,
+    with matrices being `(experts, in, out)`.
+
+    **Raises:** `CheckpointError` if the two projections have different shapes, or if a tensor is not a stack.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
