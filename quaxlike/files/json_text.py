@@ -1,4 +1,4 @@
-"""Parses JSON from untrusted files, while bounding its size and nesting.
+"""Parsing of JSON from untrusted files, with bounds on its size and nesting.
 
 Python's parser can use about 20 times as much memory as the input, and recurses into nested lists. Without
 any bounds, even a small file could therefore exhaust memory or overflow the stack.

@@ -1,4 +1,4 @@
-"""Saves and loads whole models, including Values, as safetensors files."""
+"""Serialisation of whole models, including Values, as safetensors files."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Reads adapter folders, in either PEFT's format or our own for types that PEFT doesn't support."""
+"""Adapter folders, in either PEFT's format or our own for types that PEFT doesn't support."""
 
 import importlib
 from collections.abc import Callable

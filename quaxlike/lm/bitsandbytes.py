@@ -1,4 +1,4 @@
-"""Reads and writes 4-bit checkpoints in the format used by bitsandbytes and transformers."""
+"""4-bit checkpoints in the format used by bitsandbytes and transformers."""
 
 import os
 from collections.abc import Mapping

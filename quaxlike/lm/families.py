@@ -367,7 +367,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Maps the `model_type` of multimodal architectures to the decoders that they contain.
+#: Maps multimodal architectures to the decoders they can contain, keyed by the decoder's `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {

@@ -1,4 +1,4 @@
-"""Loads and saves models in the format of transformers' checkpoint directories."""
+"""`load` and `save`, for models in the format of transformers' checkpoint directories."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Analyses a recurrent network's step in terms of ops, groups of states, and the relations between them.
+"""The ops and groups of states in a recurrent network's step, and the relations between them.
 
 Learners keep one trace for each `Relation`. Whenever a trained weight affects the state, this must either be
 captured by a relation or be reported, since its gradient would otherwise be silently dropped.

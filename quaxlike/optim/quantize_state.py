@@ -1,4 +1,4 @@
-"""Quantises the moments of an optimiser's state in between updates."""
+"""`quantize_state`, which quantises an optimiser's moments in between updates."""
 
 import dataclasses
 import itertools

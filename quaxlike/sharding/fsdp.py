@@ -27,7 +27,7 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
     - `mesh`: the mesh, which can be an abstract mesh.
     - `axis`: the mesh axis or axes to shard over. Defaults to all axes that aren't used by `over`.
     - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel], whose shards are sharded
-        further. Defaults to no such rule.
+        further. Defaults to none.
 
     **Returns:** a rule for use with [`shard`][quaxlike.sharding.shard] or
     [`specs_for`][quaxlike.sharding.specs_for]. It can be used for any model, and for optimiser states.

@@ -44,8 +44,8 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
         spec is missing or None are replicated.
 
-    The blocks of doubly quantised scales span several rows. If a spec shards the rows, then it is the spec
-    for the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] will convert it. This
+    The blocks of doubly quantised scales span several rows. If a spec shards the rows, then we return
+    specs for the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] converts it. This
     leaves the weight's values unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks
     of 64).
 

@@ -136,7 +136,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
             if whole.shape and index:
                 first, last, _ = index[0].indices(whole.shape[0])
                 index = (slice(first - offset, last - offset), *index[1:])
-            return np.array(local[index or ()], order="C")  # copy, so as not to keep a view of the file
+            return np.array(local[index or ()], order="C")  # copied, so that we don't keep the file mapped
 
         return jax.make_array_from_callback(whole.shape, sharding, stored)
 

@@ -67,8 +67,8 @@ def check_program(
         Value, or return None if this isn't possible. Defaults to all of the above.
     - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` (over a stack of two), `"jvp"` and
         `"grad"` (with respect to all inexact leaves) are applied to `quaxify(fn)`; `"jit inside"` is
-        `quaxify(jax.jit(fn))`; and `"two levels"` is a nested `quaxify`, each of which dispatches on every
-        other Value. Defaults to all of these. Any transform that raises an error even on arrays is skipped.
+        `quaxify(jax.jit(fn))`; and `"two levels"` is two nested `quaxify`s, each dispatching on every other
+        Value. Defaults to all of these. Any transform that raises an error even on arrays is skipped.
     - `rtol`: the allowed difference, relative to the largest element. By default, this depends on the dtypes.
     - `atol`: the allowed absolute difference.
 

@@ -1,4 +1,4 @@
-"""Generates a few programs for each primitive, to test the rules of a type."""
+"""A few programs for each primitive, for testing the rules of a type."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Reads and writes the labels of a classifier in `config.json`."""
+"""Conversion between the labels of a classifier and the entries of `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Reads those entries of a checkpoint's `config.json` that a model uses, checking for unsupported values.
+"""The entries of a checkpoint's `config.json` that a model uses, with checks for unsupported values.
 
 We must raise an error for any value we don't support, since the model would otherwise load but compute
 incorrect logits.

@@ -1,4 +1,4 @@
-"""Selects the type of every weight in a GGUF file, either from a single type or from a recipe."""
+"""Selection of the type of every weight in a GGUF file, from either a single type or a recipe."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

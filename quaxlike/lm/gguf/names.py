@@ -1,4 +1,4 @@
-"""Converts tensors between llama.cpp's and transformers' conventions.
+"""Conversion of tensors between llama.cpp's and transformers' conventions.
 
 llama.cpp has separate stacks for the gate and up projections, of shape `(experts, out, in)`, whereas
 transformers concatenates them into a single stack. (For GPT-OSS it interleaves them, in a stack of shape

@@ -1,4 +1,4 @@
-"""Reads and writes LoRA and other adapters in PEFT's format.
+"""LoRA and other adapters in PEFT's format.
 
 An adapter consists of an `adapter_config.json` and an `adapter_model.safetensors` file. We follow the
 conventions of PEFT 0.21, <https://github.com/huggingface/peft>.

@@ -1,4 +1,4 @@
-"""Writes LoRA adapters as GGUF files, which llama.cpp can apply to a GGUF file of the base model."""
+"""`save_gguf_adapter`, which writes a LoRA adapter that llama.cpp can apply to a GGUF file of the base model."""
 
 import os
 from collections.abc import Callable

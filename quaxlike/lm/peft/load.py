@@ -1,4 +1,4 @@
-"""Reads adapters from PEFT's files.
+"""`load_adapter`, which loads an adapter from PEFT's files.
 
 We insist that every tensor in the file is used, and that every adapted layer exists in the model. Otherwise
 we raise an error, since a partially loaded adapter would silently compute incorrect results.

@@ -1,4 +1,4 @@
-"""Writes adapters in PEFT's format.
+"""`save_adapter`, which saves an adapter in PEFT's format.
 
 We must raise an error for anything that the format can't represent, since PEFT would otherwise load the file
 but compute different results.
