@@ -359,10 +359,11 @@ def _is_array(leaf: Any) -> bool:
 # -------------------------------------------------------------------------------------------------
 # Values as JSON: the manifest of those arrays that consist of several tensors
 #
-# Each node is a dict with a single entry, whose key is the kind of node. The exception is `type`, the name of
-# a class, which is accompanied by `fields`. `array` and `key` are the names of tensors. `base` is the base
-# weight of an adapter, which is taken from the model. `dtype`, `unit`, `tuple`, `float` and `value` are
-# static. -------------------------------------------------------------------------------------------------
+# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, accompanied by its
+# `fields`. `array` and `key` are the names of tensors; for a random `key`, this is accompanied by its `impl`.
+# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes, and
+# `dtype`, `unit`, `float` and `value` are static.
+# -------------------------------------------------------------------------------------------------
 
 
 _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")

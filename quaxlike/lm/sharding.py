@@ -52,10 +52,10 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
     In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
     are sharded along their outputs and the last projection along its inputs, so that a single all-reduce
     suffices to combine the results. Embeddings and the output head are sharded along the vocabulary. Experts
-    are distributed whole as in [`expert_parallel`][quaxlike.lm.expert_parallel], over a separate axis if the
-    mesh has one. All other linear layers are sharded along their outputs. Embeddings and these other layers
-    are replicated if their sizes aren't divisible. Biases are sharded like the outputs, and norms are
-    replicated.
+    are not split but distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], over a separate
+    axis if the mesh has one. All other linear layers are sharded along their outputs. Embeddings and these
+    other layers are replicated if their sizes aren't divisible. Biases are sharded like the outputs, and
+    norms are replicated.
 
     The type of each layer is inferred from its class (for Equinox) and its name (for transformers).
 

@@ -1,4 +1,4 @@
-"""`save_gguf_adapter`, which writes a LoRA adapter that llama.cpp can apply to a GGUF file of the base model."""
+"""`save_gguf_adapter`, which saves a LoRA adapter for llama.cpp to apply to a GGUF file of the base model."""
 
 import os
 from collections.abc import Callable
