@@ -359,9 +359,9 @@ def _is_array(leaf: Any) -> bool:
 # -------------------------------------------------------------------------------------------------
 # Values as JSON: the manifest of those arrays that consist of several tensors
 #
-# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, accompanied by its
-# `fields`. `array` and `key` are the names of tensors; for a random `key`, this is accompanied by its `impl`.
-# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes, and
+# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
+# alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
+# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
 # `dtype`, `unit`, `float` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Conversion between the tokeniser stored in a GGUF file and a `tokenizer.json`, as used by `tokenizers`.
 
-This follows `src/llama-vocab.cpp` and `conversion/base.py` in <https://github.com/ggml-org/llama.cpp>. The
-one difference is that llama.cpp's converter copies scores from SentencePiece's model file, whereas we derive
-them from the order of the merges, since that is all a `tokenizer.json` contains.
+This follows `src/llama-vocab.cpp` and `conversion/base.py` in <https://github.com/ggml-org/llama.cpp>.
+However, their converter copies scores from SentencePiece's model file, whereas we recover them from the order
+of the merges, which SentencePiece derived from the scores.
 """
 
 import itertools
