@@ -1,4 +1,4 @@
-"""Saves models with Values as safetensors files, and loads them."""
+"""Saves models containing Values to safetensors files, and loads them again."""
 
 from .errors import CheckpointError
 from .safetensors import load, load_adapters, save, save_adapters

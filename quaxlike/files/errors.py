@@ -1,4 +1,4 @@
-"""Errors about files."""
+"""Errors and helpers for error messages about files."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def quoted(value: Any) -> str:
-    """Returns the `repr` of a value from a file, shortened."""
+    """Returns the `repr` of a value that was read from a file, truncated if necessary."""
     return _SHORT.repr(value)
 
 
@@ -20,13 +20,13 @@ def shortened(text: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Lists the first few names, and the number of further ones."""
+    """Lists the first few names, along with the number of remaining ones."""
     first, others = (names := list(names))[:5], len(names) - 5
     return ", ".join(map(shortened, first)) + (f" and {others:,} more" if others > 0 else "")
 
 
 class ErrorAboutFiles(ValueError):
-    """An error with a message that may quote a file. Its length is bounded, whatever the file contains."""
+    """An error whose message can quote a file. Its length is bounded regardless of the file's contents."""
 
     def __init__(self, message: str = "") -> None:
         if len(message) > 4_000:
@@ -35,11 +35,11 @@ class ErrorAboutFiles(ValueError):
 
 
 class CheckpointError(ErrorAboutFiles):
-    """A checkpoint is damaged, incomplete, or not supported."""
+    """Raised if a checkpoint is damaged, incomplete, or not supported."""
 
 
 def hub_hint(path: Any) -> str:
-    """Says how to download a missing path, if it looks like a name on the Hugging Face hub; else empty."""
+    """Suggests how to download a missing path that looks like a Hugging Face repository. Otherwise empty."""
     name = os.fspath(path)
     files = (".safetensors", ".gguf", ".json")
     if os.path.exists(name) or name.endswith(files) or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
@@ -51,5 +51,5 @@ def hub_hint(path: Any) -> str:
 
 
 def file_error(path: Any, key: str | None, problem: str) -> CheckpointError:
-    """Makes an error that names the file and the entry."""
+    """Creates an error whose message includes the file and the entry."""
     return CheckpointError(f"{path}: {problem}" if key is None else f"{path}: {quoted(key)}: {problem}")

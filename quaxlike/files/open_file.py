@@ -1,7 +1,8 @@
-"""A file that stays open, so everything is read from the same version of it.
+"""A file that is kept open, so that everything is read from the same version.
 
-Tensors are read on demand, long after the header. If the file was overwritten in between, the offsets in the
-header would point at other data, so every read first checks size and modification time.
+Tensors are loaded lazily, often long after reading the header. If the file is overwritten in between, then
+the offsets in the header no longer refer to the right data. We therefore check the file's size and
+modification time on every read.
 """
 
 import os
@@ -14,24 +15,24 @@ import numpy as np
 
 from .errors import CheckpointError, file_error
 
-_TICK = 20_000_000  # nanoseconds; file systems store times in steps of up to 10 ms
-_MAX = 1 << 30  # bytes in one system call
+_TICK = 20_000_000  # nanoseconds; the timestamps of file systems have a resolution of up to 10 ms
+_MAX = 1 << 30  # bytes per system call
 _lock = threading.Lock()
 
 
 class OpenFile:
-    """A file opened for reading.
+    """A file that is open for reading.
 
-    If another file replaces it, then we continue to read the original file. If the file itself is changed,
-    then reading raises an error.
+    If the path is replaced by another file, then we continue to read from the original file. If the file
+    itself is modified, then reading from it raises an error.
 
     **Attributes:**
 
-    - `path`: its path when it was opened.
-    - `file`: the file object, for reading the header.
-    - `size`: its size in bytes.
+    - `path`: the path of the file at the time it was opened.
+    - `file`: the file object, which is used to read the header.
+    - `size`: the size in bytes.
 
-    **Raises:** `FileNotFoundError` unless it is a regular file.
+    **Raises:** `FileNotFoundError` if this is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,13 +40,13 @@ class OpenFile:
         self.path = path
         self.file = open(path, "rb")  # noqa: SIM115 (closed with the last reference)
         weakref.finalize(self, self.file.close)
-        if 0 <= time.time_ns() - self._now()[1] < _TICK:  # a later change could have the same time
+        if 0 <= time.time_ns() - self._now()[1] < _TICK:  # a later change might not update the timestamp
             time.sleep(_TICK / 1e9)
         self._state = self._now()
         self.size = self._state[0]
 
     def read(self, offset: int, nbytes: int, name: str | None) -> bytes:
-        """Reads bytes of the entry `name`. Raises `CheckpointError` if the file has changed."""
+        """Reads the bytes of the entry `name`. Raises `CheckpointError` if the file has been modified."""
         parts, end = [], offset + nbytes
         while offset < end and (part := _read_at(self.file.fileno(), min(_MAX, end - offset), offset)):
             parts.append(part)
@@ -54,13 +55,13 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def mapped(self, offset: int, dtype: np.dtype, shape: tuple[int, ...], name: str) -> np.ndarray:
-        """Maps an array of the file into memory. Raises like `read`, for changes before this call."""
+        """Memory-maps an array. As with `read`, raises an error if the file was modified before this call."""
         self._check(name)
-        with _lock:  # NumPy seeks in the file
+        with _lock:  # NumPy moves the file position
             return np.memmap(self.file, dtype, "r", offset, shape)
 
     def is_current(self) -> bool:
-        """Returns whether the path still refers to the opened file."""
+        """Returns whether the path still refers to the file that was opened."""
         try:
             found = os.stat(self.path)
         except OSError:
@@ -90,14 +91,14 @@ def foreign(file: OpenFile, kind: str) -> CheckpointError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises `FileNotFoundError` for a pipe, a device or a folder, as reading could block forever."""
+    """Raises `FileNotFoundError` for pipes, devices and folders, since reading them could block forever."""
     if not path.is_file():
         problem = "is not a regular file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"{path} {problem}.")
 
 
 def _read_at(descriptor: int, count: int, offset: int) -> bytes:
-    if hasattr(os, "pread"):  # safe with threads and forked processes
+    if hasattr(os, "pread"):  # safe with both threads and forks
         return os.pread(descriptor, count, offset)
     with _lock:
         os.lseek(descriptor, offset, os.SEEK_SET)

@@ -1,4 +1,4 @@
-"""Safetensors files of whole models, with Values."""
+"""Serialisation of whole models, including Values, as safetensors files."""
 
 import dataclasses
 import functools
@@ -44,22 +44,22 @@ _Types = Mapping[str, type]
 
 @checked
 def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes a model's arrays, quantised, adapted, sparse or plain, by their dotted names.
+    """Saves all of a model's arrays (plain, quantised, adapted or sparse) under their dotted names.
 
-    Everything else about the model (its structure, functions, numbers) comes from code when it is loaded.
-    Plain arrays are tensors that any reader of the format can read; other arrays are stored as one tensor per
-    part, and a manifest in the header describes how these belong together. If weights are quantised, the
-    entry `recipe` says how, which `quaxlike.quantize.from_file` reads. The file appears only once it is
-    complete, and the same model always gives the same bytes.
+    Everything else that makes up the model (its structure, functions and numbers) must be recreated in code
+    when loading. Plain arrays are saved as ordinary tensors, which any safetensors library can read. All
+    other arrays are saved as one tensor per part, with a manifest in the header that describes how to
+    reassemble them. If any weights are quantised, then the header includes a `recipe` for
+    `quaxlike.quantize.from_file`. The file is written atomically, and its contents are deterministic.
 
     **Arguments:**
 
     - `path`: the file to write.
     - `model`: any pytree.
-    - `types`: your own classes in the model, besides the ones in quaxlike. These are dataclasses, such as
-        `quaxlike.ArrayValue`s.
+    - `types`: any custom classes in the model, in addition to those provided by quaxlike. These must be
+        dataclasses, such as subclasses of `quaxlike.ArrayValue`.
 
-    **Raises:** `CheckpointError` for a value that cannot be stored. No file is written in this case.
+    **Raises:** `CheckpointError` if a value can't be saved, in which case no file is written.
 
     !!! example
 
@@ -81,10 +81,9 @@ def save(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()
 def stored(
     path: Path, arrays: Iterable[tuple[str, Any]], types: Iterable[type] = ()
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Returns the tensors of named arrays, and the header, which says what they are and how arrays are
-    quantised.
+    """Returns the tensors for some named arrays, and a header describing their types and quantisation.
 
-    **Raises:** `CheckpointError` for a value that a file cannot hold.
+    **Raises:** `CheckpointError` if a value can't be saved.
     """
     arrays, known = list(arrays), _known(types)
     tensors: dict[str, np.ndarray] = {}
@@ -117,23 +116,25 @@ def stored(
 def load(
     path: str | os.PathLike[str], like: _Model, *, types: Iterable[type] = (), strict: bool = True
 ) -> _Model:
-    """Reads a file from `save`, or any safetensors file with the model's names.
+    """Loads a file written by `save`, or any safetensors file whose names match those of the model.
 
-    The file determines the types of arrays, and `like` determines their shapes and dtypes. For example, a
-    file with quantised weights loads into the model before quantisation.
+    The file determines the types of arrays, whereas `like` determines their shapes and dtypes. For example, a
+    file containing quantised weights can be loaded into the original, unquantised model.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, an index of several files, or a folder with either.
-    - `like`: a model with the same structure. Its arrays may be `jax.ShapeDtypeStruct`s
-        (`eqx.filter_eval_shape`).
+    - `path`: a `.safetensors` file, the index of a sharded checkpoint, or a folder containing either of
+        these.
+    - `like`: a model with the same structure, whose arrays can be `jax.ShapeDtypeStruct`s (see
+        `eqx.filter_eval_shape`).
     - `types`: as for `save`.
-    - `strict`: whether to raise for arrays in the file that the model does not have. Default: True.
+    - `strict`: whether to raise an error for arrays in the file that aren't in the model. Defaults to True.
 
-    **Returns:** `like` with the arrays from the file.
+    **Returns:** `like` with its arrays replaced by those in the file.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged, has an
-    unknown version, or does not match the model. The message names the file and the array.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the checkpoint is damaged,
+    was saved by an unknown version, or does not match the model. The error message includes the file and the
+    array.
     """
     tensors = open_tensors(path)
     nodes = _read_manifest(tensors)
@@ -155,7 +156,7 @@ def load(
             shape, dtype = tuple(found.shape), found.dtype
         except CheckpointError:
             raise
-        except Exception as error:  # an inconsistent value may make its type raise anything
+        except Exception as error:  # given inconsistent values, a type could raise any kind of error
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if shape != tuple(leaf.shape) or dtype != leaf.dtype:
             raise tensors.error(
@@ -173,20 +174,20 @@ def load(
 
 @checked
 def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[type] = ()) -> None:
-    """Writes only a model's adapters, without their base weights.
+    """Saves only a model's adapters, without their base weights.
 
-    The file contains all parts of each adapter, everything trained directly, and no other arrays. A
-    base is included if it is trained itself (`gradients="train"`, [`quaxlike.train_scales`][]). For programs
-    that support only LoRA, use [`quaxlike.lm.peft.save_adapter`][].
+    The file contains all parts of each adapter, along with any other arrays that are trained directly. The
+    base is only included if it is trained as well (`gradients="train"` or [`quaxlike.train_scales`][]). For
+    software that only supports LoRA, use [`quaxlike.lm.peft.save_adapter`][] instead.
 
     **Arguments:**
 
     - `path`: the file to write.
-    - `model`: a model with adapters, such as the result of [`quaxlike.adapt`][].
-    - `types`: your own classes, as for `save`.
+    - `model`: a model with adapters, such as the output of [`quaxlike.adapt`][].
+    - `types`: any custom classes, as for `save`.
 
-    **Raises:** `ValueError` if the model has no adapters, or if an initialisation moved a part of a weight
-    into an adapter: save the whole model instead. `CheckpointError` for a value that cannot be stored.
+    **Raises:** `ValueError` if the model has no adapters, or if an initialisation moved part of a weight into
+    an adapter, in which case you must save the whole model. `CheckpointError` if a value can't be saved.
 
     !!! example
 
@@ -216,18 +217,18 @@ def save_adapters(path: str | os.PathLike[str], model: Any, *, types: Iterable[t
 
 @checked
 def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterable[type] = ()) -> _Model:
-    """Reads a file from `save_adapters`, and puts the adapters on a model's weights.
+    """Loads a file written by `save_adapters`, and applies the adapters to a model.
 
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model before adaptation. Its weights may be stored differently, such as in 4 bits.
-    - `types`: your own classes, as for `save_adapters`.
+    - `model`: the model before adaptation. Its weights can be of a different type, e.g. quantised to 4 bits.
+    - `types`: any custom classes, as for `save_adapters`.
 
-    **Returns:** the model with the adapters.
+    **Returns:** the adapted model.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged, or does not
-    match the model. `ValueError` if the model already has adapters.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the file is damaged or
+    doesn't match the model. `ValueError` if the model already has adapters.
     """
     tensors = open_tensors(path)
     nodes, known, used = _read_manifest(tensors), _known(types), set[str]()
@@ -254,7 +255,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
             shape = tuple(found.shape)
         except CheckpointError:
             raise
-        except Exception as error:  # an inconsistent value may make its type raise anything
+        except Exception as error:  # given inconsistent values, a type could raise any kind of error
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
         if not isinstance(found, AdaptedArray):
             raise tensors.error(name, f"expected an adapter; found {type(found).__name__}")
@@ -267,7 +268,7 @@ def load_adapters(path: str | os.PathLike[str], model: _Model, *, types: Iterabl
 
 
 class _Base:
-    """Stands for an adapter's base if the file does not contain it."""
+    """Placeholder for the base of an adapter, for files that don't include the base."""
 
 
 _BASE: Any = _Base()
@@ -280,9 +281,10 @@ def _without_base(x: AdaptedArray) -> AdaptedArray:
 
 
 def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str]]:
-    """Finds the Values in a file from `save`.
+    """Finds the Values in a file that was written by `save`.
 
-    Returns a dict from names to functions that read a Value, and the names of their tensors.
+    Returns a dict from names to functions that read the Value, and the set of tensors that the Values consist
+    of.
     """
     nodes, known, used = _read_manifest(tensors), _known(()), set[str]()
 
@@ -295,7 +297,7 @@ def open_values(tensors: Tensors) -> tuple[dict[str, Callable[[], Any]], set[str
     def read(name: str) -> Any:
         try:
             return _decode(nodes[name], known, functools.partial(_tensor, tensors))
-        except Exception as error:  # an inconsistent value may make its type raise anything
+        except Exception as error:  # given inconsistent values, a type could raise any kind of error
             raise tensors.error(name, f"cannot be rebuilt: {error}{_if_later(tensors)}") from error
 
     names_in(nodes)
@@ -324,7 +326,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
     values = manifest.get("values")
     if not isinstance(values, dict):
         raise tensors.error("values", "the manifest must hold an object here")
-    dtypes = manifest.get("dtypes", {})  # older files have none
+    dtypes = manifest.get("dtypes", {})  # missing in older files
     if not isinstance(dtypes, dict):
         raise tensors.error("dtypes", "the manifest must hold an object here")
     for name, dtype in dtypes.items():
@@ -334,7 +336,7 @@ def _read_manifest(tensors: Tensors) -> dict[str, Any]:
 
 
 def _if_later(tensors: Tensors) -> str:
-    """An addition to errors if a later version of quaxlike wrote the file, perhaps with new types."""
+    """Returns a suffix for error messages if the file was written by a later version of quaxlike."""
     manifest = read_json(tensors.path, tensors.metadata[_MANIFEST], "the manifest")
     writer = str(manifest.get("quaxlike", ""))[:40]
 
@@ -355,11 +357,12 @@ def _is_array(leaf: Any) -> bool:
 
 
 # -------------------------------------------------------------------------------------------------
-# Values as JSON: the manifest of arrays that consist of several tensors
+# Values as JSON: the manifest of those arrays that consist of several tensors
 #
-# A node is a dict with one entry, and its key is the kind of node. A `type` is a class from quaxlike, and has
-# `fields` too. `array` and `key` name a tensor. `base` is the base weight of an adapter, which is in the
-# model. `dtype`, `unit`, `tuple`, `float` and `value` are static.
+# Each node is a dict, whose first key is the kind of node. A `type` is the name of a class, with its `fields`
+# alongside. `array` and `key` are the names of tensors, the latter with its `impl` alongside.
+# `base` is the base weight of an adapter, which is taken from the model. A `tuple` contains further nodes.
+# `dtype`, `unit`, `float` and `value` are static.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -368,9 +371,9 @@ _EXPONENT = re.compile(r"-?[0-9]{1,9}(/[1-9][0-9]{0,8})?")
 
 @functools.cache
 def _shipped_types() -> _Types:
-    """Returns the types in `quaxlike.arrays` and `quaxlike.adapters` by name, including types of parts.
+    """Returns all types in `quaxlike.arrays` and `quaxlike.adapters`, and in their parts, keyed by name.
 
-    This imports all their modules, since a file may contain a type that this process has not used yet.
+    This imports all of their modules, since the file could contain types that haven't been imported yet.
     """
     names = [
         module.name
@@ -387,9 +390,9 @@ def _shipped_types() -> _Types:
 
 
 def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], None]) -> dict[str, Any]:
-    """Returns the node for `x`. Its arrays are passed to `put`, with names that start with `name`.
+    """Converts `x` to a node. All arrays are passed to `put`, using names that start with `name`.
 
-    Raises `TypeError` for a value that cannot be stored.
+    Raises `TypeError` if a value can't be saved.
     """
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         put(name, np.asarray(jax.random.key_data(x)))
@@ -420,9 +423,9 @@ def _encode(x: Any, name: str, types: _Types, put: Callable[[str, np.ndarray], N
 
 
 def _decode(node: Any, types: _Types, get: Callable[[Any], Any]) -> Any:
-    """The inverse of `_encode`; `get` returns a tensor by its name, or the base.
+    """The inverse of `_encode`. `get` returns either a tensor, given its name, or the base.
 
-    Raises `ValueError` for a node that `_encode` never writes, or an inconsistent value.
+    Raises `ValueError` if a node wasn't produced by `_encode`, or if a value is inconsistent.
     """
     if not isinstance(node, dict):
         raise ValueError(f"expected an object, found {type(node).__name__}")
@@ -463,7 +466,7 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     older = cls.older_switches if issubclass(cls, GradientsArray) else ()
     given = {n: _decode(node, types, get) for n, node in fields.items() if n in known or n in older}
     given = cls.without_switches(given) if older else given
-    if issubclass(cls, AdaptedArray):  # their numbers were static until version 0.2
+    if issubclass(cls, AdaptedArray):  # these numbers were static fields prior to version 0.2
         given |= {n: number(given[n]) for n in cls.numbers if given.get(n) is not None}
     for name, field in known.items():
         if name not in given and field.default is not dataclasses.MISSING:
@@ -471,7 +474,7 @@ def _build(kind: str, fields: dict[str, Any], types: _Types, get: Callable[[Any]
     unknown = set(fields) - {*known, *older}
     if differing := ", ".join(sorted((set(known) ^ set(given)) | unknown)):
         raise ValueError(f"{kind}: missing or unknown fields: {differing}")
-    # As in unflattening, do not call `__init__`: it may have other parameters than the fields.
+    # As when unflattening a pytree, don't call `__init__`, since its parameters can differ from the fields.
     value = object.__new__(cls)
     for name, x in given.items():
         object.__setattr__(value, name, x)

@@ -1,7 +1,7 @@
-"""The safetensors format: one file, or several files with an index. Tensors are read on demand.
+"""Support for the safetensors format: either a single file, or several files with an index.
 
-Headers are untrusted. Every offset is checked against the file's size, and tensors must cover the data
-exactly, so no entry can read beyond the file or alias another tensor.
+Headers are untrusted. We check every offset against the size of the file, and require that the tensors
+exactly cover the data, so that no entry can read past the end of the file or alias another tensor.
 
 Source: the format's specification, <https://huggingface.co/docs/safetensors>.
 """
@@ -34,7 +34,7 @@ __all__ = [
     "write_to",
 ]
 
-# In the order of the reference implementation, with the smallest alignment first.
+# In the same order as the reference implementation, which sorts tensors by decreasing alignment.
 _DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype) for name, dtype in {
         "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -46,15 +46,15 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _RANK = {name: rank for rank, name in enumerate(_DTYPES)}
 
-_METADATA = "__metadata__"  # the only key in a header that is not a tensor
-_MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+_METADATA = "__metadata__"  # the only key in a header that isn't a tensor
+_MAX_HEADER = 100_000_000  # bytes, the same limit as in the reference implementation
 
 
 class TensorInfo(NamedTuple):
     file: OpenFile
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int  # in bytes, from the start of the file
+    offset: int  # in bytes, relative to the start of the file
 
     @property
     def nbytes(self) -> int:
@@ -62,15 +62,17 @@ class TensorInfo(NamedTuple):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a checkpoint by name. Only headers are kept in memory: each lookup reads one tensor.
+    """A mapping from names to the tensors of a checkpoint. Only headers are kept in memory.
+
+    Each tensor is read from disk when it is looked up.
 
     **Attributes:**
 
-    - `path`: the opened file or folder.
-    - `info`: the dtype, shape and position of each tensor.
-    - `metadata`: the text entries of the header; with several files, of the first file.
-    - `unlisted`: with several files, the names of tensors missing in the index.
-    - `files`: the files. They stay open.
+    - `path`: the file or folder that was opened.
+    - `info`: the dtype, shape and offset of each tensor.
+    - `metadata`: the string-valued entries of the header. For sharded checkpoints, that of the first file.
+    - `unlisted`: the names of any tensors that a sharded checkpoint's index does not list.
+    - `files`: the underlying files, which are kept open.
     """
 
     def __init__(
@@ -88,11 +90,11 @@ class Tensors(Mapping[str, np.ndarray]):
         self.files = tuple(files)
 
     def error(self, name: str | None, problem: str) -> CheckpointError:
-        """Makes an error that names this file and a tensor, or another entry."""
+        """Creates an error whose message includes this file and a tensor or other entry."""
         return file_error(self.path, name, problem)
 
     def is_current(self) -> bool:
-        """Returns whether the files have not been replaced since they were opened."""
+        """Returns whether the files on disk are still the ones that were opened."""
         return all(file.is_current() for file in self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -103,13 +105,13 @@ class Tensors(Mapping[str, np.ndarray]):
         return np.frombuffer(data, info.dtype).reshape(info.shape)
 
     def mapped(self, name: str) -> np.ndarray:
-        """Maps a tensor into memory, so only the used parts are read."""
+        """Memory-maps a tensor, so that only the parts which are used are read from disk."""
         info = self.info[name]
         if info.nbytes == 0 or not info.shape:
             return self[name]
         return info.file.mapped(info.offset, info.dtype, info.shape, name)
 
-    def __contains__(self, name: object) -> bool:  # without reading it
+    def __contains__(self, name: object) -> bool:  # without reading the tensor
         return name in self.info
 
     def __iter__(self) -> Iterator[str]:
@@ -120,12 +122,12 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
-    """Opens a checkpoint, by reading and checking its headers.
+    """Opens a checkpoint by reading and checking its headers.
 
-    `path` is a `.safetensors` file, a `.safetensors.index.json`, or a folder that contains
-    `model.safetensors.index.json`, `model.safetensors` or a single `.safetensors` file.
+    `path` is either a `.safetensors` file, a `.safetensors.index.json` file, or a folder containing
+    `model.safetensors.index.json`, `model.safetensors` or exactly one `.safetensors` file.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist, `CheckpointError` if it is damaged.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the checkpoint is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -142,9 +144,9 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a file atomically: it only appears once it is complete.
+    """Atomically writes tensors to a file.
 
-    The same tensors always give the same bytes, identical to the reference implementation.
+    The output is deterministic, and byte-for-byte identical to that of the reference implementation.
     """
     path = Path(path)
     with replacing(path) as file:
@@ -154,7 +156,7 @@ def write_tensors(
 def write_to(
     file: BinaryIO, path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a checkpoint to `file`. Errors call it `path`."""
+    """Writes tensors to the open `file`. `path` is only used for error messages."""
     for name, array in tensors.items():
         if array.dtype not in _NAMES:
             raise file_error(path, name, f"the format has no dtype {array.dtype}")
@@ -185,7 +187,7 @@ def write_to(
 
 
 def as_jax(array: np.ndarray) -> Any:
-    """Moves `array` to the default device, unless JAX would truncate its 64 bits."""
+    """Converts `array` to a JAX array, unless JAX would truncate it from 64 to 32 bits."""
     return compat.from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
@@ -234,10 +236,10 @@ def _open_index(file: OpenFile) -> Tensors:
 
 
 def _is_plain_name(file: str) -> bool:
-    """Returns whether `file` is a plain file name on every system, without a folder."""
+    """Returns whether `file` is just a filename, with no folders, on every operating system."""
     try:
         is_short = len(file.encode()) <= 255
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # contains a lone surrogate
         return False
     return is_short and file not in ("", ".", "..") and not set(file) & set("/\\:\0")
 
@@ -261,7 +263,7 @@ def _read_header(file: OpenFile) -> tuple[dict[str, TensorInfo], dict[str, str]]
         raise file_error(path, _METADATA, "must map names to text")
     try:
         "".join([*header, *metadata, *metadata.values()]).encode()
-    except UnicodeEncodeError as error:  # a lone surrogate
+    except UnicodeEncodeError as error:  # contains a lone surrogate
         raise file_error(path, None, f"the header is not JSON: {error}") from None
     data = size - 8 - length
     info = {name: _read_entry(file, name, entry, 8 + length, data) for name, entry in header.items()}
@@ -297,7 +299,7 @@ def _read_entry(file: OpenFile, name: str, entry: Any, start: int, size: int) ->
 
 
 def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: int) -> None:
-    """Raises if tensors overlap, or if bytes belong to no tensor."""
+    """Checks that tensors do not overlap, and that every byte belongs to a tensor."""
     at = start
     for name, tensor in sorted(info.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -308,10 +310,10 @@ def _check_coverage(path: Path, info: dict[str, TensorInfo], start: int, end: in
 
 
 def are_sizes(x: Any) -> TypeGuard[list[int]]:
-    """Returns whether `x` is a possible shape: NumPy has at most 64 axes and 2**63 elements."""
+    """Returns whether `x` is a valid shape. NumPy supports up to 64 axes and 2**63 elements."""
     if not isinstance(x, list) or len(x) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in x):
         return False
-    return math.prod(n for n in x if n) < 2**63  # without axes of size 0, as NumPy counts
+    return math.prod(n for n in x if n) < 2**63  # like NumPy, ignore axes of size 0
 
 
 def _is_interval(x: Any) -> bool:

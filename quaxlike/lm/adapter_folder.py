@@ -1,4 +1,4 @@
-"""The folder of an adapter, in PEFT's format, or in our own for types that PEFT does not have."""
+"""Adapter folders, in either PEFT's format or our own for types that PEFT doesn't support."""
 
 import importlib
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from ..files.json_text import read_json_file
 from .peft import load_adapter
 from .peft.config import files_of
 
-#: The name of our own file.
+#: The filename for our own format.
 OWN_FILE = "adapters.safetensors"
 
 
 def holds_own(folder: Path) -> bool:
-    """Returns whether a folder has an adapter in our own format, and not in PEFT's."""
+    """Returns whether a folder contains an adapter in our own format, rather than in PEFT's."""
     return not files_of(folder).config_path().is_file() and (folder / OWN_FILE).is_file()
 
 
 def read_adapter(folder: Path, model: Any) -> Any:
-    """Puts the adapter in a folder on a model.
+    """Loads the adapter in a folder onto a model.
 
-    **Raises:** what [`quaxlike.lm.peft.load_adapter`][] raises. Also `CheckpointError` if `run.json` names a
-    module with the user's own type, and this module cannot be found.
+    **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. Also `CheckpointError` if `run.json`
+    refers to a module with custom adapter types which can't be found.
     """
     if not holds_own(folder):
         return load_adapter(folder, model)
@@ -35,23 +35,23 @@ def read_adapter(folder: Path, model: Any) -> Any:
 
 
 def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:
-    """Imports a user's module. If there is none with this name, raises `error(message)`."""
+    """Imports a user's module, raising `error(message)` if there is no module with this name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
-            raise  # this module exists, but one that it imports does not
+            raise  # the module exists, but imports another one that doesn't
         problem = f"there is no module {missing.name!r}. Run the command in its folder, or install it."
         raise error(problem) from None
 
 
 def _types_in(folder: Path) -> list[type]:
-    """Imports the user's adapter types that the run in this folder used."""
+    """Imports the custom adapter types that were used by the training run in this folder."""
     about = folder / "run.json"
     given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
     if not isinstance(given, str) or given in METHODS:
         return []
-    if Path(given).is_dir():  # that run continued another adapter
+    if Path(given).is_dir():  # the run continued training an existing adapter
         return _types_in(Path(given))
 
     def error(problem: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""4-bit checkpoints in the format of bitsandbytes and transformers."""
+"""4-bit checkpoints in the format used by bitsandbytes and transformers."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
 @jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint in memory, by name. It also remembers how the file stored them.
+    """The weights of a 4-bit checkpoint as a dict, along with how they were stored in the file.
 
     **Attributes:** `storage` and `metadata`, as for `Checkpoint`.
     """
@@ -41,17 +41,17 @@ class Weights(dict[str, Any]):
 
 @checked
 def load(path: str | os.PathLike[str]) -> Weights:
-    """Reads a checkpoint. 4-bit weights stay packed.
+    """Loads a checkpoint. 4-bit weights remain packed.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, a `.safetensors.index.json`, or a folder with either.
+    - `path`: a `.safetensors` file, a `.safetensors.index.json` file, or a folder containing either of these.
 
-    **Returns:** a dict from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. 64-bit arrays
-    stay NumPy arrays unless `jax_enable_x64` is set.
+    **Returns:** a dict from names in the file to `jax.Array`, `NF4Array` or `FP4Array`. 64-bit arrays are
+    returned as NumPy arrays unless `jax_enable_x64` is set.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is damaged or
-    incomplete. The message names the file and the entry.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the checkpoint is damaged
+    or incomplete. The error message includes the file and the entry.
 
     !!! example
 
@@ -70,33 +70,33 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint, and reads each weight when it is accessed.
+    """Opens a checkpoint for lazy loading, in which each weight is only read when it is accessed.
 
     **Arguments:**
 
     - `path`: as for `load`.
 
-    **Returns:** a mapping from the names in the file to arrays.
+    **Returns:** a mapping from names in the file to arrays.
 
-    **Raises:** as for `load`. Errors about a single weight are raised when it is accessed.
+    **Raises:** as for `load`, except that errors for an individual weight are raised when it is accessed.
     """
     return Checkpoint(open_tensors(path))
 
 
 @checked
 def save(path: str | os.PathLike[str], mapping: Mapping[str, Any], *, quant_storage: Any = None) -> None:
-    """Writes a checkpoint for bitsandbytes and transformers.
+    """Saves a checkpoint for use with bitsandbytes and transformers.
 
-    The result of `load` is written back byte for byte. The file only appears once it is complete.
+    Saving the output of `load` reproduces the original file byte for byte. The file is written atomically.
 
     **Arguments:**
 
     - `path`: the file to write.
-    - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
-    - `quant_storage`: the dtype of packed codes in the file. Default: as in the file that `mapping` was
-        loaded from, else uint8.
+    - `mapping`: maps names to arrays, including `NF4Array`s and `FP4Array`s.
+    - `quant_storage`: the dtype used for the packed codes in the file. Defaults to that of the file that
+        `mapping` was loaded from, or otherwise to uint8.
 
-    **Raises:** `CheckpointError` for a value that cannot be stored. No file is written in this case.
+    **Raises:** `CheckpointError` if a value can't be stored, in which case no file is written.
     """
     path = Path(path)
     tensors = tensors_of(path, mapping, quant_storage)

@@ -1,4 +1,4 @@
-"""The command that converts a checkpoint to safetensors or GGUF."""
+"""Command-line interface for converting a checkpoint to safetensors or GGUF."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,9 @@ another. Weights that no format of transformers holds are written in quaxlike's 
 
 
 def _dense_where_rounded(model: Any, scheme: Any) -> Any:
-    """Materialises the arrays that will be quantised again.
+    """Materialises any quantised arrays that will be quantised again.
 
-    Otherwise an adapter would be merged into quantised weights, and the result would be rounded twice.
+    Otherwise, adapters would be merged into quantised weights, which would round the result twice.
     """
     from ..core.values import is_value, materialise
     from ..surgery.quantize import choices_of, is_recipe
@@ -28,7 +28,7 @@ def _dense_where_rounded(model: Any, scheme: Any) -> Any:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.convert") -> int:
-    """Runs the command. Returns 2 if reading, converting or writing fails."""
+    """Runs the command, returning 2 if reading, converting or writing the checkpoint fails."""
     parser = Parser(prog=prog, description=_ABOUT)
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory or a GGUF file")
     parser.add_argument("target", type=Path, metavar="OUT", help="a directory, or a file that ends in .gguf")

@@ -1,10 +1,10 @@
-"""The table of decoder architectures. An entry lists how an architecture differs from Llama.
+"""The supported decoder architectures, each described in terms of its differences from Llama.
 
-We use it to build models, to translate GGUF files, to shard layers, and to fold activation scales into
-weights. This file imports nothing from the package, so that every room may read it.
+This table is used to build models, to convert GGUF files, to shard layers, and to fold activation scales into
+weights. To avoid circular imports, this file doesn't import anything from the rest of the package.
 
-The GGUF part follows llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
-`conversion`.
+The entries for GGUF follow `gguf-py/gguf/constants.py` and `conversion` in llama.cpp,
+<https://github.com/ggml-org/llama.cpp>.
 """
 
 import dataclasses
@@ -15,140 +15,140 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """How llama.cpp's files for an architecture differ from transformers' files."""
+    """How llama.cpp's files for an architecture differ from those of transformers."""
 
     name: str
-    """`general.architecture`. If several families share it, a file belongs to the family with a `marker` in
-    the file, or else to the first."""
+    """The value of `general.architecture`. If this is shared by several families, then we choose one whose
+    `marker` is in the file, falling back to the first family without a marker."""
     model_type: str
-    """`model_type` in transformers."""
+    """The value of `model_type` in transformers."""
     marker: str = ""
-    """A metadata key that tells this family from others with the same `name`."""
+    """A metadata key that distinguishes this family from others with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional names: llama.cpp's name within a block to transformers' name."""
+    """Maps additional names that llama.cpp uses within a block to transformers' names."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional metadata keys, and their entries in `config.json`."""
+    """Maps additional metadata keys to entries of `config.json`."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional metadata keys, and their entries in `rope_parameters`."""
+    """Maps additional metadata keys to entries of `rope_parameters`."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that have no metadata key, or that have another default in llama.cpp."""
+    """Entries of `config.json` that have no metadata key, or for which llama.cpp uses a different default."""
     permuted: bool = False
-    """Whether the rows of q and k are permuted for llama.cpp's rotary embedding."""
+    """Whether llama.cpp's rotary embeddings require the rows of q and k to be permuted."""
     output: Literal["", "own", "tied"] = ""
-    """Whether a file must have its own output layer ("own"), must not ("tied"), or may ("")."""
+    """Whether files must contain a separate output layer ("own"), must not ("tied"), or either ("")."""
     large: int = 0
-    """The number of layers of the one Gemma that scales its scores by another head size."""
+    """The number of layers of the one Gemma model that scales its scores by a different head size."""
     biases: bool = False
-    """Whether llama.cpp lets `attention_bias` and `mlp_bias` vary. Otherwise they are as in `config`, or
-    off."""
+    """Whether llama.cpp supports any value of `attention_bias` and `mlp_bias`. Otherwise, these must be as in
+    `config`, or False."""
     square: bool = False
-    """Whether llama.cpp assumes that all heads together are as wide as the model."""
+    """Whether llama.cpp assumes that the number of heads times the head size is the hidden size."""
     yarn: bool = False
-    """Whether llama.cpp reads the bounds of YaRN's ramp. Otherwise it uses the default bounds."""
+    """Whether llama.cpp reads the bounds of YaRN's ramp, rather than always using the defaults."""
 
 
-#: Suffixes of architectures that classify texts, and tokens.
+#: Suffixes of class names for sequence and token classification.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-#: Names of classification layers, in all models.
+#: The names that classification layers have in any model.
 HEADS = ("score", "classifier")
 
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: some fields cannot be hashed
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity since some fields aren't hashable
 class Family:
-    """The options that an architecture fixes. All defaults are Llama's."""
+    """The options that distinguish a model family. All defaults are those of Llama."""
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
-    """Whether one matrix holds queries, keys and values, and another one both halves of a gated layer."""
+    """Whether queries, keys and values are fused into a single matrix, as are the gate and up projections."""
     gated: bool = True
     qkv_bias: bool | None = None
-    """Whether q, k and v have biases. None follows `attention_bias`."""
+    """Whether q, k and v have biases, or None to use `attention_bias`."""
     output_bias: bool | None = None
     qk_norm: Literal["", "heads", "whole"] = ""
-    """Whether queries and keys are normalised, per head or across all heads."""
+    """Whether queries and keys are normalised, either per head or across all heads."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """The norms before and after attention, then before and after the feed-forward layer."""
+    """The norms before and after attention, and before and after the feed-forward layer."""
     layer_norm: bool = False
-    """Whether the norms are LayerNorms with biases."""
+    """Whether to use LayerNorm with biases."""
     norm_offset: float | int = 0.0
-    """A constant that is added to norm weights."""
+    """A constant that is added to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
-    """Whether weights have the shape (in, out)."""
+    """Whether weights have shape (in, out)."""
     sinks: bool = False
     gated_attention: bool = False
-    """Whether each query head comes with a gate that multiplies its output."""
+    """Whether the output of each query head is multiplied by a gate."""
     tied: bool = False
-    """The default for `tie_word_embeddings`."""
+    """The default value of `tie_word_embeddings`."""
 
     windows: int | Literal["upper", "lower"] | None = None
-    """Which layers use a window: all but every n-th (0: all), those from `max_window_layers` on ("upper"),
-    every other one below it ("lower"), or none. `layer_types` overrides this."""
+    """Which layers use a sliding window: all except every n-th (0 for all), those from `max_window_layers` on
+    ("upper"), every other layer below that ("lower"), or none. Overridden by `layer_types`."""
     window_switch: bool = False
-    """Whether windows need `use_sliding_window`."""
+    """Whether sliding windows are only used if `use_sliding_window` is set."""
     plain_windows: bool = False
-    """Whether layers with a window ignore the scaling of rotary embeddings for long texts."""
+    """Whether sliding-window layers use rotary embeddings without any long-context scaling."""
     partial: bool = False
-    """Whether `partial_rotary_factor` applies. Otherwise whole heads are rotated."""
+    """Whether to respect `partial_rotary_factor`, rather than always rotating whole heads."""
     unrotated: int = 0
-    """If not 0, every n-th layer has no rotary embedding, and only these layers may have windows.
-    `no_rope_layers` overrides this."""
+    """If nonzero, every n-th layer has no rotary embedding, and only these layers can use sliding windows.
+    Overridden by `no_rope_layers`."""
 
     mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Mixers other than attention: the kind in `layer_types` to a name in `quaxlike.lm.models.MIXERS`."""
+    """Maps kinds of layer in `layer_types`, other than attention, to names in `quaxlike.lm.models.MIXERS`."""
     attends: int = 0
-    """If not 0 and without `layer_types`, every n-th layer uses attention and the others use the first mixer.
-    `full_attention_interval` overrides this."""
+    """If nonzero, every n-th layer uses attention and all others use the first mixer. Overridden by
+    `full_attention_interval`, and not used if there are `layer_types`."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The integer entries of `config.json` that mixers read, with defaults. All must be positive."""
+    """Integer entries of `config.json` that are used by mixers, with defaults. These must all be positive."""
 
     experts: Literal["", "out_in", "in_out"] = ""
-    """Whether there are experts, and the layout of their matrices."""
+    """Whether there are experts, and how their matrices are laid out."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
-    """The names of an expert's matrices in files with one tensor per expert."""
+    """The names of an expert's matrices in files that have a separate tensor for each expert."""
     expert_bias: bool = False
     interleaved: bool = False
-    """Whether gates and values alternate in the matrices of experts. They are then clamped, too."""
+    """Whether experts interleave the gate and up projections, in which case these are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """The entries in `OF_FEW` that these models use. All others are ignored."""
+    """Those entries in `OF_FEW` that this family uses. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Usual names of `config.json` entries, and this family's names."""
+    """Maps the usual names of `config.json` entries to this family's names."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Usual names of model parts, and this family's names."""
+    """Maps the usual names of a model's parts to this family's names."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parts with another name in files than in the model."""
+    """Maps parts to their names in files, if these differ from those in the model."""
     beside: str = ""
-    """A part that files may contain, and that we ignore."""
+    """A part that is found in some files but not used by us."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Defaults for entries of `config.json`."""
+    """Default values for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries that must have this value if they are present."""
+    """Entries of `config.json` that must have this value if they are present."""
     gguf: Gguf | None = None
-    """How llama.cpp stores this architecture. None if it has no support."""
+    """How llama.cpp stores this architecture, or None if it isn't supported."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """The available classification heads, as suffixes of transformers' class names."""
+    """The classification heads that are available, as suffixes of transformers' class names."""
     head_stem: str = ""
-    """The first part of these class names, if it differs from the decoder's."""
+    """The prefix of these class names, if it differs from that of the decoder."""
     taken_for_experts: tuple[str, ...] = ()
-    """Suffixes of layer names that PEFT mistakes for the experts of transformers 4 in `target_modules`. We
-    write them as `target_parameters`, which PEFT takes literally."""
+    """Suffixes of layer names that PEFT would mistake for transformers 4's experts in `target_modules`. We
+    instead use `target_parameters`, which PEFT doesn't rewrite."""
     token_head: str = "score"
-    """The name of the layer that classifies tokens."""
+    """The name of the token classification layer."""
 
     def name(self, role: str) -> str:
-        """Translates the usual name of a part, such as `self_attn.q_proj`."""
+        """Translates the usual name of a part, such as `self_attn.q_proj`, to this family's name."""
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """Lists which layers `quaxlike.balance` may fold into which, as regular expressions.
+        """Returns which layers `quaxlike.balance` can fold scales into, as regular expressions.
 
-        A layer qualifies if only linear layers read its output. A norm with an offset does not: scaling its
-        weight would not scale its output.
+        A layer's scales can only be folded if its output is exclusively used by linear layers. We also
+        exclude norms with an offset, because scaling their weight doesn't scale their output.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -170,7 +170,7 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-#: Entries of `config.json` that only some families use.
+#: Entries of `config.json` that are only used by some families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
@@ -367,7 +367,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Multimodal architectures, and the decoder that each contains, by its `model_type`.
+#: Maps multimodal architectures to the decoders they can contain, keyed by the decoder's `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
@@ -376,15 +376,16 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }  # fmt: skip
-#: The decoder's module path in such a model. Names in its files differ.
+#: The path of the decoder within such a model. (Tensor names in files are different.)
 BODY_OF_TOWER = "model.language_model"
-#: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
+#: Prefixes of the decoder's tensors in files saved by transformers 4 and 5, and prefixes of all other
+#: tensors.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 def classifiers() -> dict[str, tuple[str, str]]:
-    """Lists architectures with a classification head: the decoder and head that each consists of."""
+    """Returns the decoder and the head that each architecture with a classification head consists of."""
     return {
         (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
         for name, family in FAMILIES.items()
@@ -393,7 +394,7 @@ def classifiers() -> dict[str, tuple[str, str]]:
 
 
 def names_of(role: str) -> list[str]:
-    """All names that architectures use for a part, Llama's name first."""
+    """Returns all names that architectures use for a part, starting with Llama's."""
     names = [family.parts.get(role, role) for family in FAMILIES.values()]
     if role in _EXPERT_FILES:
         names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]

@@ -1,4 +1,4 @@
-"""`load` and `save`: models in transformers' checkpoint directories."""
+"""`load` and `save`, for models in the format of transformers' checkpoint directories."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ from .models.vocabulary import embeddings
 from .sharding import usual_rule
 from .to_gguf import save_gguf
 
-# The configuration and model class of each encoder, by its name in `config.json`.
+# Maps the names of encoders in `config.json` to their configuration and model classes.
 _ENCODERS: dict[str, tuple[Any, Callable[..., Any]]] = {
     "BertModel": (BertConfig, Bert),
     "BertForSequenceClassification": (BertConfig, BertForSequenceClassification),
@@ -75,38 +75,39 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads a model from a checkpoint directory or a GGUF file.
+    """Loads a model from a checkpoint directory or a GGUF file.
 
-    A directory has `config.json` and `model.safetensors`, possibly in shards. A GGUF file contains its
-    configuration.
+    A directory must contain `config.json` and `model.safetensors`, the latter possibly split into shards.
+    GGUF files already contain their configuration.
 
-    Weights are read one at a time and keep their dtypes. Quantised weights become quantised arrays, for every
-    format of [`quaxlike.lm.read`][]; they stand for arrays in the configuration's `dtype`. If a format also
-    quantises embeddings (GGUF, MLX), the model computes in float32. You may ask for another dtype.
+    Weights are loaded one at a time and keep their dtypes. Quantised weights, in any format supported by
+    [`quaxlike.lm.read`][], become quantised arrays whose logical dtype is the configuration's `dtype`. If the
+    format also quantises embeddings (GGUF and MLX), then the model computes in float32. Both can be
+    overridden.
 
     **Arguments:**
 
-    - `directory`: a folder from transformers' `save_pretrained`, a GGUF file, a folder with one, or the first
-        part of a split one.
-    - `quantize`: how to quantise the weights of linear layers and experts: a scheme of
-        [`quaxlike.quantize`][], a recipe, or a dict with `"scheme"` and its options. Weights are quantised
-        while they are read, so at most one is dense at a time. Default: keep weights as they are.
-    - `head`: whether to quantise the output layer too, or the embedding that it is tied to. See
-        [`quaxlike.quantize`][]. A head that is already quantised stays so. Default: False.
-    - `dtype`: the dtype to compute in, such as `"bfloat16"`. Quantised weights then stand for arrays of this
-        dtype. Default: as above.
-    - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]; weights are quantised while they are read. The
-        default for `sharding` also looks at layer classes, like [`quaxlike.lm.tensor_parallel`][].
+    - `directory`: a folder written by transformers' `save_pretrained`, a GGUF file, a folder containing one,
+        or the first part of a split GGUF file.
+    - `quantize`: how to quantise the weights of linear layers and experts: a [`quaxlike.quantize`][] scheme,
+        a recipe, or a dict with `"scheme"` and its options. Weights are quantised as they are loaded, so at
+        most one of them is in memory unquantised. Defaults to not quantising.
+    - `head`: whether to also quantise the output layer, or the embedding that it is tied to. See
+        [`quaxlike.quantize`][]. This has no effect if the head is already quantised. Defaults to False.
+    - `dtype`: the dtype to compute in, such as `"bfloat16"`, which is then also the logical dtype of
+        quantised weights. Defaults to the above.
+    - `mesh`, `sharding`: as for [`quaxlike.lm.read`][]. Weights are quantised as they are loaded. The default
+        `sharding` also takes the classes of layers into account, like [`quaxlike.lm.tensor_parallel`][].
 
-    **Returns:** the model and its `config.json`, or the equivalent for a GGUF file. For a multimodal model
-    (Gemma 3, Mistral 3), both describe the decoder only. Warnings list entries of `config.json` that nothing
-    reads. Another warning says that the configuration ties the embedding, while `lm_head.weight` has other
-    numbers: this then is the output layer, as in transformers.
+    **Returns:** the model and its `config.json`, or the equivalent for a GGUF file. For multimodal models
+    (Gemma 3, Mistral 3), both are for the decoder only. We warn about unused entries in `config.json`, and
+    also if this ties the output layer to the embedding but `lm_head.weight` has different values, in which
+    case the latter is used, as in transformers.
 
-    **Raises:** `FileNotFoundError` if there is no checkpoint; `UnsupportedConfigError` for an unsupported
-    architecture or option; `CheckpointError` if a tensor is missing, superfluous, has the wrong shape, or has
-    a dtype that no model computes with; `ValueError` for such a `dtype`, for a `sharding` that does not fit a
-    weight or has no mesh, and for `head` without `quantize`.
+    **Raises:** `FileNotFoundError` if there is no checkpoint. `UnsupportedConfigError` if the architecture or
+    an option is not supported. `CheckpointError` if a tensor is missing, unexpected, has the wrong shape, or
+    has a dtype that can't be used for computation. `ValueError` if `dtype` is such a dtype, if `sharding` is
+    passed without a mesh or doesn't fit a weight, or if `head` is passed without `quantize`.
 
     !!! example
 
@@ -133,7 +134,7 @@ def load(
     chosen = quantizers(skeleton, **{"head": head, **options}) if options else {}
 
     def made(name: str, leaf: Any) -> Any:
-        """Converts a weight, or some of its rows, to the array in the model."""
+        """Converts a weight, or some of its rows, to the array that is used in the model."""
         leaf = leaf.astype(jnp.float32) if weights.quantises_embeddings else leaf
         leaf = leaf if name not in chosen or is_value(leaf) else chosen[name](leaf)
         return leaf if dtype is None else leaf.astype(dtype)
@@ -165,39 +166,40 @@ def save(
     format: str = "safetensors",
     quantize: str | Mapping[Any, Any] | None = None,
 ) -> None:
-    """Writes a model to a directory for transformers, or to a GGUF file for llama.cpp.
+    """Saves a model to a directory for use with transformers, or to a GGUF file for use with llama.cpp.
 
-    Arrays get the names of the checkpoint that the model came from; experts are split into one tensor each if
-    they were before. The tokeniser, templates and generation settings are copied to transformers' usual
-    names, and replace those of another model in the directory. The new `config.json` takes the sizes of the
-    vocabulary, of learned positions and of a classification layer from the model. After
-    [`quaxlike.lm.models.with_classifier`][], it also has the new architecture. A GGUF file contains all of
-    this itself, but GGUF has no format for classifiers.
+    Arrays are saved under the original checkpoint's names, with experts split into separate tensors if they
+    were there. The tokeniser, templates and generation settings are copied under transformers' usual names,
+    replacing any that belong to another model. In `config.json`, the sizes of the vocabulary, of learned
+    positional embeddings and of the classification layer are updated, as is the architecture after
+    [`quaxlike.lm.models.with_classifier`][]. A GGUF file contains all of these itself, but doesn't support
+    classifiers.
 
     **Arguments:**
 
-    - `directory`: the folder to write to; it is created if necessary. For GGUF, a file, or a folder for
-        `model.gguf`.
-    - `model`: the result of [`quaxlike.lm.load`][], possibly with other weights. These may be plain arrays;
-        `NF4Array` or `FP4Array`, written in bitsandbytes' format; `BlockArray` with the codec `mxfp4`, in
-        GPT-OSS's format; or `Int8Array` and other `BlockArray`, in that of compressed-tensors. GGUF takes
-        plain arrays, and `BlockArray` with llama.cpp's codecs. Merge adapters first.
-    - `source`: the directory that the model was read from. For GGUF, it may be a GGUF file.
-    - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`: a directory for [`quaxlike.lm.load`][] with any
-        types of weights, such as a recipe's.
-    - `quantize`: how a GGUF file stores weights. This is a type: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`,
-        `"q4_0"`, `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`. Or
-        it is a recipe of [`quaxlike.quantize`][] or its name: with `"q4_k_m"`, `"q5_k_m"` and `"mxfp4_moe"`,
-        each weight and embedding gets the type that llama.cpp's program would choose. Weights of another type
+    - `directory`: the folder to write to, which is created if it does not exist. For GGUF, a file, or a
+        folder for `model.gguf`.
+    - `model`: the output of [`quaxlike.lm.load`][], possibly with different weights. Supported types are
+        plain arrays; `NF4Array` and `FP4Array`, saved in bitsandbytes' format; `BlockArray` with codec
+        `mxfp4`, saved in GPT-OSS's format; and `Int8Array` and any other `BlockArray`, saved in
+        compressed-tensors' format. For GGUF, plain arrays and `BlockArray` with llama.cpp's codecs. Adapters
+        must be merged first.
+    - `source`: the directory that the model was loaded from. For GGUF, this can also be a GGUF file.
+    - `format`: `"safetensors"`, `"gguf"`, or `"quaxlike"`. The latter is a directory for
+        [`quaxlike.lm.load`][] which can contain any type of weight, such as those produced by a recipe.
+    - `quantize`: the type to convert weights to, for GGUF: `"f32"`, `"f16"`, `"bf16"`, `"q8_0"`, `"q4_0"`,
+        `"q4_1"`, `"q5_0"`, `"q5_1"`, `"q2_k"` to `"q6_k"`, `"iq4_nl"`, `"iq4_xs"` or `"mxfp4"`.
+        Alternatively, a [`quaxlike.quantize`][] recipe or the name of one, where `"q4_k_m"`, `"q5_k_m"` and
+        `"mxfp4_moe"` choose the same types as llama.cpp's own tool. Weights already quantised to another type
         are rounded again. Like llama.cpp, we keep vectors and routers in float32, use `q6_k` or `q8_0` for
-        the output layer (or a tied embedding) beside weights with fewer bits, and use another type if a row
-        does not divide into blocks. Default: as the model has them.
+        the output layer (or tied embedding) if other weights have fewer bits, and use a fallback type for
+        rows that aren't a multiple of the block size. Defaults to the types that the weights already have.
 
-    **Raises:** `ValueError` for an unknown `format` or `quantize`; `CheckpointError` for weights of other
-    types, weights in several formats, shapes that contradict each other or the configuration, and for a file
-    to copy that is not a regular file or that links out of `source` (except into a Hugging Face cache). For
-    GGUF, also for an architecture, an option, a tokeniser or numbers that the file cannot hold. If it raises,
-    nothing has been written.
+    **Raises:** `ValueError` if `format` or `quantize` is unknown. `CheckpointError` if weights have an
+    unsupported type or are in several formats; if shapes contradict each other or the configuration; or if a
+    file to be copied is not a regular file, or links to outside of `source` (other than into a Hugging Face
+    cache). For GGUF, also if the architecture, an option, the tokeniser or a value can't be represented. If
+    an error is raised, then nothing has been written.
 
     !!! example
 
@@ -247,12 +249,12 @@ def save(
 
 
 def is_published(model: PyTree) -> bool:
-    """Returns whether transformers can read the model's weights, in one of the formats that it knows."""
+    """Returns whether the model's weights are in a format that transformers can load."""
     return saving.is_published(named_arrays(model))
 
 
-#: Entries of `config.json` that state the number of rows of an array, and how the array's name ends. (The
-#: size of the vocabulary follows from the embeddings.)
+#: Entries of `config.json` that specify the number of rows of an array, and the suffix of that array's name.
+#: (The vocabulary size is instead determined by the embeddings.)
 _ROWS = {
     "max_position_embeddings": ("wpe.weight", "position_embeddings.weight"),
     "type_vocab_size": ("token_type_embeddings.weight",),
@@ -261,10 +263,10 @@ _ROWS = {
 
 
 def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Updates a checkpoint's configuration to the shapes of a model's arrays.
+    """Updates a checkpoint's configuration to match the shapes of a model's arrays.
 
-    **Raises:** `CheckpointError` if an array does not fit the result, or if a special token is outside a
-    smaller vocabulary. Nothing could load such a checkpoint.
+    **Raises:** `CheckpointError` if an array would still not match, or if a special token lies outside of a
+    vocabulary that has been shrunk, since it would not be possible to load such a checkpoint.
     """
     config, path = dict(config), source if source.is_file() else source / "config.json"
     read, make = _architecture(path, config)
@@ -275,7 +277,7 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
         size = next((x.shape[0] for name, x in arrays.items() if name.endswith(ends)), None)
         if size is None or getattr(parsed, entry, size) == size:
             continue
-        if entry == "num_labels":  # with transformers' default names, since we know no other ones
+        if entry == "num_labels":  # use transformers' default names, as we don't know the real ones
             config |= Labels(numbered(size), parsed.labels.problem_type).entries()
             continue
         config[renamed.get(entry, entry)] = size
@@ -302,9 +304,11 @@ def _described_by(arrays: Mapping[str, Any], config: Mapping[str, Any], source: 
 
 
 def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], Checkpoint]:
-    """Returns a checkpoint's model with shapes for arrays, its `config.json`, and its unread weights.
+    """Returns a checkpoint's model with `jax.ShapeDtypeStruct`s, its `config.json`, and its weights.
 
-    **Raises:** as `load` does, except for errors in weights.
+    The weights are not read yet.
+
+    **Raises:** as for `load`, other than errors concerning the weights.
     """
     path = Pair(Path(directory)).config_path()
     if not path.is_file() and not holds_gguf(Path(directory)):
@@ -345,8 +349,7 @@ def open_model(directory: str | os.PathLike[str]) -> tuple[Any, dict[str, Any], 
 
 
 def _has_own_head(model: Any, weights: Checkpoint, source: Any) -> bool:
-    """Returns whether the output layer in a file differs from the embedding that the configuration ties it
-    to."""
+    """Returns whether a file's output layer differs from the embedding that it should be tied to."""
     if (head := text_tensors(weights).get("lm_head.weight")) is None:
         return False
     name = f"{model.config.family.name('model.embed_tokens')}.weight"
@@ -391,13 +394,15 @@ def _unknown(path: Path, found: str, kind: str, supported: Collection[str]) -> U
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], weights: Checkpoint) -> None:
-    """Raises `CheckpointError` for sizes that are impossible with the tensors of this checkpoint.
+    """Checks that the sizes in the configuration are possible given the checkpoint's tensors.
 
-    We check this first: a damaged file must not make us build a huge model.
+    We do this before anything else so that a damaged file can't cause us to build a huge model.
+
+    **Raises:** `CheckpointError` if a size is impossible.
     """
     sizes = (*_SIZES, *(entry for family in FAMILIES.values() for entry in family.sizes))
     limits = dict.fromkeys(sizes, (32 * weights.longest_axis, "the axes of its tensors"))
-    # A layer has at least four weights.
+    # Every layer consists of at least four weights.
     limits |= dict.fromkeys(_LAYERS, (len(weights) // 4, f"its {len(weights):,} weights"))
     for name, (most, why) in limits.items():
         if type(size := config.get(name)) is int and size > most:
@@ -413,7 +418,7 @@ _SIZES = (
 
 
 def text_tensors(names: Collection[str]) -> dict[str, str]:
-    """Finds the decoder's tensors: their names in a file of the decoder alone, and in this file."""
+    """Maps the names that tensors have in a checkpoint of the decoder alone to their names in this one."""
     if not any("language_model." in name for name in names):
         return {name: name for name in names}
     found = {IN_TOWER.sub("", name): name for name in names if not BESIDE_TEXT.match(name)}
@@ -421,22 +426,22 @@ def text_tensors(names: Collection[str]) -> dict[str, str]:
 
 
 def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, list[str]]:
-    """Finds the tensors that make up each array of a model.
+    """Returns the tensors that make up each of the model's arrays.
 
-    **Raises:** `CheckpointError` if a tensor is missing or superfluous.
+    **Raises:** `CheckpointError` if any tensors are missing or unexpected.
     """
     published, config = partial(tensors_of, model), getattr(model, "config", None)
     if isinstance(config, DecoderConfig) and config.num_local_experts * sum(config.sparse) > len(names):
-        published = _own_name  # the file is too small for one tensor per expert
+        published = _own_name  # there are too few tensors to have one per expert
     text = text_tensors(names)
     wanted = {name: [name] if name in text else published(name) for name in named_arrays(model)}
     used, files = {file for own in wanted.values() for file in own}, text
-    if not used & files.keys():  # saved as a part of a larger model, or the other way round
+    if not used & files.keys():  # saved as part of a larger model, or vice versa
         head = Counter(file.partition(".")[0] for file in used).most_common(1)[0][0]
         inside = {name.partition(".")[2]: file for name, file in text.items()}
         files = inside if used & inside.keys() else {f"{head}.{name}": file for name, file in text.items()}
     missing = sorted(used - files.keys())
-    known = {*used, "lm_head.weight"}  # some files contain this even if it is tied to the embedding
+    known = {*used, "lm_head.weight"}  # some files contain this even if it is tied
     beside = config.family.beside if isinstance(config, DecoderConfig) else ""
     is_apart = re.compile(rf"(model\.)?{beside}\..*" if beside else "(?!)").fullmatch
     unknown = [x for x in files if not (x in known or _BUFFERS.fullmatch(x) or is_apart(x))]
@@ -449,10 +454,10 @@ def sources(model: Any, names: Collection[str], directory: Any) -> dict[str, lis
 
 
 def _under_own_names(model: Any, names: Collection[str]) -> list[str]:
-    """Chooses the tensor names for a model with a new head.
+    """Returns the tensor names for a model whose head has been replaced.
 
-    An array gets the checkpoint's names for it. The new head keeps its own name, even if tensors in the
-    checkpoint begin alike.
+    Arrays use the same names as in the checkpoint, except that the new head keeps its own name, even if the
+    checkpoint has tensors with the same prefix.
     """
     parts = {name: tensors_of(model, name) for name in named_arrays(model)}
     return [file for name, own in parts.items() for file in (own if {*own} <= {*names} else [name])]
@@ -462,15 +467,15 @@ def _own_name(name: str) -> list[str]:
     return [name]
 
 
-# Reading arrays. An array is one tensor of the file, or a stack of experts -------------------------
+# Reading arrays, each of which consists of a single tensor or of a stack of experts ----------------
 
 
 def _rows_of(
     name: str, files: Sequence[str], shape: tuple[int, ...], weights: Checkpoint, source: Any
 ) -> RowReader:
-    """Prepares to read an array row by row from the tensors `files`.
+    """Returns a reader for the rows of an array, which is stored as the tensors `files`.
 
-    Reading rows raises `CheckpointError` for another shape, or for a dtype that no model computes with.
+    The reader raises `CheckpointError` if the shape is wrong, or if the dtype can't be used for computation.
     """
 
     def checked(leaf: Any, start: int = 0, stop: int = shape[0]) -> Any:
@@ -510,7 +515,7 @@ def _rows_of(
 
 
 def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Splits the model's arrays into a file's tensors, as `sources` names them."""
+    """Splits the model's arrays into tensors, which are named according to `sources`."""
     out: dict[str, Any] = {}
     for name, files in sources.items():
         parts = [in_published_layout(name, arrays[name])]
@@ -521,7 +526,7 @@ def _split_into_tensors(arrays: Mapping[str, Any], sources: Mapping[str, Sequenc
 
 
 def _matrices_of(stack: Any, count: int) -> list[Any]:
-    """Undoes `_joined`: cuts a stack into `count` matrices, each with a part of an expert's rows."""
+    """The inverse of `_joined`: splits a stack into `count` matrices, each with some of an expert's rows."""
     experts, rows = stack.shape[:2]
     size = rows * experts // count
 
@@ -532,7 +537,7 @@ def _matrices_of(stack: Any, count: int) -> list[Any]:
 
 
 def _joined(parts: list[Any], count: int) -> Any:
-    """Stacks `count` matrices. Each of them concatenates the rows of the next few parts."""
+    """Stacks `count` matrices, each of which is the concatenation of an equal number of consecutive parts."""
     each = len(parts) // count
     concatenate, stack = quaxify(jnp.concatenate), quaxify(jnp.stack)
     rows = [concatenate(parts[i : i + each]) if each > 1 else parts[i] for i in range(0, len(parts), each)]
@@ -540,13 +545,13 @@ def _joined(parts: list[Any], count: int) -> Any:
 
 
 def _computes(dtype: Any) -> bool:
-    """Returns whether models can compute with this dtype, given JAX's current configuration."""
+    """Returns whether a dtype can be used for computation under JAX's current configuration."""
     wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
     return wide and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
-# Constants in files of some transformers versions: positions, frequencies, and GPT-2's mask. GGUF stores the
-# factors of frequencies as tensors; ours are in the configuration.
+# Constants saved by some versions of transformers: positions, frequencies and GPT-2's mask. GGUF also stores
+# the scaling factors of the frequencies, which we have already read into the configuration.
 _BUFFERS = re.compile(
     r"(.*\.)?(position_ids|rotary_emb\.inv_freq|h\.\d+\.attn\.(bias|masked_bias))"
     r"|rope_(freqs|factors_long|factors_short)\.weight"

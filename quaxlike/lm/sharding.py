@@ -1,7 +1,7 @@
-"""Tensor parallelism and expert parallelism of decoders.
+"""Tensor and expert parallelism for decoders.
 
-The first and last projections of a block must be sharded over the same features. Then a device's outputs of
-the first are its inputs of the last, and a block needs a single all-reduce.
+The first and last projections of each block are sharded over the same features, so that each device's outputs
+of the former are exactly its inputs to the latter. This means that only one all-reduce is needed per block.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
 from .families import names_of
 
-# How layers are sharded, by the last components of their names in transformers, Equinox and Flax. Decoders in
-# the table of architectures may have other names. "out" layers are sharded along their outputs, and "in"
-# layers along their inputs.
+# How to shard each layer, by the last components of its name in transformers, Equinox and Flax. (Names that
+# are specific to an architecture are looked up in `FAMILIES`.) "out" and "in" shard a layer along its outputs
+# and inputs respectively.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -41,36 +41,37 @@ _KINDS = {
     ),
     "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
 }
-# Stacks of matrices and biases, with one entry per expert. Layers may be stacked too.
+# Stacks of matrices or biases with one entry per expert, optionally with further axes for stacked layers.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
 
 @checked
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
-    """Makes the rule of tensor parallelism (Megatron-LM).
+    """Creates a rule for tensor parallelism, as in Megatron-LM.
 
     In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
-    are sharded along their outputs, and the last projection along its inputs, so one all-reduce combines
-    the results. Embeddings and the output head are sharded along the vocabulary. Experts are not split, but
-    distributed as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a separate axis if the mesh has
-    one. Other linear layers are sharded along their outputs. If sizes do not allow this, then embeddings and
-    other layers are replicated. Biases are sharded like the outputs. Norms are replicated.
+    are sharded along their outputs and the last projection along its inputs, so that a single all-reduce
+    suffices to combine the results. Embeddings and the output head are sharded along the vocabulary. Experts
+    are not split but distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], over a separate
+    axis if the mesh has one. All other linear layers are sharded along their outputs. Embeddings and these
+    other layers are replicated if their sizes aren't divisible. Biases are sharded like the outputs, and
+    norms are replicated.
 
-    The class of a layer (in Equinox) and its name (in transformers) determine how it is sharded.
+    The type of each layer is inferred from its class (for Equinox) and its name (for transformers).
 
     **Arguments:**
 
-    - `model`: the model, which may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
-    - `mesh`: the mesh. This may be an abstract mesh.
-    - `axis`: the mesh axis to shard over. Default: "model", "tensor" or "tp" if the mesh has one of them, or
-        else the last axis.
+    - `model`: the model, which can be quantised or adapted. Its arrays can be `jax.ShapeDtypeStruct`s.
+    - `mesh`: the mesh, which can be an abstract mesh.
+    - `axis`: the mesh axis to shard over. Defaults to "model", "tensor" or "tp" if the mesh has an axis with
+        one of these names, and otherwise to the last axis.
 
     **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and [`specs_for`][quaxlike.sharding.specs_for].
-    It works for this model, for its parts from `eqx.partition`, and for any tree with the same names and
-    shapes, such as an optimiser state.
+    This can be used with the model, with its parts after `eqx.partition`, and with any other pytree that has
+    the same names and shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` if the mesh does not have the axis, or if a projection's blocks cannot be
-    divided evenly. The message suggests a number of devices.
+    **Raises:** `ValueError` if the mesh does not have such an axis, or if the blocks of a projection can't be
+    divided evenly, in which case the error message suggests a number of devices.
 
     !!! example
 
@@ -98,23 +99,24 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
-    """Makes the rule of expert parallelism: experts are distributed over devices.
+    """Creates a rule for expert parallelism, in which experts are distributed over devices.
 
-    Each device runs its own experts on all tokens of its group, and one all-reduce over the group combines
-    the results. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] finds the mesh in the types
-    of its arrays. To shard the other weights too, use `fsdp(mesh, over=expert_parallel(model, mesh))` with
-    [`fsdp`][quaxlike.sharding.fsdp].
+    Each device applies its own experts to all of the tokens in its group, and the results are combined with
+    one all-reduce over the group. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] infers the
+    mesh from the types of its arrays. To also shard the remaining weights, pass this rule as `over` to
+    [`fsdp`][quaxlike.sharding.fsdp]: `fsdp(mesh, over=expert_parallel(model, mesh))`.
 
     **Arguments:**
 
-    - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s. Experts
-        are the arrays below `experts`, stacks of matrices.
-    - `mesh`: the mesh. This may be an abstract mesh. It must have an axis "expert" or "ep", or else
-        "model", "tensor" or "tp".
+    - `model`: the model, which can be quantised or adapted. Its arrays can be `jax.ShapeDtypeStruct`s.
+        Experts are those arrays (stacks of matrices) found under `experts`.
+    - `mesh`: the mesh, which can be an abstract mesh. It must have an axis called "expert" or "ep", or
+        failing that "model", "tensor" or "tp".
 
-    **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].
+    **Returns:** a rule, as for [`tensor_parallel`][quaxlike.lm.tensor_parallel].
 
-    **Raises:** `ValueError` if the mesh has no such axis, or if the experts cannot be divided evenly.
+    **Raises:** `ValueError` if the mesh does not have such an axis, or if the experts can't be divided
+    evenly.
 
     !!! example
 
@@ -142,7 +144,7 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
         model = shard(model, mesh, expert_parallel(model, mesh))
         ```
 
-    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, without the all-to-all of tokens.
+    Source: Lepikhin et al., GShard, <https://arxiv.org/abs/2006.16668>, but without the all-to-all of tokens.
     """
     if not {*EXPERT_AXES, *MODEL_AXES} & {*mesh.shape}:
         raise ValueError(
@@ -153,18 +155,18 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
-    """Chooses the rule for a mesh by the names of its axes; None if no axis is for layers or experts."""
+    """Chooses a rule based on the mesh's axis names. None if these include neither tensor nor expert axes."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
-    """Makes the default rule.
+    """Returns the default rule.
 
-    This is `tensor_parallel` over an axis called "model", "tensor" or "tp", `expert_parallel` over an axis
-    called "expert" or "ep", and with `fully`, `fsdp` over the others. Layers are recognised by their classes
-    in `model`. Without it, and for weights in another format, only by the names of weights.
+    This combines `tensor_parallel` over an axis called "model", "tensor" or "tp", `expert_parallel` over an
+    axis called "expert" or "ep", and (if `fully`) `fsdp` over all other axes. Layers are recognised by their
+    class if they are found in `model` in the same format, and otherwise by the names of their weights.
     """
     by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
@@ -180,7 +182,7 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedR
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
-    """Makes the rule that distributes experts and, if there is an axis, shards all other layers."""
+    """Creates a rule that distributes experts and, given an axis, shards all other layers over it."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -206,7 +208,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs of a model's arrays, for any tree with names that end with their names."""
+    """The specs of a model's arrays. Can be applied to any tree whose names end with the model's names."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -221,9 +223,10 @@ class _ByName:
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yields an array or a Value, and recursively the parts of Values.
+    """Yields the name of an array or Value and, recursively, of the parts of Values.
 
-    After `eqx.partition`, some parts are missing, and the others appear by themselves.
+    We need the parts since `eqx.partition` removes some of them, in which case the others appear on their
+    own.
     """
     yield name, x
     if is_value(x):
@@ -248,7 +251,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Returns how a layer is sharded ("out", "in", vocabulary, or None), and whether this is required."""
+    """Returns how to shard a layer ("out", "in", "vocabulary" or None), and whether this is mandatory."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -265,7 +268,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """Returns an array's spec, for a layer with this kind and layout."""
+    """Returns the spec for an array, given how to shard its layer and the layer's layout."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)

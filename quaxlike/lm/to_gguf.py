@@ -1,4 +1,4 @@
-"""Writes a decoder as a GGUF file for llama.cpp."""
+"""Writes decoders to GGUF files for use with llama.cpp."""
 
 import dataclasses
 import warnings
@@ -21,9 +21,9 @@ from .models.rope import Rope
 from .models.vocabulary import embeddings
 from .tokenizer import read_templates
 
-#: The file name in a folder.
+#: The filename to use when writing to a folder.
 NAME = "model.gguf"
-# Fields that do not change what the model computes, or that follow from others.
+# Fields that don't affect what the model computes, or that can be inferred from others.
 _APART = ("architecture", "pad_token_id", "original_max_position_embeddings", "ropes", "new_embeddings")
 
 
@@ -34,12 +34,12 @@ def save_gguf(
     source: Path,
     mixture: Mixture | None = None,
 ) -> None:
-    """Writes a decoder to a GGUF file, or to `model.gguf` in a folder.
+    """Writes a decoder to a GGUF file, or to `model.gguf` if given a folder.
 
     The metadata includes the tokeniser, which is read from the checkpoint `source`.
 
-    **Raises:** `CheckpointError` if llama.cpp would compute something else, or tokenise differently. Nothing
-    is written then.
+    **Raises:** `CheckpointError` if llama.cpp would compute different results or tokenise differently, in
+    which case nothing is written.
     """
     if path.suffix != ".gguf":
         if any(path.glob("*.safetensors*")):
@@ -54,10 +54,10 @@ def save_gguf(
 def described(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors and metadata of a GGUF file. `arrays` may hold shapes.
+    """Returns the tensors and metadata of a GGUF file. `arrays` can contain `jax.ShapeDtypeStruct`s.
 
-    **Raises:** `CheckpointError` if llama.cpp would compute something else; `FileNotFoundError` if there is
-    no tokeniser.
+    **Raises:** `CheckpointError` if llama.cpp would compute different results. `FileNotFoundError` if there
+    is no tokeniser.
     """
     if isinstance(names := config.get("architectures"), list) and {*names} & {*classifiers()}:
         raise CheckpointError(
@@ -88,7 +88,7 @@ def described(
 
 
 def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, Any]:
-    """Rounds the bounds of YaRN's ramp in the configuration, because llama.cpp always does."""
+    """Rounds the bounds of YaRN's ramp in the configuration, since llama.cpp always rounds them."""
     for entry in ("rope_parameters", "rope_scaling"):
         rope = config.get(entry)
         if isinstance(rope, Mapping) and rope.get("truncate") is False:
@@ -105,7 +105,7 @@ def _with_rounded_ramp(config: Mapping[str, Any], source: Path) -> Mapping[str, 
 def _of_folder(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    from .marks import Marks  # imported late: it needs the package tokenizers
+    from .marks import Marks  # imported here because it requires the optional dependency tokenizers
     from .text import TextTokenizer
 
     whole = completed(config)
@@ -124,7 +124,7 @@ def _of_folder(
 def _with_output(
     arrays: Mapping[str, Any], config: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Adds a copy of a tied embedding as the output layer, where llama.cpp requires one."""
+    """Adds a copy of a tied embedding as the output layer, for architectures where llama.cpp requires one."""
     family, head = family_of(as_python(metadata)), "lm_head.weight"
     output = family.gguf.output if family and family.gguf else ""
     if family and output == "own" and head not in arrays:
@@ -143,10 +143,10 @@ def _with_output(
 def _check_held(
     config: Mapping[str, Any], found: Mapping[str, Any], source: Path, metadata: Mapping[str, Any]
 ) -> None:
-    """Raises unless the metadata describes the same computation as `config.json`.
+    """Checks that the metadata describes the same computation as `config.json`.
 
-    We read the metadata back as a configuration, and compare. llama.cpp would otherwise run another model
-    without any error.
+    To do so, we convert the metadata back to a configuration and compare the two. Without this check,
+    llama.cpp might silently run a different model.
     """
     ours, theirs = DecoderConfig.from_json(config), DecoderConfig.from_json(found)
     fields = [field.name for field in dataclasses.fields(ours) if field.name not in _APART]

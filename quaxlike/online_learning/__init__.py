@@ -1,4 +1,4 @@
-"""Online learning of recurrent networks, forward in time: ETP primitives, D-RTRL and pp_prop."""
+"""Online learning for recurrent networks, without backpropagation through time: D-RTRL and pp_prop."""
 
 from .d_rtrl import DRTRL
 from .learner import Learned, Learner, MixingWarning, UntracedParameterWarning

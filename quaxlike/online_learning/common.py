@@ -1,7 +1,8 @@
-"""Common subexpression elimination for a step.
+"""Common subexpression elimination for recurrent steps.
 
-Two equations are merged only if they compute the same values and the same derivatives, without effects. A
-learner then finds the same relations, no matter whether the user wrote an expression once or twice.
+Two equations are only merged if they compute both the same values and the same derivatives, and have no
+effects. This ensures that learners find the same relations regardless of whether the user wrote an expression
+once or twice.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,18 +29,18 @@ _PASS_ON = frozenset(
 
 
 def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
-    """Merges equal equations of a jaxpr, and removes identities; returns its equations and results.
+    """Merges equal equations in a jaxpr, and removes identities. Returns its equations and outputs.
 
-    Equations with effects are kept.
+    Equations with effects are always kept.
     """
     jaxpr = compat.open_jaxpr(closed)
     consts = getattr(closed, "consts", ())
-    # Comparing derivatives needs tracing, so first check whether any two values are equal.
+    # Comparing derivatives requires tracing them, so we first check whether any of the values are equal.
     numbers = _Numbers(derivatives=False).of_equations(jaxpr, consts)
     if len({n for n in numbers if n is not None}) < len(jaxpr.eqns):
         numbers = _Numbers(derivatives=True).of_equations(jaxpr, consts)
     first: dict[Any, JaxprEqn] = {}
-    known: dict[Any, Any] = {}  # replacements of variables
+    known: dict[Any, Any] = {}  # maps variables to their replacements
     constvars: dict[Hashable, Any] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         known[var] = constvars.setdefault(_of_array(const), var)
@@ -61,7 +62,7 @@ def merge_common(closed: Any) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Follows equations that only place or name a value, back to the original variable."""
+    """Returns the original variable, by following equations which only name or place its value."""
     for eqn in reversed(eqns):
         if eqn.primitive.name in _PASS_ON:
             var = next((a for a, out in zip(eqn.invars, eqn.outvars, strict=False) if out is var), var)
@@ -69,7 +70,7 @@ def source_of(var: Any, eqns: Sequence[JaxprEqn]) -> Any:
 
 
 class _Numbers:
-    """Value numbering: equal numbers for values computed in the same way."""
+    """Performs value numbering, which assigns equal numbers to values that are computed in the same way."""
 
     def __init__(self, derivatives: bool) -> None:
         self._derivatives = derivatives
@@ -79,7 +80,7 @@ class _Numbers:
         return self._numbers.setdefault(key, len(self._numbers))
 
     def of_equations(self, jaxpr: Any, consts: Sequence[Any]) -> list[int | None]:
-        """Returns a number for each equation; None for an identity."""
+        """Returns the number of each equation, or None for identities."""
         return self._run(jaxpr, consts)[0]
 
     def _run(
@@ -106,7 +107,7 @@ class _Numbers:
                 numbers.append(None)
                 continue
             name, params = as_call(eqn.primitive, eqn.params)
-            if name in INLINED and not compat.has_effects(eqn):  # inside a loop's jaxpr, for example
+            if name in INLINED and not compat.has_effects(eqn):  # can occur within the jaxpr of a loop
                 inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
                 consts = getattr(inner, "consts", ())
                 env |= zip(eqn.outvars, self._run(compat.open_jaxpr(inner), consts, operands)[1], strict=True)
@@ -119,7 +120,7 @@ class _Numbers:
         return numbers, tuple(map(read, jaxpr.outvars))
 
     def _of_equation(self, eqn: JaxprEqn) -> Hashable:
-        """Returns a key for the function that an equation computes of its operands."""
+        """Returns a hashable key for the function that an equation applies to its operands."""
         if compat.has_effects(eqn):
             return _Same(eqn)
         name, params = as_call(eqn.primitive, eqn.params)
@@ -142,10 +143,10 @@ class _Numbers:
             return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents))
 
         jaxpr = jax.make_jaxpr(push)(primals, [primals[i] for i in moving])
-        return self._of_value(jaxpr)  # learners only differentiate once
+        return self._of_value(jaxpr)  # learners never differentiate twice
 
     def _of_value(self, jaxpr: Any) -> Hashable:
-        """Returns a key for a jaxpr's values, ignoring custom derivatives inside."""
+        """Returns a hashable key for the values that a jaxpr computes, ignoring custom derivatives."""
         before, self._derivatives = self._derivatives, False
         try:
             return self._of(jaxpr)
@@ -153,7 +154,7 @@ class _Numbers:
             self._derivatives = before
 
     def _of(self, x: Any) -> Hashable:
-        """Returns a key for a parameter."""
+        """Returns a hashable key for a parameter."""
         if hasattr(compat.open_jaxpr(x), "eqns"):
             jaxpr = compat.open_jaxpr(x)
             results = self._run(jaxpr, getattr(x, "consts", ()))[1]
@@ -173,7 +174,7 @@ class _Numbers:
 
 
 class _Same:
-    """A key that compares an object by identity."""
+    """A hashable wrapper that compares an object by identity."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -186,7 +187,7 @@ class _Same:
 
 
 def _of_array(x: Any) -> Hashable:
-    """Returns a key for an array: its values if they are known and on this host, else its identity."""
+    """Returns a hashable key for an array: its values if known on this host, or else its identity."""
     is_here = not isinstance(x, jax.Array) or (not isinstance(x, Tracer) and x.is_fully_addressable)
     dtype = jnp.result_type(x) if is_here else None
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -1,4 +1,4 @@
-"""D-RTRL: real-time recurrent learning with a diagonal state Jacobian."""
+"""D-RTRL: real-time recurrent learning with a diagonal approximation to the state's Jacobian."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,11 +13,12 @@ from .step import Step
 
 
 class DRTRL(Learner):
-    """D-RTRL: keeps a trace for every weight and example.
+    """D-RTRL, which keeps a trace for each weight and each example in the batch.
 
-    Let D = ∂hᵗ/∂hᵗ⁻¹, elementwise and with the outputs of weights held fixed, and let x be the input of a
-    weight. The trace is ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state
-    depends on its past elementwise, and neglects recurrence through weights. Memory is O(batch · in · out).
+    Let D = ∂hᵗ/∂hᵗ⁻¹ be the elementwise derivative of the state with the outputs of weights held fixed, and
+    let x be the input of a weight. The trace is updated by ε ← D·ε + ∂h/∂y ⊗ x, and the gradient is given by
+    Σₜ ∂Lᵗ/∂hᵗ ∘ εᵗ. This is exact if the state only depends on its past elementwise; recurrence through
+    weights is neglected. The memory usage is O(batch · in · out).
 
     !!! example
 
@@ -43,11 +44,13 @@ class DRTRL(Learner):
 
     **Arguments:**
 
-    - `step`: a function `step(model, state, *inputs) -> (state, output)`. The state is a pytree of arrays.
-    - `trainable`: a filter spec for the trained part of the model, as for `equinox.partition`.
-    - `untraced`: what to do if a parameter acts on the state without a trace, so it only gets the
-        gradient within a step: `"warn"`, `"allow"` or `"error"`.
-    - `mixing`: what to do if the step mixes positions of the state: `"error"`, `"warn"` or `"allow"`.
+    - `step`: a function `step(model, state, *inputs) -> (state, output)`, where the state is a pytree of
+        arrays.
+    - `trainable`: a filter spec for the trainable part of the model, as for `equinox.partition`.
+    - `untraced`: how to handle parameters that affect the state without having a trace, in which case they
+        only receive the gradient from within a step. One of `"warn"`, `"allow"` or `"error"`.
+    - `mixing`: how to handle steps that mix different positions of the state. One of `"error"`, `"warn"` or
+        `"allow"`.
 
     Wang et al., "Model-agnostic linear-memory online learning in spiking neural networks" (Nature
     Communications, 2026).
@@ -122,7 +125,7 @@ def _dtype_of(trace: dict[str, Any]) -> Any:
 
 
 def _num_batch(trace: dict[str, Any], weights: Weights) -> int:
-    """Returns the number of batch axes of a trace."""
+    """Returns a trace's number of batch axes."""
     return next((trace[key].ndim - 1 - w.ndim for key, w in weights.items() if key in trace), 0)
 
 
@@ -136,7 +139,7 @@ def _instant(op: Op, num_batch: int, like: Any) -> Callable[..., Any]:
     if not num_batch:
         return xy_to_dw
 
-    # Map over examples, each as a batch of size one.
+    # Map over the examples, treating each of them as a batch of size one.
     def fn(x: Any, g: Any, weights: Any) -> Any:
         return xy_to_dw(x[None], g[None], weights)
 

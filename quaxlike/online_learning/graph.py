@@ -1,7 +1,7 @@
-"""Operations, groups of states and their relations in a recurrent network's step.
+"""The ops and groups of states in a recurrent network's step, and the relations between them.
 
-A trace is kept per `Relation`. Every effect of a trained weight on the state must belong to a relation, or be
-reported: otherwise its gradient would be missing silently.
+Learners keep one trace for each `Relation`. Whenever a trained weight affects the state, this must either be
+captured by a relation or be reported, since its gradient would otherwise be silently dropped.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ _CUSTOM_VJP = ("custom_vjp_call", "custom_vjp_call_jaxpr")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Op:
-    """An equation that uses trainable weights."""
+    """An equation that involves trainable weights."""
 
     index: int
-    """The equation's index."""
+    """The index of the equation."""
     eqn: JaxprEqn
     weights: dict[str, int]
-    """The positions of the trainable operands."""
+    """The indices of the trainable operands."""
 
     @property
     def primitive(self) -> ETPPrimitive:
@@ -53,11 +53,11 @@ class Op:
         return {key: self.eqn.invars[i] for key, i in self.weights.items()}
 
     def rule(self, slot: str) -> Callable[..., Any]:
-        """Looks up one of the primitive's rules, with the equation's parameters."""
+        """Returns one of the primitive's rules, with the equation's parameters already applied."""
         return self.plain_rule(slot, **self.eqn.params)
 
     def plain_rule(self, slot: str, **params: Any) -> Callable[..., Any]:
-        """Looks up one of the primitive's rules. Errors inside name the rule."""
+        """Returns one of the primitive's rules, wrapped such that error messages include the rule."""
         rule = self.primitive.slot(slot).rule
 
         def call(*args: Any) -> Any:
@@ -69,7 +69,7 @@ class Op:
         return call
 
     def run(self, slot: str, *args: Any, like: Any) -> Any:
-        """Runs a rule. Its result must have the form of `like`: an array, or a dict of arrays."""
+        """Calls a rule, whose output must have the same form as `like` (an array or a dict)."""
         result = self.rule(slot)(*args)
         if _form(result) != _form(like):
             raise self.wrong_result(slot, _form(like), result)
@@ -86,7 +86,7 @@ class Op:
 
     @property
     def told(self) -> str:
-        """The primitive's name and the equation's line."""
+        """The name of the primitive and the line of the equation, for use in error messages."""
         line = next((f" at {line}" for line in lines_of(self.eqn)), "")
         return f"{self.primitive.name!r}{line}"
 
@@ -95,14 +95,14 @@ class Op:
         return [lax.stop_gradient(x) if i in fixed else x for i, x in enumerate(operands)]
 
     def operands(self, operands: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        """Picks the input and the weights from the operands."""
+        """Selects the input and the weights from a list of operands."""
         i = self.primitive.x_invar_index
         x = None if i is None else operands[i]
         return x, {key: operands[j] for key, j in self.weights.items()}
 
 
 def _form(x: Any) -> str:
-    """Describes a rule's result, for error messages."""
+    """Describes the output of a rule, for use in error messages."""
     if isinstance(x, Mapping):
         parts = ", ".join(f"{key!r}: {_form(x[key])}" for key in sorted(x, key=str))
         return f"a dict {{{parts}}}"
@@ -112,7 +112,7 @@ def _form(x: Any) -> str:
 
 
 def widest(*dtypes: Any) -> Any:
-    """Promotes dtypes. Unlike NumPy, this also promotes float16 with bfloat16."""
+    """Returns the promoted dtype. Unlike in NumPy, this is also defined for float16 with bfloat16."""
 
     def wider(a: Any, b: Any) -> Any:
         try:
@@ -125,42 +125,42 @@ def widest(*dtypes: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """States with the same shape that depend on each other elementwise."""
+    """States of the same shape that depend on each other elementwise."""
 
     states: tuple[int, ...]
     shape: tuple[int, ...]
     components: tuple[tuple[int, bool], ...]
-    """The real components of the states: the state, and whether this is its imaginary part."""
+    """The real components of the states, as pairs of a state and whether this is its imaginary part."""
     dtype: Any
     """The dtype of the components and traces.
 
-    Traces decay like the states, so they need the same precision: in bfloat16, multiplying by 0.999 does
-    nothing.
+    Traces decay at the same rate as the states, and so require the same precision. (In bfloat16, multiplying
+    by 0.999 has no effect.)
     """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Relation:
-    """The output y of `op` acts on the states of `group`, without another op in between."""
+    """Indicates that the output y of `op` affects the states in `group`, other than through another op."""
 
     op: int
     group: int
     lead: int
-    """The number of leading axes of the states that y does not have."""
+    """The number of leading axes of the states that are missing from y."""
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], written: JaxprEqn | None = None) -> list[Any]:
-    """Binds an equation, with `written` as its source location."""
+    """Binds an equation's primitive. The source location is that of `written`, if given."""
     with compat.source_of(eqn if written is None else written):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
-    """Evaluates a jaxpr, with all calls inlined.
+    """Evaluates a jaxpr, inlining all calls.
 
-    Equations in jaxprs that JAX caches have no source location in the user's code, so they get the location
-    of their call.
+    If JAX has cached a jaxpr then its equations don't have a source location in the user's code, so we use
+    that of the call instead.
     """
     opened = compat.open_jaxpr(jaxpr)
     env = dict(zip(opened.constvars, getattr(jaxpr, "consts", ()), strict=True))
@@ -185,7 +185,7 @@ def inline(jaxpr: Any, args: Sequence[Any], call: JaxprEqn | None = None) -> lis
 
 
 def _inlined_inside(eqn: JaxprEqn) -> JaxprEqn:
-    """Makes the jaxprs inside an equation forward-differentiable."""
+    """Makes all jaxprs within an equation forward-differentiable."""
     if not any(_has_custom_vjp(jaxpr) for jaxpr in jaxprs_in_params(eqn.params)):
         return eqn
 
@@ -209,9 +209,9 @@ def _has_custom_vjp(jaxpr: Any) -> bool:
 
 
 def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
-    """Makes the function of a `jax.custom_vjp` forward-differentiable.
+    """Makes a `jax.custom_vjp` function forward-differentiable.
 
-    Its backward function is linear, so the forward derivative is the transpose.
+    Since its backward pass is linear, the forward derivative can be obtained by transposing it.
     """
 
     @jax.custom_jvp
@@ -255,7 +255,7 @@ def _forward_differentiable(eqn: JaxprEqn) -> Callable[..., list[Any]]:
 
 
 def refuse_hidden_ops(eqn: JaxprEqn) -> None:
-    """Raises for operations inside loops and derivatives, as their gradient would be missing."""
+    """Raises an error for ops within loops and derivatives, since their gradient would be dropped."""
     primitive = eqn.primitive
     if isinstance(primitive, DefinedPrimitive) and isinstance(primitive.root, ETPPrimitive):
         raise ValueError(

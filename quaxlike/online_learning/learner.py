@@ -1,4 +1,4 @@
-"""Base class for learners, which compute a recurrent network's gradients step by step."""
+"""The base class for learners, which compute the gradients of a recurrent network one step at a time."""
 
 import abc
 import warnings
@@ -17,21 +17,21 @@ Weights = dict[str, Any]
 
 
 class UntracedParameterWarning(UserWarning):
-    """A parameter acts on the state without a trace."""
+    """Issued if a parameter affects the state without having a trace."""
 
 
 class MixingWarning(UserWarning):
-    """The step mixes the state's positions, but the learner assumes that they are independent."""
+    """Issued if the step mixes positions of the state, which the learner assumes to be independent."""
 
 
 class Learned(NamedTuple):
-    """What one step with a learner returns.
+    """The output of a learner's `value_and_grad`.
 
-    - `loss`: this step's loss.
-    - `grads`: its gradient, as a pytree like the model, with None for leaves that are not trained.
+    - `loss`: the loss for this step.
+    - `grads`: its gradient, with the same structure as the model. None for leaves that aren't trained.
     - `state`: the next state.
     - `traces`: the next traces.
-    - `output`: the step's output.
+    - `output`: the output of the step.
     """
 
     loss: Array
@@ -42,14 +42,16 @@ class Learned(NamedTuple):
 
 
 class Learner(abc.ABC):
-    """Learns a recurrent network forward in time.
+    """Base class for algorithms that train a recurrent network forwards in time.
 
-    Backpropagation through time stores the whole past, and goes through it in reverse. Instead, a learner
-    carries *traces*: derivatives of the state with respect to the weights. Every step returns a gradient for
-    its own loss. Memory does not grow with the sequence's length, and weights may change at every step.
+    Backpropagation through time must store the whole history and traverse it in reverse. A learner instead
+    carries *traces*, which are derivatives of the state with respect to the weights, and returns a gradient
+    for the loss of each individual step. This means that memory usage is independent of the sequence length,
+    and that the weights can be updated at every step.
 
-    Traces are kept for weights that the step uses through ETP primitives, such as
-    [`matmul`][quaxlike.online_learning.matmul]. Other parameters only get their gradient within a step.
+    Traces are kept for weights that are used through ETP primitives, such as
+    [`matmul`][quaxlike.online_learning.matmul]. All other parameters only receive the gradient from within
+    each step.
     """
 
     def __init__(
@@ -66,13 +68,14 @@ class Learner(abc.ABC):
         self.mixing = mixing
 
     def init(self, model: PyTree, state: PyTree, *inputs: PyTree) -> PyTree:
-        """Makes the traces before the first step.
+        """Initialises the traces prior to the first step.
 
-        **Arguments:** as for the step. Only shapes and dtypes matter.
+        **Arguments:** as for the step. Only their shapes and dtypes are used.
 
-        **Returns:** the traces, all zero.
+        **Returns:** the traces, which are all zero.
 
-        **Raises:** `ValueError` if this learner does not support this step. The message says why.
+        **Raises:** `ValueError` if the step is not supported by this learner, for the reason given in the
+        message.
         """
         step = self._traced(model, state, inputs).step
         return self._first_traces(step)
@@ -86,17 +89,18 @@ class Learner(abc.ABC):
         *inputs: PyTree,
         targets: Sequence[PyTree] = (),
     ) -> Learned:
-        """Runs one step, and differentiates its loss. Call this under `jax.jit`.
+        """Runs a single step and differentiates its loss. This should be called inside `jax.jit`.
 
-        A sequence's gradient is the sum over its steps. The step is evaluated in several ways. The
-        compiler merges these, but side effects such as printing happen several times.
+        To obtain the gradient for a sequence, sum the gradients for each step. The step is evaluated several
+        times; the compiler merges duplicate computations, but side effects such as printing will happen more
+        than once.
 
         **Arguments:**
 
         - `loss`: a function `loss(output, *targets)` that returns a scalar.
         - `model`, `state`, `inputs`: as for the step.
-        - `traces`: from `init`, or from the previous step.
-        - `targets`: further arguments for the loss.
+        - `traces`: the output of `init`, or the traces from the previous step.
+        - `targets`: additional arguments for the loss.
 
         **Returns:** a [`Learned`][quaxlike.online_learning.Learned].
         """
@@ -138,9 +142,9 @@ class Learner(abc.ABC):
         return Learned(value, traced.grads_of(grads), traced.state_of(next_state), traces, output)
 
     def _of_last_states(self, traced: TracedStep, loss: Callable[..., Array]) -> dict[int, Array]:
-        """Differentiates the loss with respect to last states, but not through the next states.
+        """Differentiates the loss with respect to the last states, but not through the next states.
 
-        These are not zero if the output, or an op's input, reads the last states directly.
+        This is nonzero if the last states are used directly by the output or by the input of an op.
         """
         step, signals = traced.step, {}
         for group in step.groups:
@@ -203,11 +207,11 @@ class Learner(abc.ABC):
     def _solve(
         self, here: "Linearised", traces: PyTree, number: int, relation: Relation, signal: Array
     ) -> Weights:
-        """Returns the cotangents of a relation's weights, for the cotangent `(*states, S)` of the states."""
+        """Returns the cotangents of a relation's weights, given the states' cotangents `(*states, S)`."""
 
 
 class Linearised:
-    """A linearised step: derivatives of the next state with respect to the last state and each y."""
+    """A linearised step: the derivatives of the next state with respect to the last state and to each y."""
 
     def __init__(
         self, step: Step, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any]
@@ -229,15 +233,15 @@ class Linearised:
         self._push = jax.linearize(next_state, self._primals, self._shifts)[1]
 
     def by_state(self, group: int) -> Array:
-        """Returns ∂h/∂h of a group, elementwise: `(*states, S, S)`, with the last state as last axis."""
+        """Returns a group's elementwise ∂h/∂h, `(*states, S, S)`. The last axis is for the last state."""
         group_ = self.step.groups[group]
         return jnp.stack([self._columns(group_, state=j) for j in group_.components], axis=-1)
 
     def by_output(self, relation: Relation) -> Array:
-        """Returns ∂h/∂y of a relation, elementwise: `(*states, S)`, with the dtype of y.
+        """Returns the elementwise ∂h/∂y of a relation, of shape `(*states, S)` and with the same dtype as y.
 
-        For a complex y, these are cotangents: the derivative with respect to the real part, minus i times the
-        derivative with respect to the imaginary part.
+        If y is complex then these are cotangents, i.e. the derivative with respect to the real part, minus i
+        times the derivative with respect to the imaginary part.
         """
         group, y = self.step.groups[relation.group], self.step.ops[relation.op].y_var.aval
         columns = self._columns(group, op=(relation.op, False))
@@ -248,38 +252,38 @@ class Linearised:
     def _columns(
         self, group: Group, state: tuple[int, bool] | None = None, op: tuple[int, bool] | None = None
     ) -> Array:
-        """Returns derivatives of a group with respect to a component of a state or of a y."""
+        """Returns a group's derivatives with respect to a component of a state or of a y."""
         primals = [_unit(x, i, state) for i, x in zip(self._moving, self._primals, strict=True)]
         shifts = [_unit(x, k, op) for k, x in enumerate(self._shifts)]
         return _components(group, dict(zip(self._moving, self._push(primals, shifts), strict=True)))
 
 
 def _unit(like: Any, number: int, chosen: tuple[int, bool] | None) -> Array:
-    """Makes a tangent: 1 (or i for an imaginary part) if `number` is chosen, else 0."""
+    """Returns a tangent of ones (or of i, for an imaginary part) if `number` is chosen, or else of zeros."""
     if chosen is None or chosen[0] != number:
         return jnp.zeros_like(like)
     return jnp.full_like(like, 1j if chosen[1] else 1)
 
 
 def _components(group: Group, by_state: Mapping[int, Array]) -> Array:
-    """Stacks real and imaginary parts of a group's states, along a new last axis."""
+    """Stacks the real and imaginary parts of a group's states along a new trailing axis."""
     parts = [by_state[i].imag if imaginary else by_state[i].real for i, imaginary in group.components]
     return jnp.stack([part.astype(group.dtype) for part in parts], axis=-1)
 
 
 def _of_dtype(x: Array, dtype: Any) -> Array:
-    """Casts the cotangent of a weight to its dtype."""
+    """Casts the cotangent of a weight to the dtype of the weight."""
     is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
     return (x.real if is_real else x).astype(dtype)
 
 
 def _conjugated(by_state: Mapping[int, Array]) -> dict[int, Array]:
-    """Converts cotangents to derivatives with respect to real and imaginary parts."""
+    """Converts cotangents to derivatives with respect to the real and imaginary parts."""
     return {i: jnp.conj(x) if jnp.iscomplexobj(x) else x for i, x in by_state.items()}
 
 
 def over_lead(fn: Callable[..., Any], lead: int, *mapped: bool) -> Callable[..., Any]:
-    """Maps `fn` over the leading axes of the states, for the arguments that have these axes."""
+    """Vectorises `fn` over the leading axes of the states, for those arguments that have these axes."""
     for _ in range(lead):
         fn = jax.vmap(fn, in_axes=[0 if m else None for m in mapped])
     return fn

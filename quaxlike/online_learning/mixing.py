@@ -1,9 +1,9 @@
-"""Checks that a linear jaxpr acts position by position.
+"""Checks that a linear jaxpr acts on each position independently.
 
-Learners assume that the Jacobian of the next state, with respect to the last state or to a y, is diagonal. If
-it is not, then their gradients are wrong. So we follow positions through the jaxpr: for each variable and
-argument, each element depends on one position of the argument. An equation whose result depends on several
-positions mixes positions.
+Learners assume that the Jacobian of the next state is diagonal, both with respect to the last state and to
+each y; otherwise, they return incorrect gradients. To check this, we track positions through the jaxpr: for
+each variable and each argument, we keep track of the single position of the argument on which each element of
+the variable depends. An equation whose output depends on several positions is reported as mixing them.
 """
 
 import math
@@ -19,9 +19,9 @@ from ..primitives import DefinedPrimitive
 
 
 class Digit(NamedTuple):
-    """An axis of a variable, or a factor of it, that follows an axis of the argument.
+    """An axis of a variable, or a factor of one, that corresponds to an axis of the argument.
 
-    The position along it is `argument index // stride % size`, plus `start`.
+    The position along this axis is given by `argument index // stride % size`, plus `start`.
     """
 
     axis: int
@@ -31,18 +31,18 @@ class Digit(NamedTuple):
 
 
 Place = tuple[tuple[Digit, ...] | None, ...]
-"""The digits of each axis of a variable; None for an axis that the argument does not have."""
+"""The digits for each axis of a variable, or None for axes that don't correspond to any of the argument's."""
 Places = dict[int, Place]
-"""Places by the argument's index."""
+"""Maps the index of each argument to the corresponding place."""
 
 
 class Mixed(Exception):
-    """An equation mixes an argument's positions."""
+    """Raised if an equation mixes the positions of an argument."""
 
     def __init__(self, eqn: JaxprEqn, argument: int) -> None:
         self.eqn, self.argument = eqn, argument
         self.around = [eqn]
-        """The equation, and those of the calls and loops it is in: not all have lines."""
+        """The equation, then the calls and loops containing it, as not all of these have line numbers."""
 
     def __str__(self) -> str:
         line = next((line for eqn in self.around for line in lines_of(eqn)), None)
@@ -50,11 +50,11 @@ class Mixed(Exception):
 
 
 def own_place(shape: Sequence[int], lead: int = 0) -> Place:
-    """Returns the argument's place itself, with `lead` axes in front."""
+    """Returns the place of the argument itself, with `lead` additional leading axes."""
     return tuple((Digit(i - lead, 1, 0, n),) if i >= lead and n != 1 else None for i, n in enumerate(shape))
 
 
-# Primitives that are elementwise in the operands with tangents.
+# Primitives that are elementwise in those operands which can have tangents.
 _ELEMENTWISE = frozenset(
     """add add_any sub mul div neg select_n convert_element_type reduce_precision real imag complex conj copy
     copy_p device_put optimization_barrier sharding_constraint mesh_cast reshard pvary name
@@ -76,13 +76,13 @@ def _needed(jaxpr: Any) -> list[JaxprEqn]:
 
 
 class Positions:
-    """Propagates the arguments' positions through a jaxpr."""
+    """Propagates the positions of the arguments through a jaxpr."""
 
     def __init__(self) -> None:
         self._moves: dict[tuple[int, Place], JaxprEqn] = {}
 
     def run(self, jaxpr: Any, arguments: Sequence[Places]) -> list[Places]:
-        """Returns the results' places, given the arguments' places. Raises `Mixed`."""
+        """Returns the places of the outputs, given those of the arguments. Raises `Mixed`."""
         opened = compat.open_jaxpr(jaxpr)
         env: dict[Any, Places] = dict(zip(opened.invars, arguments, strict=True))
         for eqn in _needed(opened):
@@ -96,7 +96,7 @@ class Positions:
         return [{} if isinstance(a, Literal) else env.get(a, {}) for a in opened.outvars]
 
     def mixed(self, eqn: JaxprEqn, argument: int, *places: Place) -> Mixed:
-        """Makes the error for an equation, or for the earlier equation that moved the argument."""
+        """Creates the error for an equation, or for an earlier one if it was there that positions moved."""
         return Mixed(
             next((self._moves[argument, p] for p in places if (argument, p) in self._moves), eqn), argument
         )
@@ -148,7 +148,7 @@ class Positions:
         return out
 
     def _carried(self, eqn: JaxprEqn, body: Any, carry: list[Places]) -> list[Places]:
-        """Finds the places for a loop's carry, at their fixed point."""
+        """Computes the places of a loop's carry, by iterating to a fixed point."""
         while True:
             new = [self._joined(eqn, both) for both in zip(carry, body(carry), strict=True)]
             if new == carry:
@@ -171,9 +171,9 @@ class Positions:
         return [*carry, *({k: (None, *p) for k, p in places.items()} for places in body(carry)[m - n :])]
 
 
-# ------------------------------------------------------------------------------------------------- Primitives
-# that move positions. Each rule returns the places of the results. It returns None for a result that depends
-# on several positions.
+# -------------------------------------------------------------------------------------------------
+# Primitives that move positions. Each rule returns the places of the outputs, with None for any output that
+# depends on several positions.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -209,10 +209,10 @@ def _expand_dims(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _reshape(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Splits axes into factors, and merges factors into axes."""
+    """Splits axes into factors, and merges these into new axes."""
     if places[0] is None or eqn.params.get("dimensions") is not None:
         return None
-    factors: list[Any] = []  # digits, or sizes of axes that the argument does not have
+    factors: list[Any] = []  # digits, or the sizes of axes that the argument doesn't have
     for digits, size in zip(places[0], eqn.invars[0].aval.shape, strict=True):
         factors += [size] if digits is None else digits
     out: list[Any] = []
@@ -258,7 +258,7 @@ def _merged(digits: Sequence[Digit]) -> tuple[Digit, ...]:
 
 
 def _cut(digits: Any, low: Any, high: Any, size: int) -> Any:
-    """Slices the digits of an axis from `low` to `high`, possibly out of bounds; `...` if it cannot."""
+    """Slices the digits of an axis to `low:high`, possibly out of bounds. Returns `...` if not possible."""
     if digits is None or (low, high) == (0, size):
         return digits
     if len(digits) != 1:
@@ -335,14 +335,14 @@ def _stack(eqn: Any, places: list[Place | None]) -> Place | None:
 
 
 def _dynamic_slice(eqn: Any, places: list[Place | None]) -> Place | None:
-    """The slice must span every axis that the argument has."""
+    """Only valid if the slice spans all of the argument's axes."""
     whole = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     cut = [i for i, (size, part) in enumerate(whole) if size != part]
     return None if places[0] is None or any(places[0][i] is not None for i in cut) else places[0]
 
 
 def _update(eqn: Any, places: list[Place | None]) -> Place | None:
-    """Replaces some elements by elements that do not depend on the argument."""
+    """Overwrites some elements with elements that are independent of the argument."""
     return places[0] if all(place is None for place in places[1:]) else None
 
 

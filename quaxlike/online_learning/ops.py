@@ -1,4 +1,4 @@
-"""The built-in ETP primitives and their functions."""
+"""The built-in ETP primitives, along with functions that wrap them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 
 def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands: Any) -> None:
-    """Raises unless the operands' shapes match. None counts as having shape `()`."""
+    """Raises an error unless the operands have compatible shapes. None is treated as having shape `()`."""
     shapes = {key: () if x is None else np.shape(x) for key, x in operands.items()}
     if not fit(**shapes):
         given = [key for key, x in operands.items() if x is not None]
@@ -32,7 +32,7 @@ def check_shapes(name: str, expected: str, fit: Callable[..., bool], **operands:
 
 
 def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
-    """Lets a function accept Values outside `quaxify` too."""
+    """Wraps a function such that it also accepts Values outside of `quaxify`."""
     quaxified = anywhere(fn)
 
     @functools.wraps(fn)
@@ -44,7 +44,7 @@ def _takes_values(fn: Callable[_P, jax.Array]) -> Callable[_P, jax.Array]:
 
 
 def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
-    """Makes a batching rule: mapped only over x, the primitive becomes its batched version."""
+    """Creates a batching rule that binds the batched version of a primitive if only x is batched."""
 
     def rule(size: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         x, *weights = args
@@ -59,7 +59,7 @@ def _onto_batched(batched: Callable[[], ETPPrimitive]) -> Callable[..., Any]:
 def _product(
     name: str, fn: Callable[..., Any], trainables: Any = None, **rules: Callable[..., Any]
 ) -> tuple[ETPPrimitive, ETPPrimitive]:
-    """Makes two primitives for a product, for x with shape `(batch..., in)` and with shape `(in,)`."""
+    """Creates two primitives for a product, in which x has shape `(batch..., in)` or `(in,)` respectively."""
     options: dict[str, Any] = {"trainable_invars_fn": trainables, "batching": _onto_batched(lambda: of_batch)}
     of_batch = register_primitive(f"etp_{name}mm", fn, batched=True, **options)
     of_one = register_primitive(f"etp_{name}mv", fn, **options)
@@ -69,7 +69,7 @@ def _product(
 
 
 def _scale_columns(g: Any, trace: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """A `yw_to_w` rule for weights that have the same last axis as y."""
+    """A `yw_to_w` rule for weights whose last axis is that of y."""
     return {key: t * (g if key == "bias" else g[..., None, :]) for key, t in trace.items()}
 
 
@@ -85,7 +85,7 @@ def _weight_and_bias(params: Mapping[str, Any]) -> dict[str, int]:
     return {"weight": 1, "bias": 2} if params.get("has_bias", False) else {"weight": 1}
 
 
-# x `(batch..., in)` or `(in,)`, w `(in, out)`, and b `(out,)` with `has_bias=True`.
+# x is `(batch..., in)` or `(in,)`, w is `(in, out)`, and b is `(out,)` and requires `has_bias=True`.
 etp_mm_p, etp_mv_p = _product(
     "", _matmul, _weight_and_bias,
     yw_to_w=_scale_columns,
@@ -97,15 +97,15 @@ etp_mm_p, etp_mv_p = _product(
 @_takes_values
 @checked
 def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
-    """`x @ w + bias`, with `w` and `bias` trained online.
+    """Computes `x @ w + bias`, with `w` and `bias` being trained online.
 
     **Arguments:**
 
-    - `x`: `(..., in)`. All axes before the last one are batch axes.
-    - `w`: `(in, out)`, an array or a Value.
-    - `bias`: `(out,)`.
+    - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
+    - `w`: array or Value of shape `(in, out)`.
+    - `bias`: array of shape `(out,)`. Defaults to no bias.
 
-    **Returns:** `(..., out)`.
+    **Returns:** an array of shape `(..., out)`.
     """
     check_shapes(
         "matmul",
@@ -121,14 +121,14 @@ def matmul(x: ArrayLike, w: Any, bias: ArrayLike | None = None) -> jax.Array:
 
 @register([etp_mm_p, etp_mv_p])
 def _matmul_lora(primitive: Primitive, x: jax.Array, w: LoraArray, *bias: Any, has_bias: bool = False):
-    """Trains an adapter online, on any type of weight."""
+    """Trains an adapter online, regardless of the type of weight it adapts."""
     plain = w.magnitude is None and (w.key is None or w.dropout == 0)
     if w.ndim != 2 or w.a.ndim != 2 or w.b.ndim != 2 or not plain:
         return NotImplemented
 
     def product(x: Any, base: Any, a: Any, b: Any) -> jax.Array:
         y = matmul(x, base) if w.gradients == "train" else jnp.matmul(x, base)
-        # The rows of w are either the rows of `b` or the columns of `a`.
+        # The rows of w correspond either to the rows of `b` or to the columns of `a`.
         first, then = (b, a) if w.out_axes == (-2,) else (a.T, b.T)
         return y + lora_matmul(x * w.scaling_in(x.dtype), first, then).astype(y.dtype)
 
@@ -145,8 +145,8 @@ def _low_rank(x: Any, b: Any, a: Any, *, scale: float = 1.0) -> jax.Array:
 
 
 def _init_low_rank(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # Traces decay per element of y, but `b` does not have this axis. So we keep the product's trace, and
-    # compute the cotangents of both factors from it.
+    # Traces decay separately for each element of y, but `b` does not have y's axis. We therefore keep a trace
+    # for the product `b @ a`, from which we compute the cotangents of both factors.
     (n_in, _), (_, n_out) = weight_vars["b"].aval.shape, weight_vars["a"].aval.shape
     shape = (*x_var.aval.shape[:-1], n_in, n_out, num_states)
     return {"product": jnp.zeros(shape, y_var.aval.dtype)}
@@ -161,7 +161,7 @@ def _solve_low_rank(
     return {"b": product @ a.T, "a": b.T @ product}
 
 
-# x `(batch..., in)` or `(in,)`, b `(in, rank)`, a `(rank, out)`.
+# x is `(batch..., in)` or `(in,)`, b is `(in, rank)`, and a is `(rank, out)`.
 etp_lora_mm_p, etp_lora_mv_p = _product(
     "lora_", _low_rank, lambda params: {"b": 1, "a": 2},
     yw_to_w=_scale_columns,
@@ -175,16 +175,16 @@ etp_lora_mm_p, etp_lora_mv_p = _product(
 @_takes_values
 @checked
 def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0) -> jax.Array:
-    """`scale * x @ b @ a`, with `b` and `a` trained online.
+    """Computes `scale * x @ b @ a`, with `b` and `a` being trained online.
 
     **Arguments:**
 
-    - `x`: `(..., in)`. All axes before the last one are batch axes.
-    - `b`: `(in, rank)`.
-    - `a`: `(rank, out)`.
-    - `scale`: a static factor.
+    - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
+    - `b`: array of shape `(in, rank)`.
+    - `a`: array of shape `(rank, out)`.
+    - `scale`: a static scaling factor. Defaults to 1.
 
-    **Returns:** `(..., out)`.
+    **Returns:** an array of shape `(..., out)`.
     """
     check_shapes(
         "lora_matmul",
@@ -198,20 +198,20 @@ def lora_matmul(x: ArrayLike, b: ArrayLike, a: ArrayLike, *, scale: float = 1.0)
     return primitive(x, b, a, scale=scale)
 
 
-# y = x @ w, for a sparse weight with fixed positions of entries -----------------------------------
+# y = x @ w, for a sparse weight with a fixed sparsity pattern -------------------------------------
 
 _Indices = Sequence[int] | np.ndarray | jax.Array
 
 
 class SparsePattern:
-    """Where a sparse weight has entries. Patterns can be hashed and compared.
+    """The sparsity pattern of a weight. Patterns are hashable, and are compared by value.
 
     **Arguments:**
 
-    - `rows`, `columns`: integers, `(entries,)`.
-    - `shape`: `(in, out)`.
+    - `rows`, `columns`: the indices of the entries, as integers of shape `(entries,)`.
+    - `shape`: the shape `(in, out)` of the weight.
 
-    **Raises:** `ValueError` for entries outside the shape.
+    **Raises:** `ValueError` if any entries are out of bounds.
     """
 
     @checked
@@ -258,7 +258,7 @@ def _scale_entries(g: Any, trace: Mapping[str, Any], *, pattern: SparsePattern) 
     return {"weight": trace["weight"] * g[..., pattern.columns]}
 
 
-# x `(batch..., in)` or `(in,)`, the entries of w `(entries,)`, their positions in `pattern`.
+# x is `(batch..., in)` or `(in,)`, and w's entries are `(entries,)`, with their indices in `pattern`.
 etp_sp_mm_p, etp_sp_mv_p = _product(
     "sp_", _sparse_matmul,
     yw_to_w=_scale_entries,
@@ -270,15 +270,15 @@ etp_sp_mm_p, etp_sp_mv_p = _product(
 @_takes_values
 @checked
 def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.Array:
-    """`x @ w` for a sparse w, with its entries trained online.
+    """Computes `x @ w` for a sparse `w`, with its entries being trained online.
 
     **Arguments:**
 
-    - `x`: `(..., in)`. All axes before the last one are batch axes.
-    - `data`: the entries, `(entries,)`.
-    - `pattern`: their positions. Entries at the same position are summed.
+    - `x`: array of shape `(..., in)`. All but the last axis are treated as batch axes.
+    - `data`: the values of the entries, of shape `(entries,)`.
+    - `pattern`: the indices of the entries. Entries with the same indices are summed.
 
-    **Returns:** `(..., out)`.
+    **Returns:** an array of shape `(..., out)`.
     """
     check_shapes(
         f"sparse_matmul with the pattern {pattern!r}",
@@ -291,7 +291,7 @@ def sparse_matmul(x: ArrayLike, data: ArrayLike, pattern: SparsePattern) -> jax.
     return primitive(x, data, pattern=pattern)
 
 
-# y = w, for elementwise use in the step: gains, leaks and diagonal recurrence ----------------------
+# y = w, for weights that are used elementwise: gains, leaks and diagonal recurrence ---------------
 
 etp_elemwise_p = register_primitive(
     "etp_elemwise",
@@ -311,14 +311,14 @@ etp_elemwise_p.register_etp_rules(
 @_takes_values
 @checked
 def elementwise(w: ArrayLike) -> jax.Array:
-    """Marks a weight that acts on the state elementwise, so it is trained online.
+    """Marks a weight that acts elementwise on the state, so that it is trained online.
 
-    Functions of the parameter itself, such as a sigmoid, are differentiated as usual:
+    Any function of the parameter itself, such as a sigmoid, is differentiated as usual:
     `elementwise(jax.nn.sigmoid(log_decay)) * h`.
 
     **Arguments:**
 
-    - `w`: an array with the state's shape, or of its last axes.
+    - `w`: an array whose shape is that of the state, or of its trailing axes.
 
     **Returns:** `w`.
     """
@@ -333,7 +333,7 @@ def _look_up(indices: Any, table: Any) -> jax.Array:
 
 
 def _look_up_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
-    """An `xy_to_dw` rule for indices, or for the trace of their one-hot encodings."""
+    """An `xy_to_dw` rule, where x is either the indices or the trace of their one-hot encoding."""
     fn = (lambda w: jnp.matmul(x, w)) if jnp.issubdtype(x.dtype, jnp.inexact) else (lambda w: _look_up(x, w))
     return {"weight": jax.vjp(fn, weights["weight"])[1](g)[0]}
 
@@ -343,7 +343,7 @@ def _one_hot(x: Any, weights: Mapping[str, Any], **params: Any) -> jax.Array:
     return jax.nn.one_hot(x, table.shape[0], dtype=table.dtype)
 
 
-# indices `(batch...)`, table `(vocabulary, features)`.
+# indices are `(batch...)`, and table is `(vocabulary, features)`.
 etp_emb_p = register_primitive("etp_emb", _look_up, batched=True, batching=_onto_batched(lambda: etp_emb_p))
 etp_emb_p.register_etp_rules(
     yw_to_w=_scale_columns,
@@ -357,16 +357,16 @@ etp_emb_p.register_etp_rules(
 @_takes_values
 @checked
 def embedding(indices: ArrayLike, table: ArrayLike) -> jax.Array:
-    """`table[indices]`, with `table` trained online.
+    """Computes `table[indices]`, with `table` being trained online.
 
-    With D-RTRL, each example has a trace as large as the table. With pp_prop, traces are small.
+    With D-RTRL, each example's trace is as large as the table. The traces of pp_prop are small.
 
     **Arguments:**
 
-    - `indices`: integers, `(...)`.
-    - `table`: `(vocabulary, features)`.
+    - `indices`: integers of any shape.
+    - `table`: array of shape `(vocabulary, features)`.
 
-    **Returns:** `(..., features)`.
+    **Returns:** an array of shape `(..., features)`.
     """
     if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
         raise TypeError(f"embedding takes integers as `indices`; found {jnp.result_type(indices)}.")
@@ -407,20 +407,20 @@ def _conv_general(
 
 
 def _patches(x: Any, kernel: Any, **params: Any) -> jax.Array:
-    """Extracts the window of x for each spatial position of y: `(batch, *space, *window, in)`."""
+    """Extracts the window of x at each spatial position of y: `(batch, *space, *window, in)`."""
     *window, n_in, _ = kernel.shape
     size = n_in
     for n in window:
         size *= n
-    # One output channel for each position in the kernel picks that position.
+    # Use one output channel per element of the window, whose kernel selects only that element.
     picking = jnp.eye(size, dtype=x.dtype).reshape(*window, n_in, size)
     patches = _conv_general(x, picking, **params)
     return patches.reshape(*patches.shape[:-1], *window, n_in)
 
 
 def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
-    # All positions of y share the kernel, but each decays on its own. So we keep traces per position, and sum
-    # them for the gradient.
+    # The kernel is shared by all spatial positions of y, but each of them decays separately. We therefore
+    # keep a trace per position, and sum over these when computing the gradient.
     y = y_var.aval
     kernel = weight_vars["weight"].aval.shape
     zeros = {"weight": jnp.zeros((*y.shape[:-1], *kernel, num_states), y.dtype)}
@@ -428,7 +428,7 @@ def _init_conv(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_state
 
 
 def _beside_window(g: Any, ndim: int) -> Any:
-    """Inserts axes of size 1 before the last axis of `g`, up to `ndim` axes."""
+    """Inserts axes of size 1 before the last axis of `g`, for a total of `ndim` axes."""
     return g.reshape(*g.shape[:-1], *[1] * (ndim - g.ndim), g.shape[-1])
 
 
@@ -444,7 +444,8 @@ def _conv_instant(
     return {"weight": patches * _beside_window(g, patches.ndim)} | ({"bias": g} if has_bias else {})
 
 
-# x `(batch, *space, in)`, kernel `(*window, in, out)`, and bias `(out,)` with `has_bias=True`.
+# x is `(batch, *space, in)`, kernel is `(*window, in, out)`, and bias is `(out,)` and requires
+# `has_bias=True`.
 etp_conv_p = register_primitive("etp_conv", _conv, batched=True, trainable_invars_fn=_weight_and_bias)
 etp_conv_p.register_etp_rules(
     yw_to_w=_scale_kernels,
@@ -466,20 +467,20 @@ def conv(
     padding: str | Sequence[tuple[int, int]] = "SAME",
     dilation: Sequence[int] | None = None,
 ) -> jax.Array:
-    """A convolution over one, two or three spatial axes, with `kernel` and `bias` trained online.
+    """A convolution over one, two or three spatial axes, with `kernel` and `bias` being trained online.
 
-    With D-RTRL, every position of the result has a trace as large as the kernel. The traces of pp_prop are as
-    large as the result.
+    With D-RTRL, the trace for each spatial position of the output is as large as the kernel. The traces of
+    pp_prop are as large as the output.
 
     **Arguments:**
 
-    - `x`: `(batch, *space, in)`.
-    - `kernel`: `(*window, in, out)`.
-    - `bias`: `(out,)`.
-    - `strides`, `dilation`: one integer per spatial axis. Default: 1.
-    - `padding`: `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
+    - `x`: array of shape `(batch, *space, in)`.
+    - `kernel`: array of shape `(*window, in, out)`.
+    - `bias`: array of shape `(out,)`. Defaults to no bias.
+    - `strides`, `dilation`: one integer per spatial axis. Defaults to 1.
+    - `padding`: either `"SAME"`, `"VALID"`, or a pair of integers per spatial axis.
 
-    **Returns:** `(batch, *space, out)`.
+    **Returns:** an array of shape `(batch, *space, out)`.
     """
     check_shapes(
         "conv",

@@ -1,4 +1,4 @@
-"""ETP primitives: they mark where trainable weights are used, and have rules for online learning."""
+"""ETP primitives, which mark the use of trainable weights and define rules for online learning."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,16 +22,16 @@ RULES = {
     "solve": "solve(g, trace, weights, **params) -> dict of arrays by trainable",
     "pp_input": "pp_input(x, weights, **params) -> array",
 }
-"""The form of each rule, for messages."""
+"""The signature of each rule, for use in error messages."""
 
 
 class ETPPrimitive(DefinedPrimitive):
-    """A primitive that marks where trainable weights are used.
+    """A primitive that marks the use of trainable weights. ETP stands for eligibility trace propagation.
 
-    Make one with [`register_primitive`][quaxlike.online_learning.register_primitive]. ETP stands for
-    eligibility trace propagation. The primitive computes y from an input x and the weights. A learner finds
-    its equations in a recurrent network's step, and calls its rules, which relate weights, traces and
-    gradients. Each rule has a slot with the same name.
+    These are created with [`register_primitive`][quaxlike.online_learning.register_primitive]. Each primitive
+    computes an output y from an input x and some weights. A learner finds the primitive's equations in the
+    step of a recurrent network, and uses its rules to propagate traces and to compute gradients. Each rule is
+    stored in a slot of the same name.
     """
 
     batched: bool = False
@@ -41,49 +41,49 @@ class ETPPrimitive(DefinedPrimitive):
     y_outvar_index: int = 0
 
     def register_yw_to_w(self, rule: _F) -> _F:
-        """Sets the rule that multiplies a trace by a factor per element of y.
+        """Registers the rule that multiplies a trace by a factor for each element of y.
 
         **Arguments:**
 
-        - `rule`: a function `rule(g, trace, **params) -> trace`. `g` has the shape of y, and `trace` is a
-            dict by trainable. For y = x @ w, its `"weight"` has shape `(..., in, out)`, and the rule returns
-            `{"weight": trace["weight"] * g[..., None, :]}`.
+        - `rule`: a function `rule(g, trace, **params) -> trace`. `g` has the same shape as y, and `trace` is
+            a dict with one entry per trainable. For example, for y = x @ w, `trace["weight"]` has shape
+            `(..., in, out)`, and the rule returns `{"weight": trace["weight"] * g[..., None, :]}`.
 
         **Returns:** the rule.
         """
         return self.slot("yw_to_w").register(rule)
 
     def register_xy_to_dw(self, rule: _F) -> _F:
-        """Sets the rule for the weights' cotangents.
+        """Registers the rule that computes the cotangents of the weights.
 
         **Arguments:**
 
-        - `rule`: a function `rule(x, g, weights, **params) -> dict`. This returns a cotangent for each
-            trainable in the dict `weights`, summed over the batch, given the cotangent `g` of y.
+        - `rule`: a function `rule(x, g, weights, **params) -> dict`, where `g` is the cotangent of y. It
+            returns a cotangent for each trainable in the dict `weights`, summed over the batch.
 
         **Returns:** the rule.
         """
         return self.slot("xy_to_dw").register(rule)
 
     def register_init_drtrl(self, rule: _F) -> _F:
-        """Sets the rule for D-RTRL's initial traces.
+        """Registers the rule that initialises the traces of D-RTRL.
 
         **Arguments:**
 
         - `rule`: a function `rule(x_var, y_var, weight_vars, num_states) -> dict`. It returns zeros of shape
-            `(batch..., *weight, num_states)` for each trainable. `weight_vars` is a dict by trainable. Each
-            variable has an `aval`. `x_var` is None if there is no input.
+            `(batch..., *weight, num_states)` for each trainable. Each variable has an `aval`. `weight_vars`
+            is a dict with one variable per trainable, and `x_var` is None for primitives without an input.
 
         **Returns:** the rule.
         """
         return self.slot("init_drtrl").register(rule)
 
     def register_init_pp(self, rule: _F) -> _F:
-        """Sets the rule for pp_prop's initial output trace.
+        """Registers the rule that initialises the output trace of pp_prop.
 
         **Arguments:**
 
-        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)`. This returns zeros of shape
+        - `rule`: a function `rule(x_var, y_var, weight_vars, num_states)` that returns zeros of shape
             `(*y, num_states)`.
 
         **Returns:** the rule.
@@ -101,18 +101,18 @@ class ETPPrimitive(DefinedPrimitive):
         solve: Callable[..., Any] | None = None,
         pp_input: Callable[..., Any] | None = None,
     ) -> None:
-        """Sets several rules; None leaves a rule unchanged.
+        """Registers several rules at the same time. Any rules that are None are left unchanged.
 
         **Arguments:**
 
-        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the methods.
-        - `instant`: a function `instant(x, g, weights, **params)`. It returns the term that one step adds to
-            D-RTRL's traces, for the factor `g`. This is needed if a trace does not have the shape of its
-            weight. Default: `xy_to_dw`, example by example.
-        - `solve`: a function `solve(g, trace, weights, **params)`. It returns the cotangents of the weights,
-            given traces and the cotangent `g` of y. Default: `yw_to_w`, summed over the batch.
-        - `pp_input`: a function `pp_input(x, weights, **params)`. pp_prop keeps a trace of its result, so y
-            must be linear in it. Default: x.
+        - `yw_to_w`, `xy_to_dw`, `init_drtrl`, `init_pp`: see the corresponding methods.
+        - `instant`: a function `instant(x, g, weights, **params)` that returns the contribution of a single
+            step to D-RTRL's traces, scaled by `g`. This is required if the trace and the weight have
+            different shapes. Defaults to applying `xy_to_dw` to each example.
+        - `solve`: a function `solve(g, trace, weights, **params)` that returns the weights' cotangents, given
+            their traces and the cotangent `g` of y. Defaults to `yw_to_w`, followed by a sum over the batch.
+        - `pp_input`: a function `pp_input(x, weights, **params)` whose output is what pp_prop keeps a trace
+            of. y must be linear in this. Defaults to returning x.
         """
         rules = {
             "yw_to_w": yw_to_w,
@@ -142,7 +142,7 @@ def register_primitive(
     batching: Callable[..., Any] | None = None,
     replace: bool = False,
 ) -> ETPPrimitive:
-    """Makes an ETP primitive from a function, and derives all the rules JAX needs.
+    """Creates an ETP primitive from a function. All the rules that JAX needs are derived automatically.
 
     !!! example
 
@@ -161,21 +161,23 @@ def register_primitive(
 
     **Arguments:**
 
-    - `name`: an identifier. No other primitive may have this name.
-    - `impl_fn`: a function that computes y. Arrays are positional, and static parameters are keywords.
+    - `name`: an identifier, which must be unique amongst all primitives.
+    - `impl_fn`: a function that computes y, given arrays as positional arguments and static parameters as
+        keyword arguments.
     - `batched`: whether x and y have leading batch axes.
-    - `gradient_enabled`: whether gradients from another y, or from the last state, may pass through y to the
-        state. Use True for elementwise operations. Gradients through any other ETP primitive are stopped.
-    - `trainable_invars_fn`: maps the parameters to trainable operands' positions, by name. Default:
-        `{"weight": 1}`.
-    - `x_invar_index`: the input's position; None if there is no input.
-    - `y_outvar_index`: the position of y among the equation's results.
+    - `gradient_enabled`: whether gradients from another y, or from the last state, can flow through y to the
+        state. This should be True for elementwise operations. Gradients through all other ETP primitives are
+        stopped.
+    - `trainable_invars_fn`: a function from the parameters to a dict from the names of the trainable operands
+        to their indices. Defaults to `{"weight": 1}`.
+    - `x_invar_index`: the index of the input, or None if there is no input.
+    - `y_outvar_index`: the index of y amongst the outputs of the equation.
     - `multiple_results`, `batching`, `replace`: see
         [`define_primitive`][quaxlike.primitives.define_primitive].
 
     **Returns:** the primitive.
 
-    **Raises:** `ValueError` if the name is already taken.
+    **Raises:** `ValueError` if the name is already in use.
     """
     flags: dict[str, Any] = {"batched": batched, "gradient_enabled": gradient_enabled}
     for key, flag in flags.items():
@@ -209,7 +211,7 @@ def register_primitive(
 
 
 def is_etp_primitive(primitive: Any) -> bool:
-    """Returns whether a primitive marks where trainable weights are used."""
+    """Returns whether a primitive is an ETP primitive."""
     return isinstance(primitive, ETPPrimitive)
 
 
@@ -219,13 +221,13 @@ def is_batched_primitive(primitive: Any) -> bool:
 
 
 def is_etp_enable_gradient_primitive(primitive: Any) -> bool:
-    """Returns whether this is an ETP primitive that lets gradients pass through to the state."""
+    """Returns whether this is an ETP primitive through which gradients can flow to the state."""
     return is_etp_primitive(primitive) and primitive.gradient_enabled
 
 
 @checked
 def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Returns the trainable operands' positions by name, for these parameters."""
+    """Returns a dict from the names of the trainable operands to their indices, given these parameters."""
     if primitive.trainable_invars_fn is None:
         return dict(_DEFAULT_TRAINABLES)
     found: Any = primitive.trainable_invars_fn({} if params is None else params)
@@ -239,23 +241,23 @@ def get_trainable_invars(primitive: ETPPrimitive, params: Mapping[str, Any] | No
 
 @checked
 def get_x_invar_index(primitive: ETPPrimitive) -> int | None:
-    """Returns the input's position among the operands; None if there is no input."""
+    """Returns the operand index of the input, or None if there is no input."""
     return primitive.x_invar_index
 
 
 @checked
 def get_y_outvar_index(primitive: ETPPrimitive) -> int:
-    """Returns the position of y among the results."""
+    """Returns the index of y amongst the outputs."""
     return primitive.y_outvar_index
 
 
-# Rules that many primitives share -----------------------------------------------------------------
+# Rules that are shared by many primitives ---------------------------------------------------------
 
 
 def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[str, Any]]:
-    """Makes an `init_drtrl` rule: zeros with shape `(batch..., *weight, num_states)`.
+    """Creates an `init_drtrl` rule, which returns zeros of shape `(batch..., *weight, num_states)`.
 
-    `batch` says how many batch axes x has; it may be a function that is given x's aval.
+    `batch` is the number of x's batch axes. This can also be a function that computes it from x's aval.
     """
 
     def init(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> dict[str, Any]:
@@ -270,12 +272,12 @@ def zeros_like_weights(batch: int | Callable[[Any], int]) -> Callable[..., dict[
 
 
 def zeros_like_output(x_var: Any, y_var: Any, weight_vars: Mapping[str, Any], num_states: int) -> Any:
-    """An `init_pp` rule: zeros with shape `(*y, num_states)`."""
+    """An `init_pp` rule, which returns zeros of shape `(*y, num_states)`."""
     return jnp.zeros((*y_var.aval.shape, num_states), y_var.aval.dtype)
 
 
 def vjp_of(fn: Callable[..., Any], keys: Sequence[str]) -> Callable[..., dict[str, Any]]:
-    """Makes an `xy_to_dw` rule: the VJP of `fn(x, *weights, **params)`. `keys` names the weights."""
+    """Creates an `xy_to_dw` rule from the VJP of `fn(x, *weights, **params)`. `keys` names the weights."""
 
     def xy_to_dw(x: Any, g: Any, weights: Mapping[str, Any], **params: Any) -> dict[str, Any]:
         present = [key for key in keys if key in weights]

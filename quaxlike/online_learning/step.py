@@ -1,4 +1,4 @@
-"""A traced step of a recurrent network, and its evaluations for online learning."""
+"""The traced step of a recurrent network, and the ways in which it is evaluated for online learning."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -24,10 +24,11 @@ OnOp = Callable[[Op, Sequence[Any]], list[Any]]
 
 
 class Step:
-    """A traced step: maps leaves of parameters, state and inputs to leaves of the next state and output.
+    """A traced step, from leaves of the parameters, state and inputs to leaves of the next state and output.
 
-    Calls are inlined into one flat list of equations, and equal equations are merged. Hence every
-    intermediate result is a single variable, and we can cut the step at any op.
+    All calls are inlined to obtain one flat list of equations, in which equal equations are merged. This
+    means that every intermediate value corresponds to a single variable, so that we can cut the step at any
+    op.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Step:
     def evaluate(
         self, params: Sequence[Any], state: Sequence[Any], inputs: Sequence[Any], on_op: OnOp
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the step; `on_op` computes the results of ops. Returns the next state and the output."""
+        """Runs the step, computing the outputs of ops with `on_op`. Returns the next state and the output."""
         read, env = self._environment(params, state, inputs)
         for i, eqn in enumerate(self.eqns):
             operands = list(map(read, eqn.invars))
@@ -69,19 +70,19 @@ class Step:
         shifts: Mapping[int, Any],
         last: Mapping[int, Any] = {},
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the next state and the output. Their derivatives are the parts that traces do not contain.
+        """Returns the next state and the output, with derivatives that exclude the contributions of traces.
 
-        The derivative with respect to a shift of a next state is its effect on the output, directly and
-        through ops. It does not include the effect on other states, which is in the traces. The derivative
-        with respect to a shift in `last`, for the last states of one group, is similar. It does not include
-        recurrence through ops, that is, effects on next states that act on the group again. Derivatives with
-        respect to parameters include everything except the effect of traced weights on the state through
-        their own op.
+        The derivative with respect to a shift of a next state is its effect on the output, either directly or
+        through ops. This excludes its effect on other states, which is already included in the traces. The
+        derivative with respect to a shift in `last`, which shifts the last states of one group, is similar,
+        and excludes any recurrence through ops (i.e. effects on next states that in turn affect the group).
+        The derivative with respect to parameters includes everything apart from the effect that traced
+        weights have on the state through their own op.
         """
-        # We evaluate the step twice in parallel, with equal values but different derivatives. `seen` computes
-        # the output and the inputs of ops: states are shifted, and weights are differentiated. `inner`
-        # computes the next states: states are not shifted, and ops use their results from `seen`, with traced
-        # weights held fixed.
+        # We evaluate the step twice in parallel, such that the values are equal but the derivatives differ.
+        # `seen` computes the output and the inputs of ops: states are shifted, and weights are
+        # differentiated. `inner` computes the next states: states are not shifted, and ops act on the
+        # operands from `seen` but with traced weights held fixed.
         shifted = [x + last[i] if i in last else x for i, x in enumerate(state)]
         read_seen, seen = self._environment(params, shifted, inputs)
         read_inner, inner = self._environment(params, state, inputs)
@@ -104,7 +105,7 @@ class Step:
         return results[: self.num_state], results[self.num_state :]
 
     def _coupled(self, states: Collection[int]) -> set[int]:
-        """Returns the states that these states act on and that act on them, now or later."""
+        """Returns the states that both affect and are affected by these states, now or at a later step."""
         if not states:
             return set()
         acts_on = [self._acts_on(i) for i in range(self.num_state)]
@@ -117,7 +118,7 @@ class Step:
         }
 
     def _acts_on(self, i: int) -> set[int]:
-        """Returns the next states that depend on a state, or on its next value."""
+        """Returns the next states that depend on a state or on its next value."""
         own = (self.jaxpr.invars[self.num_params + i], self.next_vars[i])
         reached = {var for var in own if not isinstance(var, Literal)}
         for eqn in self.eqns:
@@ -126,7 +127,7 @@ class Step:
         return {j for j, var in enumerate(self.next_vars) if not isinstance(var, Literal) and var in reached}
 
     def way_past_traces(self, param: int) -> tuple[str, str]:
-        """Explains why a parameter acts on the state without a trace, and what to write instead."""
+        """Explains how a parameter affects the state without having a trace, and how to fix this."""
         avals = [*self.param_avals, *self.state_avals, *self.input_avals]
         n, m = len(self.param_avals), len(self.param_avals) + self.num_state
 
@@ -154,7 +155,7 @@ class Step:
         )
 
     def _before(self, op: Op) -> list[Op]:
-        """Returns the ops that an op's operands depend on."""
+        """Returns the ops on which an op's operands depend."""
         needed = {a for a in op.eqn.invars if not isinstance(a, Literal)}
         found = []
         for i in reversed(range(op.index)):
@@ -178,9 +179,9 @@ class Step:
     def isolated(
         self, params: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], shifts: Sequence[Any]
     ) -> list[Any]:
-        """Returns the next state, as a function of the last state and of a shift of each y.
+        """Returns the next state as a function of the last state and of a shift for each y.
 
-        Gradients through ops are stopped, unless the op is gradient-enabled.
+        Gradients through ops are stopped, except for ops that are gradient-enabled.
         """
 
         def on_op(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -198,7 +199,7 @@ class Step:
     # ----------------------------------------------------------------------------------------------
 
     def _find_ops(self, num_held: int) -> list[Op]:
-        """Finds the equations with trained weights. `num_held` inputs are the model's other arrays."""
+        """Finds equations with trained weights. `num_held` is the number of untrained arrays in the model."""
         found = []
         n, m = self.num_params, self.num_params + self.num_state
         data = [*self.jaxpr.invars[n:m], *self.jaxpr.invars[m + num_held :]]
@@ -226,7 +227,7 @@ class Step:
         return found
 
     def _find_groups(self) -> list[Group]:
-        """Groups states that depend on each other from one step to the next."""
+        """Groups together states that depend on each other from one step to the next."""
         parent = list(range(self.num_state))
 
         def root(i: int) -> int:
@@ -279,7 +280,7 @@ class Step:
         return relations
 
     def mixing(self) -> str | None:
-        """Explains how the step mixes positions; None if it does not."""
+        """Explains how the step mixes positions, or returns None if it doesn't."""
         moving = sorted(i for group in self.groups for i in group.states)
         ops = sorted(self.traced)
 
@@ -316,7 +317,7 @@ class Step:
         return None
 
     def _reached_by(self, number: int) -> list[bool]:
-        """Returns whether each next state has a derivative with respect to a state, or a shift of a y."""
+        """Returns whether each next state has a derivative with respect to a state or to the shift of a y."""
         shifts = [op.y_var.aval for op in self.ops]
         avals = [*self.param_avals, *self.input_avals, *self.state_avals, *shifts]
         n, m = len(self.param_avals), len(self.param_avals) + len(self.input_avals)
@@ -329,7 +330,7 @@ class Step:
 
 
 def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> list[bool]:
-    """Returns whether each result of `fn` has a derivative with respect to one argument."""
+    """Returns whether each output of `fn` has a derivative with respect to one of its arguments."""
 
     def tangents(primals: Sequence[Any], tangent: Any) -> list[Any]:
         return symbolic_tangents(fn, [i == number for i in range(len(avals))], primals, [tangent])
@@ -341,9 +342,10 @@ def reached(fn: Callable[..., list[Any]], avals: Sequence[Any], number: int) -> 
 
 
 class TracedStep:
-    """A step function `step(model, state, *inputs) -> (state, output)`, traced for given arguments.
+    """A step function `step(model, state, *inputs) -> (state, output)`, traced with the given arguments.
 
-    `params` are the model's trained arrays, and `inputs` are its other arrays followed by the inputs.
+    `params` are those arrays in the model which are trained, and `inputs` are all of its other arrays
+    followed by the actual inputs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Tools for optax: quantised optimiser states, and learning rates for adapters."""
+"""Optax extensions: quantised optimiser states and separate learning rates for adapters."""
 
 from .lora_plus import lora_plus
 from .quantize_state import QuantizedState, quantize_state

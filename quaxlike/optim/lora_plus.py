@@ -1,4 +1,4 @@
-"""`lora_plus`: a larger learning rate for adapter parts that start at zero."""
+"""LoRA+: uses a larger learning rate for those adapter parameters that are initialised to zero."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ from ..core.values import replace_fields
 
 @checked
 def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
-    """Sets a separate learning rate for each LoRA's matrix `b`, by multiplying its updates.
+    """Uses a different learning rate for the `b` matrix of each LoRA, by scaling its updates.
 
-    With the same learning rate for both matrices, `b` learns too slowly in wide layers: it starts at zero,
-    and its best learning rate is larger. For your own adapters, the class lists the parts in `faster`. Put
-    this transformation last in a chain.
+    If both matrices use the same learning rate, then `b` learns too slowly in wide layers, since it is
+    initialised to zero and its optimal learning rate is larger. Custom adapters should list the relevant
+    parameters in their `faster` attribute. This should be the last transformation in a chain.
 
     **Arguments:**
 
-    - `ratio`: the learning rate of `b`, relative to all others. Default: 16.
+    - `ratio`: the learning rate for `b`, relative to that of all other parameters. Defaults to 16.
 
     **Returns:**
 
-    A transformation. Its `init` raises a `ValueError` if this affects no trained parameter.
+    A gradient transformation. Its `init` raises a `ValueError` if no trained parameters would be affected.
 
     !!! example
 
@@ -62,7 +62,7 @@ def lora_plus(ratio: float | int = 16.0) -> optax.GradientTransformation:
 
 
 def _is_adapted(x: Any) -> bool:
-    """Returns whether `x` is an adapter, or a partitioned adapter's trained half."""
+    """Returns whether `x` is an adapter, which can also be the trainable half of a partitioned adapter."""
     return isinstance(x, AdaptedArray)
 
 

@@ -1,4 +1,4 @@
-"""`quantize_state`: quantise an optimiser's moments between updates."""
+"""`quantize_state`, which quantises an optimiser's moments in between updates."""
 
 import dataclasses
 import itertools
@@ -20,25 +20,26 @@ from ..surgery.trees import listing, path_of
 
 Moment = Literal["linear", "root"]
 
-# The fields with moments in optax's states; `State.field` if a name means something else in one state.
+# The fields of optax's states that contain moments, as `State.field` if the name alone would be ambiguous.
 _MOMENTS: dict[str, Moment | None] = {
     **dict.fromkeys(("mu", "trace", "ema", "m", "m1", "m2", "exp_avg"), "linear"),
     **dict.fromkeys(("nu", "nu_max", "n", "v", "v_row", "v_col", "e_g", "e_x", "exp_avg_sq"), "root"),
     **dict.fromkeys(("sum_of_squares", "grad_sum_sq"), "root"),
     "ScaleByAdanState.v": "linear",
     "SophiaState.nu": "linear",
-    # The variance is a difference of moments; rounding could make it negative.
+    # The variance is computed as a difference of moments, which could become negative due to rounding.
     **{f"ScaleByRStdDev{x}State.{moment}": None for x in ("", "WithCount") for moment in ("mu", "nu")},
 }
 
 
 class QuantizedState(NamedTuple):
-    """The state for [`quaxlike.optim.quantize_state`][].
+    """The state of [`quaxlike.optim.quantize_state`][].
 
     **Attributes:**
 
-    - `inner_state`: the transformation's state, with [`quaxlike.BlockArray`][]s as quantised moments.
-    - `key`: the key data for stochastic rounding, or None.
+    - `inner_state`: the state of the inner transformation, whose quantised moments are
+        [`quaxlike.BlockArray`][]s.
+    - `key`: the key data for stochastic rounding, or None if this isn't used.
     """
 
     inner_state: PyTree
@@ -56,41 +57,41 @@ def quantize_state(
     stochastic: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Quantises an optimiser's moments. Each update materialises them, and rounds the new moments.
+    """Quantises an optimiser's moments. Each update materialises them, and then quantises the new moments.
 
-    With 8 bits, this takes about a quarter of the memory of AdamW's state.
+    With 8 bits, this reduces the memory needed for AdamW's state to about a quarter.
 
-    First moments are rounded by `scheme`. Second moments are never negative, and updates are divided by their
-    square root. A linear code would round a block's small moments to zero, and the updates would be as
-    large as the learning rate divided by `eps`. So we quantise the roots of these moments instead, to one
-    scale per block times the integers 1, 2, …, 256 (16 with 4 bits). Hence a root is at least 1/256 of the
-    largest root in its block, and elements with a smaller root get a smaller update than in float32. All
-    scales are float32, as gradients may underflow in float16.
+    First moments are quantised using `scheme`. Second moments are non-negative, and updates are divided by
+    their square root. With a linear code, the smaller moments of a block would round to zero, resulting in
+    updates as large as the learning rate divided by `eps`. We instead quantise their square roots, using one
+    scale per block and the levels 1, 2, …, 256 (or 16 with 4 bits). Each root is then at least 1/256 of the
+    largest root in its block, so elements with a smaller root get smaller updates than in float32. All scales
+    are float32, since gradients can underflow in float16.
 
     **Arguments:**
 
-    - `transformation`: any transformation or chain from optax, including masks, partitions, injected
-        hyperparameters, and extra arguments.
-    - `scheme`: the codec for first moments. This is a codec for [`quaxlike.BlockArray`][] with one
-        floating-point scale per block and no zero points: `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"`,
-        `"int4_block"` … Second moments get as many bits. Default: `"q8_0"`.
-    - `block_size`: how many elements share a scale. Default: as in the codec; 32 for `"q8_0"`.
-    - `min_size`: arrays with fewer elements stay dense. Default: 4096.
-    - `moments`: a mapping for further fields, or to override a field. Keys name fields, or
-        classes and fields (`"MyState.velocity"`). The values are `"linear"`, `"root"` for numbers that are
-        never negative, or None to keep the field dense. Default: none.
-    - `stochastic`: whether to use stochastic rounding, which is unbiased. Changes below half a step then
-        still have an effect on average. Default: False.
-    - `seed`: the seed for stochastic rounding. Default: 0.
+    - `transformation`: any optax transformation or chain, including masks, partitions, injected
+        hyperparameters and extra arguments.
+    - `scheme`: the codec for first moments: any [`quaxlike.BlockArray`][] codec with one floating-point scale
+        per block and no zero points, such as `"q8_0"`, `"int8"`, `"fp8"`, `"nf4"`, `"q4_0"` or
+        `"int4_block"`. Second moments use the same number of bits. Defaults to `"q8_0"`.
+    - `block_size`: the number of elements per scale. Defaults to that of the codec, e.g. 32 for `"q8_0"`.
+    - `min_size`: arrays with fewer elements are not quantised. Defaults to 4096.
+    - `moments`: a mapping that adds or overrides fields. Keys are either fields, or classes and fields
+        (`"MyState.velocity"`). Values are `"linear"`, `"root"` for non-negative moments, or None to not
+        quantise the field. Defaults to none.
+    - `stochastic`: whether to use stochastic rounding, which is unbiased, so that changes of less than half a
+        step still have an effect on average. Defaults to False.
+    - `seed`: the seed for stochastic rounding. Defaults to 0.
 
-    In optax's own states, we know which fields hold moments: `mu`, `nu`, `trace`, `v_row` … All other
-    fields stay dense, such as copies of parameters (`z` in schedule-free optimisers) and accumulated
-    gradients.
+    For optax's own states, we know which fields contain moments, e.g. `mu`, `nu`, `trace` or `v_row`. All
+    other fields are left unquantised, including copies of the parameters (e.g. `z` in schedule-free
+    optimisers) and accumulated gradients.
 
-    **Returns:** a transformation. Its state is a [`quaxlike.optim.QuantizedState`][].
+    **Returns:** a gradient transformation with state [`quaxlike.optim.QuantizedState`][].
 
-    **Raises:** `ValueError` if the scheme is not supported. `init` also raises it if the state has large
-    arrays, but not in a known field.
+    **Raises:** `ValueError` if the scheme is not supported. `init` also raises this if the state contains
+    large arrays, but none in a field that is known to contain moments.
 
     !!! example
 
@@ -103,8 +104,8 @@ def quantize_state(
         print(ql.summary(state))
         ```
 
-    Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022); Li et al., Memory Efficient
-    Optimizers with 4-bit States (2023), for second moments without zero.
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization (2022). Excluding zero from the code
+    for second moments follows Li et al., Memory Efficient Optimizers with 4-bit States (2023).
     """
     codec = _codec(scheme)
     check_block_size(block_size)
@@ -113,7 +114,7 @@ def quantize_state(
     inner = optax.with_extra_args_support(transformation)
 
     def rounded(state: PyTree, key: Any) -> PyTree:
-        """Quantises a state's large moments."""
+        """Quantises the large moments in a state."""
         numbers = itertools.count()
 
         def leaf(kind: Moment | None, x: Any) -> Any:
@@ -128,7 +129,7 @@ def quantize_state(
         return bool(jnp.issubdtype(x.dtype, jnp.floating)) and x.size >= max(min_size, 1)
 
     def init(params: Any) -> Any:
-        # Otherwise XLA spends time on folding large constants.
+        # The barrier stops XLA from spending time on constant-folding large arrays.
         state = jax.lax.optimization_barrier(inner.init(params))
         large: dict[str, Any] = {}
         new = rounded(state, None)
@@ -157,7 +158,7 @@ def quantize_state(
 
 
 def _codec(scheme: str) -> Codec:
-    """Returns the codec for first moments, with float32 scales."""
+    """Returns the codec for first moments, modified to use float32 scales."""
     allowed = {name: codec for name, codec in CODECS.items() if codec.scales == "float" and not codec.zeros}
     if scheme not in allowed:
         hint = did_you_mean(scheme.lower(), allowed, cutoff=0.5)
@@ -169,17 +170,17 @@ def _codec(scheme: str) -> Codec:
 
 
 def _is_rounded(x: Any) -> bool:
-    # If only the scales of a quantised parameter are trained, then its moments are BlockArrays without codes.
+    # If only the scales of a quantised parameter are trained, then its moments are BlockArrays with no codes.
     return isinstance(x, BlockArray) and eqx.is_array_like(x.codes)
 
 
 def dense(state: PyTree) -> PyTree:
-    """Materialises a state's moments, for the inner transformation."""
+    """Materialises a state's moments for use by the inner transformation."""
     return jtu.tree_map(lambda x: x.materialise() if _is_rounded(x) else x, state, is_leaf=_is_rounded)
 
 
 def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None]) -> PyTree:
-    """Calls `change(kind, array)` for each array, with its field's kind."""
+    """Calls `change(kind, array)` on each array, where `kind` is that of the field it belongs to."""
     children, structure = jtu.tree_flatten_with_path(state, is_leaf=lambda x: x is not state)
     if jtu.treedef_is_leaf(structure):
         return change(None, state)
@@ -196,14 +197,14 @@ def _map_moments(change: Any, state: PyTree, known: Mapping[str, Moment | None])
 
 
 def _rounded(x: Array, kind: Moment, codec: Codec, block: int | None, key: Any) -> BlockArray:
-    """Quantises along the last axis that is divisible by the block size, else along the longest axis."""
-    size = block or 32  # without blocks, use an axis with few scales
+    """Quantises along the last axis that is divisible by the block size, falling back to the longest axis."""
+    size = block or 32  # if there are no blocks, choose an axis that needs few scales
     axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] and x.shape[i] % size == 0), None)
     axis = max(range(x.ndim), key=x.shape.__getitem__) if axis is None else axis
     order = [*(i for i in range(x.ndim) if i != axis), axis]
     rows = x.transpose(order)
     if kind == "root":
-        codec = Codec(codec.bits, bias=-1)  # represents the integers from 1
+        codec = Codec(codec.bits, bias=-1)  # represents the integers starting from 1
         rows = jnp.sqrt(jnp.maximum(rows.astype(jnp.float32), 0))
     codes, scales = encode(rows, codec, rows.shape[-1] if block is None else block, key=key)
     out: Any = BlockArray.from_codes(codes, scales, codec=codec, block_size=block, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each device stores an equal shard of every weight."""
+"""Fully sharded data parallelism, in which each device stores an equal shard of every weight."""
 
 import math
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from .placing import NamedRule, axes_of, leaf_specs_of, unnested
 
 @checked
 def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule | None = None) -> NamedRule:
-    """Makes the rule for fully sharded data parallelism.
+    """Creates a rule for fully sharded data parallelism.
 
-    Each device stores an equal shard of every weight, and gathers weights for use (an all-gather). The arrays
-    of a Value (codes, scales, an adapter's factors) are sharded independently, along any axis that is
-    divisible by the number of devices. Hence packed codes are gathered, and never dense weights. Arrays with
-    one axis, such as norm scales and biases, are replicated.
+    Each device stores an equal shard of every weight, and weights are all-gathered when used. The arrays
+    within a Value (e.g. codes, scales, or an adapter's factors) are sharded independently, along any axis
+    that is divisible by the number of devices, so that we gather packed codes rather than materialised
+    weights. One-dimensional arrays, such as norm scales and biases, are replicated.
 
     **Arguments:**
 
-    - `mesh`: the mesh. This may be an abstract mesh.
-    - `axis`: the mesh axis, or axes, to shard over. Default: all axes that `over` does not use.
-    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Its shards are split
-        further. Default: none.
+    - `mesh`: the mesh, which can be an abstract mesh.
+    - `axis`: the mesh axis or axes to shard over. Defaults to all axes that aren't used by `over`.
+    - `over`: another rule, such as [`tensor_parallel`][quaxlike.lm.tensor_parallel], whose shards are sharded
+        further. Defaults to none.
 
-    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and
-    [`specs_for`][quaxlike.sharding.specs_for]. It works for any model, and for an optimiser's state.
+    **Returns:** a rule for use with [`shard`][quaxlike.sharding.shard] or
+    [`specs_for`][quaxlike.sharding.specs_for]. It can be used for any model, and for optimiser states.
 
-    **Raises:** `ValueError` if the mesh does not have an axis.
+    **Raises:** `ValueError` if the mesh does not have an axis with the given name.
 
     !!! example
 
@@ -67,10 +67,10 @@ def fsdp(mesh: Any, *, axis: str | Sequence[str] | None = None, over: NamedRule 
 
 
 def _cut_further(x: Any, spec: jax.P, mesh: Any, axes: tuple[str, ...]) -> jax.P:
-    """Shards one more axis of an array, over the free mesh axes.
+    """Additionally shards one axis of an array over the unused mesh axes.
 
-    This is preferably an axis sharded already, so an all-gather keeps its order; else the
-    longest.
+    We prefer an axis that is already sharded, so that an all-gather preserves the order, and otherwise choose
+    the longest axis.
     """
     entries = [axes_of(entry) for entry in (*spec, *[None] * (len(x.shape) - len(spec)))]
     used = {name for entry in entries for name in entry}

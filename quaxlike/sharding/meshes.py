@@ -1,7 +1,7 @@
-"""Names for mesh axes, the mesh that arrays are on, and meshes described by a text.
+"""Helpers for meshes: axis names, finding the mesh of some arrays, and parsing meshes from strings.
 
-If a mesh's axes are explicit, JAX does not infer the sharding of some operations, such as lookups.
-Models must state these shardings through the functions below, or tracing raises an error.
+With explicit mesh axes, JAX cannot infer the output sharding of some operations, such as indexing, and
+raises an error during tracing. Models should use the functions below, which specify these shardings.
 """
 
 import math
@@ -15,16 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from ..core.quaxify import value_of
 
-#: Names of mesh axes for tensor parallelism, expert parallelism and context parallelism.
+#: Names of mesh axes for tensor parallelism, expert parallelism and context parallelism respectively.
 MODEL_AXES = ("model", "tensor", "tp")
 EXPERT_AXES = ("expert", "ep")
 SEQUENCE_AXES = ("seq", "context", "cp")
 
 
 def expert_axis(mesh: Any, count: int | None = None) -> str | None:
-    """Finds the mesh axis for expert parallelism, or else for tensor parallelism.
+    """Finds the mesh axis for expert parallelism, falling back to the one for tensor parallelism.
 
-    Returns None if no such axis is free, or if `count` experts cannot be divided evenly.
+    Returns None if no such axis is available, or if `count` isn't divisible by its size.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = jax.sharding.AxisType.Manual
@@ -35,9 +35,9 @@ def expert_axis(mesh: Any, count: int | None = None) -> str | None:
 
 
 def sequence_axis(tree: Any) -> str | None:
-    """Finds the mesh axis for context parallelism of these arrays, along their first axis (the tokens).
+    """Finds the mesh axis for context parallelism, i.e. along the first axis (tokens) of the given arrays.
 
-    Returns None if no such axis is free, or if the tokens cannot be divided evenly.
+    Returns None if no such axis is available, or if the number of tokens isn't divisible by its size.
     """
     if (mesh := mesh_of(tree)) is None:
         return None
@@ -50,18 +50,18 @@ def sequence_axis(tree: Any) -> str | None:
 
 
 def mesh_of(tree: Any) -> Any:
-    """Returns the mesh in the types of a tree's arrays, also inside `jax.jit`; None for a single device."""
+    """Returns the mesh of a tree's arrays, even inside `jax.jit`, or None if they are on a single device."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Makes a mesh with all devices from a text such as "data=2,model=4", with automatic axes.
+    """Creates a mesh over all devices from a string such as "data=2,model=4". Its axes are automatic.
 
-    `devices` may be devices to compile for, e.g. those of a described topology. By default, they are those at
-    hand.
+    `devices` can be used to compile for other devices, e.g. those of a topology description. Defaults to the
+    available devices.
 
-    **Raises:** `ValueError` if the text is malformed, or the device count does not match.
+    **Raises:** `ValueError` if the string is malformed, or if the number of devices doesn't match.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -86,7 +86,7 @@ def mesh_from_text(text: str, devices: Sequence[Any] | None = None) -> jax.shard
 
 
 def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Array, "tokens hidden"]:
-    """Looks up an embedding's rows, sharded like the tokens. Rows are not sharded."""
+    """Looks up rows of an embedding. The output is sharded like the tokens, with unsharded rows."""
     mesh = mesh_of((embedding, at))
     if mesh is None or not mesh.explicit_axes:
         return jax.vmap(lambda at: embedding(at))(at)
@@ -95,7 +95,7 @@ def rows_of(embedding: eqx.nn.Embedding, at: Int[Array, " tokens"]) -> Float[Arr
 
 
 def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
-    """Reshards `x`, so its last axis is not sharded."""
+    """Reshards `x` so that its last axis is unsharded."""
     mesh = mesh_of(x)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -104,9 +104,9 @@ def whole_rows(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
 
 
 def divided_along(axis: str, tree: Any) -> Any:
-    """Returns the Values behind a tree's leaves, if `axis` shards the first axis of every array.
+    """Returns the Values underlying a tree's leaves if the first axis of every array is sharded over `axis`.
 
-    Returns None otherwise.
+    Otherwise returns None.
     """
     tree = jax.tree.map(value_of, tree)
     divided = all(tuple(jax.typeof(x).sharding.spec)[:1] == (axis,) for x in jax.tree.leaves(tree))

@@ -1,7 +1,8 @@
-"""Partition specs for models with Values, and placement of models on meshes.
+"""Partition specs for models that contain Values, and functions to shard models over a mesh.
 
-A spec is for the logical array, and the specs of a Value's parts are derived from it. A shard of a Value must
-be a Value of the same type, with whole blocks. Otherwise a device could not compute with its own shard.
+A spec describes the logical array, from which we derive the specs for the individual arrays in a Value. Each
+shard of a Value must itself be a Value of the same type with whole blocks, as devices couldn't compute with
+their shards otherwise.
 """
 
 import math
@@ -29,29 +30,31 @@ Rule = NamedRule | Mapping[str, jax.P]
 
 @checked
 def specs_for(model: PyTree, rule: Rule) -> PyTree:
-    """Finds a partition spec for each array in a model, including parts of Values. Use this to shard a model.
+    """Computes the partition spec of every array in a model, including those inside Values.
 
-    A rule applies to logical arrays. For example, a spec for a weight of shape `(out, in)` works for a plain
-    array, for 4-bit codes with scales, and for both of these with an adapter.
+    Rules apply to logical arrays. For example, the spec for a weight of shape `(out, in)` works regardless of
+    whether this is a plain array, 4-bit codes with scales, or either of these with an adapter.
 
     **Arguments:**
 
-    - `model`: any pytree. Its arrays may be `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`).
-    - `rule`: a dict from regular expressions to partition specs. The first expression that matches a whole
-        name is used; a layer's name means its `weight`. Alternatively, a callable that receives the name
-        and the array or Value. It returns a spec, or a Value with a spec in place of each array, as
-        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel] do. Arrays
-        without a spec, or with None, are replicated.
+    - `model`: any pytree. Its arrays can be `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`).
+    - `rule`: a dict from regular expressions to partition specs, in which the first expression that matches a
+        full name is used, and the name of a layer refers to its `weight`. Alternatively, a function of the
+        name and the array or Value that returns a spec, or a Value with a spec in place of each array, as do
+        [`fsdp`][quaxlike.sharding.fsdp] and [`tensor_parallel`][quaxlike.lm.tensor_parallel]. Arrays whose
+        spec is missing or None are replicated.
 
-    Doubly quantised scales have blocks that span several rows. If a spec shards the rows, then it
-    applies to the weight with float32 scales, and [`shard`][quaxlike.sharding.shard] converts the weight. The
-    numbers stay the same, but they take 4.5 instead of 4.13 bits per weight (in blocks of 64).
+    The blocks of doubly quantised scales span several rows. If a spec shards the rows, then we return
+    specs for the weight with float32 scales, to which [`shard`][quaxlike.sharding.shard] converts it. This
+    leaves the weight's values unchanged, but increases its size from 4.13 to 4.5 bits per element (for blocks
+    of 64).
 
-    **Returns:** the model with a `jax.P` for each array, also inside Values, and None for leaves that are
-    not arrays. Pass this to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or `jax.jit`.
+    **Returns:** the model with each array replaced by a `jax.P`, including inside Values, and all other
+    leaves replaced by None. This can be passed to [`shard`][quaxlike.sharding.shard], `jax.shard_map` or
+    `jax.jit`.
 
-    **Raises:** `ValueError` if a pattern matches nothing (the message lists near misses), or if a spec does
-    not fit an array or a Value.
+    **Raises:** `ValueError` if a pattern doesn't match anything, in which case the message suggests similar
+    names, or if a spec isn't valid for an array or Value.
 
     !!! example
 
@@ -63,7 +66,7 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
         specs = specs_for(mlp, {r"layers\\.\\d": jax.P("model", None)})
         ```
 
-    Partition rules by parameter names follow T5X and EasyLM.
+    Partition rules based on parameter names follow T5X and EasyLM.
     """
     arrays = named_arrays(model)
     spec_by_name = by_name(rule, arrays, arrays)
@@ -77,9 +80,10 @@ def specs_for(model: PyTree, rule: Rule) -> PyTree:
 
 
 def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None = None) -> NamedRule:
-    """Turns a rule into a callable. Raises if a regular expression in it matches nothing.
+    """Converts a rule to a callable. Raises an error if any of its regular expressions don't match anything.
 
-    **Arguments:** `arrays`, by these names, improve the hints in errors. Default: hints only list names.
+    **Arguments:** `arrays` maps these names to arrays, for better hints in error messages. By default, hints
+    only list the names.
     """
     if not isinstance(rule, Mapping):
         return rule
@@ -92,9 +96,9 @@ def by_name(rule: Rule, names: Iterable[str], arrays: Mapping[str, Any] | None =
 
 
 def leaf_specs_of(name: str, leaf: Any, spec: Any) -> Any:
-    """Returns the spec for an array; for a Value, a Value with a spec in place of each leaf.
+    """Returns the spec for an array or, for a Value, the Value with a spec in place of each leaf.
 
-    `spec` is for the logical array, or None, or already a Value of specs.
+    `spec` is either a spec for the logical array, None, or a Value that already contains specs.
     """
     if is_value(spec):
         return spec
@@ -121,7 +125,7 @@ def _follow(leaf: Any, spec: jax.P) -> Any:
 
 
 def unnested(value: Any) -> Any:
-    """Replaces doubly quantised scales by float32 scales, so more axes can be sharded."""
+    """Replaces doubly quantised scales with float32 scales, so that more axes can be sharded."""
 
     def is_quantized(x: Any) -> Any:
         return isinstance(x, AbstractQuantizedArray)
@@ -132,7 +136,7 @@ def unnested(value: Any) -> Any:
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes in one entry of a spec."""
+    """Returns the mesh axes in a single entry of a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -143,11 +147,11 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     """Shards a model over a mesh.
 
-    Call this once, before training or generation. Inside `jax.jit`, use
+    This should be called once, before training or generation. Inside `jax.jit`, use
     [`constrain`][quaxlike.sharding.constrain] instead.
 
-    Doubly quantised scales become float32 if their rows are sharded, as their blocks span several rows: see
-    [`specs_for`][quaxlike.sharding.specs_for].
+    Doubly quantised scales are converted to float32 if their rows are sharded, since their blocks span
+    several rows. See [`specs_for`][quaxlike.sharding.specs_for].
 
     **Arguments:**
 
@@ -155,16 +159,16 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
     - `mesh`: the mesh.
     - `specs`: one of
 
-        - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. It can be a dict of regular expressions,
-            unless the model itself is a dict;
-        - what `specs_for` returned;
-        - a pytree prefix for the model. A spec applies to all arrays below it. For a Value, this means its
-            logical array.
+        - a rule, as for [`specs_for`][quaxlike.sharding.specs_for]. This can be a dict of regular
+            expressions, unless the model is itself a dict;
+        - the output of `specs_for`;
+        - a pytree of specs that is a prefix of the model, in which each spec applies to all arrays below it.
+            For Values, a spec refers to the logical array.
 
-    **Returns:** the model with its arrays on the mesh. Other leaves are unchanged.
+    **Returns:** the model with its arrays sharded over the mesh. All other leaves are unchanged.
 
-    **Raises:** `ValueError` if the mesh does not have an axis, or if an array cannot be divided evenly. Also
-    if this would split a block of a quantised array.
+    **Raises:** `ValueError` if the mesh does not have one of the named axes, if an array's shape is not
+    divisible by the number of devices, or if sharding would split a block of a quantised array.
 
     !!! example
 
@@ -180,7 +184,7 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         mlp = shard(mlp, mesh, tensor_parallel(mlp, mesh))
         ```
     """
-    placed: dict[Any, tuple[Any, Any]] = {}  # by identity, to place shared arrays only once
+    placed: dict[Any, tuple[Any, Any]] = {}  # keyed by identity, so that shared arrays are only placed once
 
     def put(x: Any, sharding: Any) -> Any:
         key = id(x), sharding
@@ -193,17 +197,18 @@ def shard(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 @checked
 def abstract(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Describes what `shard` returns, with a `jax.ShapeDtypeStruct` with sharding for each array.
+    """Computes the shapes and shardings that `shard` would return, without placing any arrays.
 
-    Checkpoint libraries such as Orbax can restore arrays directly into these shardings. The mesh and the
-    number of processes may differ from the ones that saved the checkpoint.
+    This is useful for restoring a checkpoint directly into its final sharding, for example with Orbax. The
+    mesh and the number of processes don't have to match those with which the checkpoint was saved.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays in `model` may be
-        `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), as their values are not used.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. The arrays in `model` can be
+        `jax.ShapeDtypeStruct`s (see `eqx.filter_eval_shape`), since their values aren't used.
 
-    **Returns:** the model with a `jax.ShapeDtypeStruct` for each array. Other leaves are unchanged.
+    **Returns:** the model with each array replaced by a `jax.ShapeDtypeStruct` that has a sharding. All other
+    leaves are unchanged.
 
     **Raises:** `ValueError`, as for `shard`.
 
@@ -238,18 +243,18 @@ def _is_array(x: Any) -> bool:
 
 @checked
 def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
-    """Constrains how a model's arrays are sharded inside `jax.jit`.
+    """Constrains the sharding of a model's arrays inside `jax.jit`.
 
-    Use this to gather parameters under [`fsdp`][quaxlike.sharding.fsdp]: codes and scales are gathered,
-    instead of dense weights, and activations stay sharded along the batch. If the mesh's axes are
-    explicit, then arrays are resharded (`jax.sharding.reshard`).
+    For example, this can be used to gather parameters under [`fsdp`][quaxlike.sharding.fsdp], so that the
+    codes and scales are gathered rather than the materialised weights, and activations remain sharded along
+    the batch axis. For a mesh with explicit axes, this uses `jax.sharding.reshard`.
 
     **Arguments:**
 
-    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. In `specs`, None replicates an
-        array, as does a rule that returns None.
+    - `model`, `mesh`, `specs`: as for [`shard`][quaxlike.sharding.shard]. Arrays whose spec is None, or for
+        which a rule returns None, are replicated.
 
-    **Returns:** the constrained model.
+    **Returns:** the model with its shardings constrained.
 
     **Raises:** `ValueError`, as for `shard`.
 
@@ -271,7 +276,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
         apply(shard(mlp, mesh, fsdp(mesh)), jnp.ones((8, 64)))
         ```
     """
-    at_work: Any = jax.sharding.get_abstract_mesh()  # inside `auto_axes`, axes have other types
+    at_work: Any = jax.sharding.get_abstract_mesh()  # axis types are different inside `auto_axes`
     if at_work.empty or at_work.shape != mesh.shape:
         at_work = mesh
     explicit = all(kind == jax.sharding.AxisType.Explicit for kind in at_work.axis_types)
@@ -280,7 +285,7 @@ def constrain(model: _Model, mesh: jax.sharding.Mesh, specs: PyTree) -> _Model:
 
 
 def _each(model: _Model, mesh: Any, specs: Any, put: Callable[[Any, Any], Any]) -> _Model:
-    made = callable(specs) and jtu.all_leaves([specs])  # a module of specs is callable too
+    made = callable(specs) and jtu.all_leaves([specs])  # a module containing specs can also be callable
     if made or (isinstance(specs, Mapping) and not isinstance(model, Mapping)):
         specs = specs_for(model, specs)
 
@@ -309,9 +314,9 @@ def _placed(name: str, leaf: Any, spec: Any, mesh: Any, put: Callable[[Any, Any]
 
 
 def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
-    """Prepares an array or a Value for sharding, and finds its specs.
+    """Converts an array or a Value to a form that can be sharded, and computes its specs.
 
-    Arrays may be `jax.ShapeDtypeStruct`s. Raises `ValueError` if it cannot be divided evenly.
+    The arrays can be `jax.ShapeDtypeStruct`s. Raises `ValueError` if they can't be divided evenly.
     """
     specs = leaf_specs_of(name, leaf, spec)
     if is_value(leaf) and jtu.tree_structure(specs) != jtu.tree_structure(leaf):
@@ -323,9 +328,9 @@ def spread(name: str, leaf: Any, spec: Any, mesh: Any) -> tuple[Any, Any]:
 
 
 def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
-    """Explains why an array cannot be sharded by these specs; None if it can.
+    """Explains why an array can't be sharded according to these specs, or returns None if it can.
 
-    The result continues a sentence that starts with the array's name.
+    The explanation is the end of a sentence that starts with the array's name.
     """
     parts = [(path_of(path), x) for path, x in jtu.tree_leaves_with_path(leaf)]
     specs = jtu.tree_leaves(specs)
@@ -347,7 +352,7 @@ def _refusal(leaf: Any, specs: Any, mesh: Any) -> str | None:
 
 
 def _remedy(leaf: Any, specs: Sequence[Any], entry: Any, devices: int) -> str:
-    """A hint for parts of a Value: all parts sharded over the same devices must be divided evenly."""
+    """Suggests how to shard a Value, whose arrays must all be divisible by the same number of devices."""
     sizes = [
         x.shape[axis]
         for x, spec in zip(jtu.tree_leaves(leaf), specs, strict=True)

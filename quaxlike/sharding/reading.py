@@ -1,7 +1,8 @@
-"""Reads arrays onto a mesh that several processes share.
+"""Reads arrays directly onto a mesh that spans multiple processes.
 
-Each process reads only the rows that its own devices store, if it can. Rows can be read separately only if
-they depend on the same rows of every part of a Value (`goes_by_rows`); anything else is read whole.
+If possible, each process only reads those rows that are stored on its own devices. This requires that each
+row of a Value depends only on the same row of every array it consists of (`goes_by_rows`); otherwise, the
+whole array is read.
 """
 
 import dataclasses
@@ -20,11 +21,12 @@ from .placing import NamedRule, leaf_specs_of, spread, unnested
 
 @dataclasses.dataclass(frozen=True)
 class RowReader:
-    """An array or a Value that can be read in parts.
+    """An array or Value that can be read in parts.
 
-    `count` is the first axis's length, or None if it can only be read whole. `read` is called without
-    arguments for the whole array, or with `start` and `stop` for some rows. These are multiples of `step`, or
-    the end. `read` may return a view of a file. `then` is applied to the rows, and must map rows to rows.
+    `count` is the length of the first axis, or None if the array can only be read as a whole, in which case
+    `read` is called without arguments. Otherwise, `read(start, stop)` reads a range of rows, whose bounds are
+    multiples of `step` or the end of the array. This can return a view of a file. `then` is applied to the
+    rows that were read, and must operate on each row independently.
     """
 
     count: int | None
@@ -39,7 +41,7 @@ class RowReader:
         return self.then(self.read(start, stop))
 
     def like(self) -> Any:
-        """Describes the whole array by `jax.ShapeDtypeStruct`s; None if a part is not stored by rows."""
+        """Returns the whole array as `jax.ShapeDtypeStruct`s, or None if any part isn't stored by rows."""
         if self.count is None:
             return None
         first = self.read(0, min(self.step, self.count))
@@ -57,8 +59,9 @@ class RowReader:
 def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
     """Reads an array or a Value onto a mesh.
 
-    A process reads only the rows that its own devices need, if all parts of a Value are stored by rows and no
-    block spans several rows. Otherwise it reads the whole array, and keeps its devices' shards.
+    If every array in a Value is stored by rows, with no block spanning several rows, then each process only
+    reads the rows that its own devices need. Otherwise it reads the whole array and discards the other
+    devices' shards.
 
     **Raises:** `ValueError`, as for [`shard`][quaxlike.sharding.shard].
     """
@@ -71,13 +74,15 @@ def read_onto(name: str, rows: RowReader, mesh: Any, rule: NamedRule) -> Any:
 
 
 def _is_shared(mesh: Any) -> bool:
-    """Returns whether other processes have devices in the mesh."""
+    """Returns whether the mesh includes devices of other processes."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def goes_by_rows(value: Any) -> bool:
-    """Returns whether rows of a Value depend only on the same rows of each part; True for arrays with
-    rows."""
+    """Returns whether each row of a Value depends only on the same row of each array in it.
+
+    This is always true for plain arrays with at least one axis.
+    """
     if not value.shape:
         return False
     if not is_value(value):
@@ -97,7 +102,7 @@ def _specs(name: str, like: Any, mesh: Any, rule: NamedRule) -> tuple[Any, Any]:
 
 
 def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, int]:
-    """Returns which rows this process's devices need."""
+    """Returns the range of rows that are needed by this process's devices."""
     assert rows.count is not None
     starts, stops = [rows.count], [0]
     for x, spec in zip(jtu.tree_leaves(like), jtu.tree_leaves(specs), strict=True):
@@ -110,7 +115,7 @@ def _own_rows(like: Any, specs: Any, mesh: Any, rows: RowReader) -> tuple[int, i
 
 
 def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedRule) -> Any:
-    """Places an array on the mesh, given its rows `part` from `start` on."""
+    """Places an array on the mesh. `part` contains its rows, starting from `start`."""
     shapes, specs = _specs(name, like, mesh, rule)
     if jtu.tree_structure(shapes) != jtu.tree_structure(part):
         part = unnested(part)
@@ -119,7 +124,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
     def put(x: Any, whole: Any, spec: jax.P) -> Any:
         sharding = jax.NamedSharding(mesh, spec)
         if sharding.is_fully_addressable and isinstance(x, jax.Array):
-            return jax.device_put(x, sharding)  # from device to device
+            return jax.device_put(x, sharding)  # copies directly between devices
         if own != count and x.shape[0] * count != whole.shape[0] * own:
             raise ValueError(
                 f"{name}: {own} of {count} rows have a part of shape {x.shape}, all of them {whole.shape}."
@@ -131,7 +136,7 @@ def _placed(name: str, part: Any, start: int, like: Any, mesh: Any, rule: NamedR
             if whole.shape and index:
                 first, last, _ = index[0].indices(whole.shape[0])
                 index = (slice(first - offset, last - offset), *index[1:])
-            return np.array(local[index or ()], order="C")  # not a view of the file
+            return np.array(local[index or ()], order="C")  # copied, so that we don't keep the file mapped
 
         return jax.make_array_from_callback(whole.shape, sharding, stored)
 

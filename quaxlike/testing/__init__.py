@@ -1,6 +1,4 @@
-"""Tests for authors: values under all transforms, functions on many kinds of Values, and types that refuse to
-materialise.
-"""
+"""Tools for testing custom types under all transforms, and for testing functions on many kinds of Values."""
 
 from .check import check_type
 from .functions import check_program

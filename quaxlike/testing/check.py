@@ -1,4 +1,4 @@
-"""`check_type`: tests a value of any type under all transforms."""
+"""`check_type`, which tests a value of any type under all transforms."""
 
 import contextlib
 import dataclasses
@@ -28,31 +28,30 @@ Programs = Mapping[str, Callable[[Any], Any]] | Iterable[Callable[[Any], Any]]
 
 
 def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
-    """Tests a value under all transforms, against its dense array.
+    """Tests a value under all transforms, by comparing it with its materialised array.
 
-    The hooks of the type are checked first: `aval`, static fields, flattening, pickling, stacking, `linear`,
-    `leading_axis`, `promote`, `widen`, `cotangent`, `shard_spec`. Then each program runs on the Value and on
-    its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and under
-    `jax.grad` with respect to every inexact leaf. If the results differ, each step of the program is compared
-    with its primitive, so the report names the first wrong rule.
+    We start by checking the type's hooks: `aval`, static fields, flattening, pickling, stacking, `linear`,
+    `leading_axis`, `promote`, `widen`, `cotangent` and `shard_spec`. Each program is then run both on the
+    Value and on its materialised array: eagerly, under `jax.jit`, under `jax.vmap` over a stack of two, and
+    under `jax.grad` with respect to every inexact leaf. If the results differ, then we compare each step of
+    the program with its primitive, so that the report can point to the first incorrect rule.
 
-    It isn't a failure if a value is materialised because its type doesn't have a rule; the table shows where
-    this happens. Inside `with quaxlike.on_materialise("error")`, and for types from
-    [`quaxlike.testing.refuses`][], it is.
-    All programs together take about half a minute.
+    It isn't a failure if a value is materialised because its type doesn't have a rule, though the table shows
+    where this happens. (This is a failure inside `with quaxlike.on_materialise("error")`, and for types from
+    [`quaxlike.testing.refuses`][].) Running all programs takes about half a minute.
 
     **Arguments:**
 
-    - `value`: any small Value, with a few elements along each axis.
-    - `programs`: functions of one array, by name or in a sequence. Default: programs for about sixty
-        transforms in JAX and Equinox, layers with the value as a weight if it is a square matrix, and a few
-        programs for each primitive with a rule for this type.
+    - `value`: a small Value, with just a few elements along each axis.
+    - `programs`: functions of one array, either as a dict keyed by name or as a sequence. By default, we use
+        programs for about sixty transforms in JAX and Equinox, layers that have the value as their weight (if
+        it is a square matrix), and a few programs for each primitive that has a rule for this type.
 
-    **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. Its `failures` are
-    empty for a correct type.
+    **Returns:** a [`TypeReport`][quaxlike.testing.TypeReport], which prints as a table. If the type is
+    correct, then it has no `failures`.
 
-    **Raises:** `TypeError` if `value` is not a Value; and any error from `materialise`, since there is
-    nothing to compare with then.
+    **Raises:** `TypeError` if `value` is not a Value. Any error raised by `materialise`, since there is then
+    nothing to compare with.
 
     !!! example
 
@@ -80,7 +79,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
     hooks = check_hooks(subject)
     checks = [Check(name, {"eager": result}, message=message) for name, (result, message) in hooks.items()]
     wrong = next((dataclasses.replace(c, culprit=c.name) for c in checks if c.failed), None)
-    if wrong is not None:  # this might also be the reason for other failures
+    if wrong is not None:  # this could also be what causes any further failures
         checks = [dataclasses.replace(c, culprit=wrong.name) if c.failed else c for c in checks]
     runner = _Runner(subject, wrong)
     rules = rules_for(type(value))
@@ -97,7 +96,7 @@ def check_type(value: Value, *, programs: Programs | None = None) -> TypeReport:
 
 
 def _splits_rows(subject: Subject) -> bool:
-    """Returns whether the value's rows can be spread over as many devices as the array's."""
+    """Returns whether the value's rows can be sharded over as many devices as those of the array."""
     try:
         split = subject.split(0) if subject.dense.ndim else None
     except Wrong:
@@ -117,12 +116,12 @@ def _named(programs: Programs) -> dict[str, Program]:
 
 
 class _Runner:
-    """Runs programs on the value and on its array, and compares the results."""
+    """Runs programs on both the value and its materialised array, and compares the results."""
 
     def __init__(self, subject: Subject, wrong: Check | None) -> None:
         self.subject = subject
-        self.wrong = wrong  # the first wrong hook
-        self.met: set[str] = set()  # rules used, by source location
+        self.wrong = wrong  # the first incorrect hook
+        self.met: set[str] = set()  # the source locations of all rules that were used
         self.linear = is_linear(subject.value)
         self.dtypes = not type(subject.value).own_dtypes
         size = size_of(subject.dense)
@@ -147,7 +146,7 @@ class _Runner:
         errors: list[Exception] = []
         for mode in program.modes:
             want, got = expected[name, mode], found[name, mode]
-            if isinstance(want, Exception):  # this isn't supported by plain JAX either
+            if isinstance(want, Exception):  # plain JAX doesn't support this either
                 results[mode] = "-"
             elif isinstance(got, OperandMismatch | StructureError):
                 results[mode], messages["declined"] = "declined", str(got)
@@ -169,10 +168,10 @@ class _Runner:
             return self._blamed(check, program, errors) if check.failed else check
 
     def _explain(self, program: Program) -> str:
-        """Returns the first primitive which materialises the value. Also records which rules were used."""
+        """Returns the first primitive that materialises the value, and records which rules were used."""
         try:
             report = explain(program.run)(self.subject.value)
-        except Exception:  # the program's own error, reported already
+        except Exception:  # the program raised an error, which has already been reported
             return ""
         self.met |= {row.rule for row in report.rules if row.rule}
         return "" if report.first_loss is None else report.first_loss.primitive

@@ -1,4 +1,4 @@
-"""Compares two results."""
+"""Compares the results of two programs."""
 
 from typing import Any, NamedTuple
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-# The allowed difference by itemsize, relative to the largest element.
+# Maps itemsize to the allowed difference, relative to the largest element.
 _TOLERANCE = {2: 4e-2, 4: 6e-4, 8: 2e-6}
 
 
 class Disagreement(NamedTuple):
-    """How two results differ. `str` gives the text."""
+    """The difference between two results, which `str` formats for use in a report."""
 
     kind: str
-    """"structure", "shape", "dtype", "weak type" or "numbers"."""
+    """One of "structure", "shape", "dtype", "weak type" or "numbers"."""
     text: str
 
     def __str__(self) -> str:
@@ -33,17 +33,17 @@ def disagreement(
     scale: float | int = 0.0,
     nans: bool = True,
 ) -> Disagreement | None:
-    """Returns how two trees of arrays differ, types before numbers; None if they agree.
+    """Returns the difference between two pytrees of arrays, or None if they agree. Types are compared first.
 
     **Arguments:**
 
-    - `dtypes`: whether dtypes must agree.
-    - `weak_types`: whether weak types must agree.
-    - `tolerance`: the allowed difference, relative to the largest finite element. Default: depends on the
-        dtypes.
+    - `dtypes`: whether to compare dtypes.
+    - `weak_types`: whether to compare weak types.
+    - `tolerance`: the allowed difference, relative to the largest finite element. By default, this depends on
+        the dtypes.
     - `atol`: the allowed absolute difference.
-    - `scale`: the size of the summands, for sums which nearly cancel.
-    - `nans`: whether there must be a NaN wherever one is expected.
+    - `scale`: the magnitude of the summands, in case of sums that nearly cancel.
+    - `nans`: whether NaNs are required in the same positions.
     """
     trees = jtu.tree_structure(found), jtu.tree_structure(expected)
     if trees[0] != trees[1]:
@@ -86,12 +86,12 @@ def _difference(
 
 
 def _has_numbers(x: Any) -> bool:
-    """The gradients of integers have none."""
+    """Returns whether an array has values to compare, unlike the gradients of integers."""
     return jnp.result_type(x) != jax.dtypes.float0
 
 
 def tolerance_of(dtype: Any) -> float | int:
-    """Returns the allowed difference for a dtype, relative to the largest element; 0 for exact dtypes."""
+    """Returns the allowed difference for a dtype, relative to the largest element. 0 for exact dtypes."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
     return _TOLERANCE[min(8, jnp.finfo(dtype).bits // 8)]
@@ -102,7 +102,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def weighted_sum(tree: Any) -> Any:
-    """Sums all inexact arrays in a tree, with a different weight for each element."""
+    """Computes a weighted sum of all inexact arrays in a tree, with a different weight for each element."""
     total = jnp.zeros(())
     for x in filter(is_inexact, jtu.tree_leaves(tree)):
         real = jnp.real(x) + jnp.imag(x) if jnp.iscomplexobj(x) else x
@@ -114,7 +114,7 @@ def weighted_sum(tree: Any) -> Any:
 
 
 def size_of(tree: Any) -> float | int:
-    """Returns the largest finite absolute value in a tree; at least 1e-30."""
+    """Returns the largest finite absolute value in a tree, or 1e-30 if this is larger."""
     arrays = [np.abs(np.asarray(x)).ravel() for x in jtu.tree_leaves(tree) if is_inexact(x)]
     finite = [x[np.isfinite(x)].max(initial=0.0) for x in arrays]
     return float(max(finite, default=0.0)) + 1e-30

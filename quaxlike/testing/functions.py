@@ -1,4 +1,4 @@
-"""`check_program`: tests a user's function on many kinds of Values."""
+"""`check_program`, which tests a user's function on many kinds of Values."""
 
 import contextlib
 import dataclasses
@@ -37,43 +37,46 @@ def check_program(
     rtol: float | int | None = None,
     atol: float | int = 0.0,
 ) -> ProgramReport:
-    """Tests whether a function works for any kind of array.
+    """Tests whether a function works with any kind of array.
 
-    We call the function with several kinds of Values in place of its arrays, first for one argument at a time
-    and then for all of them, and compare the results to those on arrays. If the function requires something
-    that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it treats them
-    differently, then the report includes the line at which this happens. This is the counterpart of
-    [`quaxlike.testing.check_type`][], which tests a type.
+    The function is called with several kinds of Values in place of its arrays, first for one argument at a
+    time and then for all of them, and the results are compared with those on arrays. If the function requires
+    something that other kinds of arrays don't have (e.g. concrete elements for NumPy or `if`), or if it
+    treats them differently, then the report includes the line at which this happens. This is the counterpart
+    to [`quaxlike.testing.check_type`][], which tests a type.
 
-    The kinds are:
+    The available kinds are:
 
-    - `"passes through"`: an array in a box. Primitives apply to the array, and their results are boxed again.
-    - `"refuses"`: likewise, but it refuses to become an array, and so does everything computed from it.
-    - `"metadata"`: likewise, with metadata next to the array, in a module with static fields.
-    - `"non-linear"`: the product of two leaves. This has no rules, so primitives make it dense.
-    - `"stacked"`: the sum of two arrays in one leaf, which has another shape than the array. It has no rules.
-    - `"half precision"`: a box with a bfloat16 array. It is compared with an array of this dtype. If the
-        function gives different numbers for this array than for the original one, because it takes another
-        path, this is a failure too.
+    - `"passes through"`: wraps an array. Primitives are applied to the array, and their results are wrapped
+        again.
+    - `"refuses"`: as above, but raises an error when materialised, as does anything computed from it.
+    - `"metadata"`: as above, with additional metadata stored as a module with static fields.
+    - `"non-linear"`: the product of two leaves. This has no rules, so primitives materialise it.
+    - `"stacked"`: the sum of two arrays which are stored as one leaf, whose shape therefore differs from that
+        of the array. This has no rules either.
+    - `"half precision"`: wraps a bfloat16 array, and is compared with an array of the same dtype. It is also
+        a failure if the function returns different values for this array than for the original one because it
+        takes a different code path.
 
     **Arguments:**
 
-    - `fn`: the function. This returns a tree of arrays, and the same one for the same arguments.
-    - `arrays`: its arguments: trees of small arrays (random keys, and anything else, stay as they are).
-    - `which`: the names of the kinds to try; or a dict with functions making a Value from an array (or
-        return None if there is none for it). Default: all of the above.
-    - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` over a stack of two, `"jvp"` and
-        `"grad"`, with respect to all inexact leaves, are around `quaxify(fn)`; `"jit inside"` is
-        `quaxify(jax.jit(fn))`; `"two levels"` is a `quaxify` in another, each dispatching on every second
-        Value. Default: all. A kind which raises an error even on arrays is left out.
-    - `rtol`: the allowed difference, relative to the largest element. Default: depends on the dtypes.
+    - `fn`: the function. It should return a pytree of arrays, and must be deterministic.
+    - `arrays`: its arguments, as pytrees of small arrays. Random keys, and leaves that aren't arrays, are
+        passed through unchanged.
+    - `which`: the names of the kinds to try. Alternatively, a dict of functions that convert an array to a
+        Value, or return None if this isn't possible. Defaults to all of the above.
+    - `transforms`: the transforms to try. `"eager"`, `"jit"`, `"vmap"` (over a stack of two), `"jvp"` and
+        `"grad"` (with respect to all inexact leaves) are applied to `quaxify(fn)`; `"jit inside"` is
+        `quaxify(jax.jit(fn))`; and `"two levels"` is two nested `quaxify`s, each dispatching on every other
+        Value. Defaults to all of these. Any transform that raises an error even on arrays is skipped.
+    - `rtol`: the allowed difference, relative to the largest element. By default, this depends on the dtypes.
     - `atol`: the allowed absolute difference.
 
-    **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. Its `failures`
-    are empty if the function works for any kind of array.
+    **Returns:** a [`ProgramReport`][quaxlike.testing.ProgramReport], which prints as a table. If the function
+    works with any kind of array, then it has no `failures`.
 
-    **Raises:** any error from `fn` on the arrays themselves; `ValueError` if there are no arrays among
-    the arguments, or for an unknown name.
+    **Raises:** any error that `fn` raises on the arrays themselves. `ValueError` if none of the arguments
+    contain arrays, or if a name is unknown.
 
     !!! example
 
@@ -121,7 +124,7 @@ def _named(which: Iterable[str] | Zoo | None) -> Zoo:
 
 @dataclasses.dataclass(frozen=True)
 class _Case(Program):
-    """The function, with one kind of Value in some arguments."""
+    """The function along with arguments, some of which have been replaced by a kind of Value."""
 
     args: tuple[Any, ...] = ()
 
@@ -131,14 +134,14 @@ class _Case(Program):
 
     @property
     def leaves(self) -> list[Any]:
-        """All arrays, including arrays inside Values; None for other leaves."""
+        """All arrays, including those inside Values, with None in place of other leaves."""
         return self._parts[0]
 
     def build(self, leaves: list[Any]) -> tuple[Any, ...]:
         return jtu.tree_structure(self.args).unflatten(eqx.combine(leaves, self._parts[1]))
 
     def varied(self, leaves: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable arrays, and a function to make the arguments from replacements."""
+        """Returns the differentiable arrays, along with a function that rebuilds the arguments from them."""
         varied, rest = eqx.partition(leaves, is_inexact)
         return varied, lambda varied: self.build(eqx.combine(varied, rest))
 
@@ -148,8 +151,10 @@ def _is_array(x: Any) -> bool:
 
 
 def _outputs(tree: Any) -> Any:
-    """Returns the arrays in a function's result, by path: trees may hold functions, which never compare
-    equal."""
+    """Returns the arrays in a function's output, keyed by path.
+
+    Trees can also contain functions, which we can't compare.
+    """
     found = jtu.tree_leaves_with_path(reveal(tree))
     arrays = {jtu.keystr(path): x for path, x in found if eqx.is_array_like(x)}
     return arrays[""] if [*arrays] == [""] else arrays
@@ -206,12 +211,12 @@ _ON: dict[str, Callable[[Callable[..., Any], _Case, list[Any]], Any]] = {
 
 
 def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits `fn` for trees of anything, returning only arrays."""
+    """Jits `fn`, allowing arbitrary pytrees as inputs, and returning only arrays."""
     return eqx.filter_jit(lambda *args: eqx.filter(fn(*args), eqx.is_array_like))
 
 
 class _Plain:
-    """The results on plain arrays, each computed once."""
+    """The results on plain arrays, each of which is only computed once."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.case = _Case(fn, args=args)
@@ -254,7 +259,7 @@ class _Plain:
         return {mode: found[mode, mode] for mode in run}
 
     def pushed(self, tangents: list[Any]) -> Any:
-        """Returns the result and its tangents, given tangents for the differentiable arrays."""
+        """Returns the output and its tangents, given tangents for the differentiable arrays."""
         return self._jitted_jvp(self.case.leaves, tangents)
 
     @functools.cached_property
@@ -262,7 +267,7 @@ class _Plain:
         return jax.jit(functools.partial(_jvp, self.fn, self.case))
 
     def eagerly(self) -> Any:
-        """Calls the function on copies of NumPy arrays, since it may write to them."""
+        """Calls the function on copies of any NumPy arrays, since it might modify them in-place."""
         copied = [x.copy() if isinstance(x, np.ndarray) else x for x in self.case.leaves]
         return _outputs(self.fn(*self.case.build(copied)))
 
@@ -273,7 +278,7 @@ class _Plain:
 
 
 class _Tester:
-    """Runs the function on one kind of Value after the other, and compares the results."""
+    """Runs the function on each kind of Value in turn, and compares the results."""
 
     def __init__(
         self,
@@ -286,14 +291,14 @@ class _Tester:
         self.fn, self.modes, self.rtol, self.atol = fn, modes, rtol, atol
         self.args = reveal(args)
         self.full = _Plain(fn, self.args)
-        self.full.eagerly()  # raises what the function does
+        self.full.eagerly()  # propagates any errors from the function itself
         self._plain = [self.full]
-        # A Value for a weakly typed array isn't necessarily weakly typed, in which case it promotes other
-        # arrays.
+        # The Value for a weakly typed array isn't necessarily weakly typed itself, in which case it can
+        # promote other arrays.
         self.strong = not any(getattr(x, "weak_type", False) for x in jtu.tree_leaves(self.args))
 
     def checks(self, makers: Zoo) -> list[Check]:
-        """Returns the checks for all kinds: Values in each argument, and in all."""
+        """Returns the checks for all kinds of Values, in each of the arguments and in all of them."""
         table: dict[str, _Case] = {}
         for kind, make in makers.items():
             made = {i: new for i, x in enumerate(self.args) if (new := _with_values(x, make)) is not None}
@@ -306,11 +311,11 @@ class _Tester:
                 plain = self._plain_for(case)
                 modes = [mode for mode in self.modes if not isinstance(plain(mode), Exception)]
                 table[f"{kind}, {where}"] = dataclasses.replace(case, modes=tuple(modes))
-        # Kinds that hold the arrays unchanged share them as operands, so XLA sees that most of these
-        # programs are one.
+        # Kinds that don't modify the array all share it as an operand, which allows XLA to detect that most
+        # of these programs are identical.
         shared = {id(x): x for case in table.values() for x in case.leaves}
         at = {key: i for i, key in enumerate(shared)}
-        jitted = _jitted(self.fn)  # a single one, so it is traced once
+        jitted = _jitted(self.fn)  # use a single function, so that it is only traced once
 
         def on(mode: str, case: Any, given: list[Any]) -> Any:
             fn = jitted if mode == "jit inside" else self.fn
@@ -320,7 +325,7 @@ class _Tester:
         return [self._check(name, case, found) for name, case in table.items()]
 
     def _plain_for(self, case: _Case) -> _Plain:
-        """Returns the call on the Values' dense arrays, which may differ from the arguments."""
+        """Returns the results on the materialised Values, which can differ from the original arguments."""
         dense = reveal(case.args)
         leaves = _leaves(dense)
         for plain in self._plain:
@@ -331,7 +336,7 @@ class _Tester:
 
     def _check(self, name: str, case: _Case, found: Results) -> Check:
         plain = self._plain_for(case)
-        results = dict.fromkeys(self.modes, "-")  # for what plain JAX cannot do either
+        results = dict.fromkeys(self.modes, "-")  # for transforms that plain JAX doesn't support
         culprit = message = ""
         for mode in case.modes:
             expected, got = plain(mode), found[name, mode]
@@ -369,11 +374,11 @@ class _Tester:
         return disagreement(got, expected, dtypes=self.strong, tolerance=rtol, atol=self.atol, scale=scale)
 
     def _other_line(self, plain: _Plain, case: _Case) -> tuple[str, str]:
-        """Returns the line where an eager call with Values differs from one with arrays."""
+        """Returns the first line at which an eager call with Values differs from one with arrays."""
         return first_difference(self.fn, plain.eagerly, lambda: quaxify(self.fn)(*case.args))
 
     def _goes_another_way(self, plain: _Plain) -> tuple[str, str]:
-        """Returns the line where arrays of another precision take another path, and give other numbers."""
+        """Returns the line at which the code path depends on the precision, if this changes the results."""
         out, full = plain("eager"), self.full("eager")
         difference = disagreement(out, full, dtypes=False, tolerance=0.1, scale=size_of(full))
         if difference is None:
@@ -383,7 +388,7 @@ class _Tester:
 
 
 def _densifying(case: _Case, plain: _Plain) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-    """A case's differentiable arrays, and a function from these to the Values' dense arrays."""
+    """Returns a case's differentiable arrays, and a function from these to the materialised Values."""
     varied, build = case.varied(case.leaves)
     return varied, lambda varied: plain.case.varied(_leaves(reveal(build(varied))))[0]
 
@@ -393,7 +398,7 @@ def _dtypes(tree: Any) -> set[Any]:
 
 
 def _are_alike(x: Any, y: Any) -> bool:
-    """Returns whether two leaves (arrays or None) are the same array."""
+    """Returns whether two leaves (arrays or None) are equal."""
     if x is None or y is None or not is_plain(jnp.asarray(y)):
         return x is y
     return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=is_inexact(x))
@@ -404,7 +409,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _with_values(tree: Any, make: Callable[[Any], Any]) -> Any:
-    """Replaces the arrays in `tree` by Values; None if there are no suitable arrays."""
+    """Replaces arrays in `tree` with Values, or returns None if there are no suitable arrays."""
     leaves, treedef = jtu.tree_flatten(tree)
     made = [make(jnp.asarray(x)) if _is_array(x) and is_plain(jnp.asarray(x)) else None for x in leaves]
     if all(x is None for x in made):

@@ -1,4 +1,4 @@
-"""Checks a type's hooks on one of its values."""
+"""Checks the hooks of a type, given one of its values."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ class Wrong(Exception):
 
 @dataclasses.dataclass
 class Subject:
-    """The value under test, and its dense array."""
+    """The value under test, along with its materialised array."""
 
     value: Any
     dense: Any
@@ -48,7 +48,7 @@ class Subject:
         return getattr(mine, "__func__", mine) is not getattr(base, "__func__", base)
 
     def varied(self) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the differentiable leaves, and a function to rebuild the value from others."""
+        """Returns the differentiable leaves, along with a function that rebuilds the value from them."""
         leaves, treedef = jtu.tree_flatten(self.value)
 
         def build(varied: list[Any]) -> Any:
@@ -58,7 +58,7 @@ class Subject:
         return [x for x in leaves if is_inexact(x)], build
 
     def stack(self) -> Any:
-        """Two different values with the same form, with stacked leaves."""
+        """Returns a stack of two different values with the same structure."""
 
         def other(x: Any) -> Any:
             return (1.5 * x).astype(x.dtype) if is_inexact(x) else x
@@ -66,10 +66,10 @@ class Subject:
         return jtu.tree_map(lambda x: jnp.stack([x, other(x)]), self.value)
 
     def split(self, axis: int) -> tuple[jax.P, int, Any] | None:
-        """Spreads an axis (none, for -1) over as many devices as can share it.
+        """Shards an axis (or none, for -1) over as many devices as it can be divided between.
 
-        **Returns:** the spec, the number of devices, and the placed value; None if the type
-        declines, or does not say how to spread its leaves.
+        **Returns:** the spec, the number of devices, and the sharded value. None if the type does not support
+        this, or does not specify how to shard its leaves.
         """
         leaves, treedef = jtu.tree_flatten(self.value)
         spec = jax.P() if axis < 0 else jax.P(*[None] * axis, "i")
@@ -93,7 +93,7 @@ class Subject:
 
 
 def hook(name: str) -> Callable[[Callable[[Subject], bool]], Callable[[Subject], bool]]:
-    """Registers a check. It returns whether the type has the hook, and raises if the hook is wrong."""
+    """Registers a check, which returns whether the type has the hook, and raises if this is incorrect."""
 
     def decorator(check: Callable[[Subject], bool]) -> Callable[[Subject], bool]:
         HOOKS[name] = check
@@ -116,9 +116,9 @@ def _statics(s: Subject) -> bool:
 
 
 def _parts(static: Any, depth: int = 3) -> list[Any]:
-    """Everything inside a static field, including nested objects.
+    """Returns everything inside a static field, including nested objects.
 
-    Dataclass fields with `compare=False` do not count, since they follow from the others.
+    We skip dataclass fields with `compare=False`, as these are assumed to be determined by the other fields.
     """
     found: list[Any] = []
     for leaf in leaves_of(static):
@@ -158,17 +158,17 @@ def _flatten(s: Subject) -> bool:
         raise Wrong("flattening and unflattening change the structure; static fields must be comparable")
     hash(treedef)
     s.same(reveal(again), "flattening and unflattening change the array")
-    jtu.tree_unflatten(treedef, [object()] * len(leaves))  # as JAX does
+    jtu.tree_unflatten(treedef, [object()] * len(leaves))  # JAX does this internally
     return True
 
 
 @hook("pickle")
 def _pickle(s: Subject) -> bool:
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in s.leaves if hasattr(x, "dtype")):
-        return False  # JAX does not pickle keys
+        return False  # JAX can't pickle keys
     s.same(reveal(copy.deepcopy(s.value)), "copy.deepcopy changes the array")
     if found_by_name(s.cls) not in s.cls.__mro__:
-        return False  # a local class, which Python cannot pickle
+        return False  # Python can't pickle local classes
     s.same(reveal(pickle.loads(pickle.dumps(s.value))), "pickling changes the array")
     return True
 
@@ -245,7 +245,7 @@ def _promote(s: Subject) -> bool:
     array = plain(s.dense) if is_inexact(s.dense) else s.dense
     try:
         lifted = s.cls.promote(array, s.value)
-    except OperandMismatch:  # the type declines plain arrays
+    except OperandMismatch:  # the type doesn't accept plain arrays
         return False
     if lifted is NotImplemented:
         return False
@@ -294,7 +294,7 @@ def _follows_rules(s: Subject) -> bool:
 
 @hook("shard_spec")
 def _shard_spec(s: Subject) -> bool:
-    """Spreads each axis over devices; the leaves' parts must give the array's parts."""
+    """Shards each axis over several devices, after which each shard must materialise to the array's shard."""
     for axis in range(-1, s.dense.ndim):
         if (split := s.split(axis)) is None:
             continue
@@ -304,7 +304,7 @@ def _shard_spec(s: Subject) -> bool:
 
 
 def check_hooks(subject: Subject) -> dict[str, tuple[str, str]]:
-    """For each hook: "ok", "failed", or "-" if the type does not have it; and a message."""
+    """Maps each hook to "ok", "failed", or "-" if the type does not have this hook, along with a message."""
     found: dict[str, tuple[str, str]] = {}
     for name, check in HOOKS.items():
         try:

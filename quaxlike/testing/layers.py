@@ -1,4 +1,4 @@
-"""Layers under every transform, as programs whose argument is a square weight matrix."""
+"""Layers under every transform, as programs that take a square weight matrix as argument."""
 
 # pyright: reportMissingParameterType=false
 
@@ -83,7 +83,7 @@ def _vector(w: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProgram(Program):
-    """A program for a square matrix."""
+    """A program whose argument is a square matrix."""
 
     modes: tuple[str, ...] = ("eager", "jit")
 

@@ -1,4 +1,4 @@
-"""Finds the line at which a program treats Values and arrays differently."""
+"""Finds the line at which a program starts to treat Values differently from arrays."""
 
 import inspect
 import os
@@ -17,11 +17,11 @@ from .compare import disagreement
 from .refusing import reveal
 
 _MOST_STEPS, _MOST_SECONDS = 100_000, 10.0
-_DERIVATIVES = "custom_derivatives.py"  # JAX calls the functions in this file at unpredictable times
+_DERIVATIVES = "custom_derivatives.py"  # functions in this file are called by JAX at unpredictable times
 
 
 def line_of(error: BaseException) -> str:
-    """Returns the user's line of an error, and the library's line it called; empty if unknown."""
+    """Returns the line of user code that raised an error, and the library it called. Empty if unknown."""
     return _shown(lines_of_error(error))
 
 
@@ -35,12 +35,12 @@ def _shown(lines: Iterable[SourceLine]) -> str:
 
 
 class _Executed(NamedTuple):
-    """A line about to run, or a function about to return."""
+    """A line that is about to be executed, or a function that is about to return."""
 
     at: SourceLine
-    frame: int  # frames are numbered in the order of calls
-    caller: tuple[SourceLine, ...]  # the calling lines, innermost first
-    new: dict[str, Any]  # local variables set by the line before it, or the returned value
+    frame: int  # frames are numbered in the order that they are called
+    caller: tuple[SourceLine, ...]  # the lines of the calls leading here, innermost first
+    new: dict[str, Any]  # the local variables set by the preceding line, or the return value
 
 
 class _Enough(Exception):
@@ -48,7 +48,7 @@ class _Enough(Exception):
 
 
 class _Run:
-    """Runs a function, recording every step outside JAX and this package."""
+    """Runs a function, recording each line that is executed outside of JAX and this package."""
 
     def __init__(self, run: Callable[[], Any], fn: Callable[..., Any]) -> None:
         code = getattr(inspect.unwrap(fn), "__code__", None)
@@ -62,7 +62,7 @@ class _Run:
                 sys.settrace(self._enter)
                 self._top = sys._getframe()  # pyright: ignore[reportPrivateUsage]
                 run()
-            except Exception:  # the steps so far count
+            except Exception:  # keep the steps recorded so far
                 pass
             finally:
                 sys.settrace(before)
@@ -77,7 +77,7 @@ class _Run:
         return self._step
 
     def _callers(self, frame: Any) -> tuple[SourceLine, ...] | None:
-        """Returns the lines leading to a call. None if the program did not call.
+        """Returns the lines of the calls leading to a frame, or None if it wasn't called by the program.
 
         For example, JAX might call a function any number of times in order to differentiate it, and other
         packages might call functions for their own purposes.
@@ -113,7 +113,7 @@ class _Run:
 
 
 def _package(file: str) -> str:
-    """Returns the library of a file, or "<...>" for generated code; empty for other files."""
+    """Returns the library that a file belongs to: "<...>" for generated code, and otherwise empty."""
     if file.startswith("<"):
         return file
     return file.rpartition(f"-packages{os.sep}")[2].split(os.sep)[0] if is_library(file) else ""
@@ -126,13 +126,14 @@ def _kept(x: Any) -> Any:
 def first_difference(
     fn: Callable[..., Any], plain: Callable[[], Any], other: Callable[[], Any], *, numbers: bool = True
 ) -> tuple[str, str]:
-    """Runs two calls of the same function in lockstep.
+    """Compares two runs of the same function, line by line.
 
     **Arguments:**
 
-    - `numbers`: whether to compare local variables, too, instead of only which lines run.
+    - `numbers`: whether to also compare local variables, rather than just which lines are executed.
 
-    **Returns:** the line after which they differ, and how; empty if they do not, or if it takes too long.
+    **Returns:** the line after which the runs differ, and how they differ. Both are empty if there is no
+    difference, or if this takes too long.
     """
     runs = _Run(plain, fn).steps, _Run(other, fn).steps
     last: dict[int, _Executed] = {}
@@ -167,12 +168,12 @@ def _difference(found: Any, expected: Any) -> str:
     try:
         pair = [_numbers(reveal(x)) for x in (found, expected)]
         return str(disagreement(*pair) or "") if pair[0].keys() == pair[1].keys() else ""
-    except Exception:  # objects other than trees of arrays
+    except Exception:  # not pytrees of arrays
         return ""
 
 
 def _numbers(tree: Any) -> dict[str, Any]:
-    """Returns the concrete arrays in a tree, by path."""
+    """Returns the concrete arrays in a tree, keyed by path."""
 
     def concrete(x: Any) -> Any:
         return isinstance(x, jax.Array | np.ndarray) and not isinstance(x, jax.core.Tracer)

@@ -1,4 +1,4 @@
-"""Runs programs in each mode, on a value and on its array, compiling many together.
+"""Runs programs in each mode, both on a value and on its materialised array.
 
 Most of the time in `check_type` is spent on compilation, so we compile many programs as one. If this fails
 then we bisect the group until we find the program that is responsible.
@@ -18,7 +18,7 @@ from .programs import Program
 from .refusing import reveal
 
 Results = dict[tuple[str, str], Any]
-"""For each program and mode: a tree of arrays, or the exception raised."""
+"""Maps each program and mode to either a pytree of arrays or the exception that was raised."""
 
 
 def _vmap(run: Any, s: Subject) -> Any:
@@ -48,11 +48,11 @@ _ON_ARRAY: dict[str, Callable[[Any, Any], Any]] = {
     "grad": lambda run, arrays: jax.grad(lambda x: weighted_sum(run(x)))(arrays[0]),
 }
 
-_MOST = 24  # programs compiled together
+_MOST = 24  # maximum number of programs to compile together
 
 
 def run_all(table: Mapping[str, Program], on: Callable[[str, Program, Any], Any], value: Any) -> Results:
-    """Runs `on(mode, program, value)` for each program and mode, compiled in all modes but "eager"."""
+    """Runs `on(mode, program, value)` for each program and mode. All modes except "eager" are compiled."""
     found: Results = {}
     for name, program in table.items():
         if "eager" in program.modes:
@@ -72,7 +72,7 @@ def _compiled(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) ->
     run = jax.jit(functools.partial(_each, programs, on, errors))
     try:
         out = run(value)
-    except Exception as error:  # from the compiler, or at run time
+    except Exception as error:  # raised either during compilation or at runtime
         if len(programs) > 1:
             return _halves(programs, on, value)
         name, program = next(iter(programs))
@@ -90,7 +90,7 @@ def _halves(programs: tuple[tuple[str, Program], ...], on: Any, value: Any) -> R
 
 
 def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, value: Any) -> Results:
-    """Traces all programs, and collects whatever they raise in `errors`."""
+    """Traces all of the programs, recording any exceptions in `errors`."""
     found: Results = {}
     for name, program in programs:
         for mode in program.modes:
@@ -103,7 +103,7 @@ def _each(programs: tuple[tuple[str, Program], ...], on: Any, errors: Results, v
 
 
 def on_array(table: Mapping[str, Program], subject: Subject) -> Results:
-    """Returns the results on the materialised array, with gradients by the value's leaves."""
+    """Returns the results on the materialised array. Gradients are with respect to the value's leaves."""
     stack = jax.vmap(reveal, axis_size=2)(subject.stack())
     programs = tuple(table.items())
     found = dict(_of_arrays(programs, subject.dense, stack))

@@ -1,7 +1,7 @@
-"""Programs for one array and one transform in JAX or Equinox.
+"""Programs that apply a single transform of JAX or Equinox to one array.
 
-Each is written for plain arrays with any shape, and is linear in the array. `check_type` runs it on Values
-too.
+Each of them is written for plain arrays of any shape, and is linear in this array. `check_type` also runs
+them on Values.
 """
 
 # pyright: reportMissingParameterType=false
@@ -28,17 +28,17 @@ class Program:
 
     run: Callable[[Any], Any]
     has_rows: bool = False
-    """Whether this only takes arrays with a leading axis."""
+    """Whether this only accepts arrays with a leading axis."""
     dense_unless_linear: bool = False
-    """Whether nonlinear Values are materialised.
+    """Whether non-linear Values are materialised.
 
-    The results of a custom derivative (other than the identity), and the inputs of a linear solve, then have
-    no tangents with their own class.
+    This is the case if there are no tangents of the same class: for the output of a custom derivative (other
+    than the identity), and for the inputs of a linear solve.
     """
     splits_rows: bool = False
-    """Whether this shards the leading axis over devices."""
+    """Whether the leading axis is sharded over devices."""
     modes: tuple[str, ...] = MODES
-    """The modes to run it in."""
+    """The modes in which to run this."""
 
     def takes(self, aval: Any) -> bool:
         return bool(aval.shape and aval.shape[0]) or not self.has_rows
@@ -48,7 +48,7 @@ LINEAR: dict[str, Program] = {}
 
 
 def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
-    """Adds a function to the table under its own name."""
+    """Registers a function as a program under its own name."""
     if f is None:
         return functools.partial(program, **known)
     LINEAR[f.__name__.lstrip("_")] = Program(f, **known)
@@ -56,23 +56,23 @@ def program(f: Callable[[Any], Any] | None = None, **known: Any) -> Any:
 
 
 def steps(x: Any) -> jax.Array:
-    """Returns the numbers in loops, in the dtype of `x`."""
+    """Returns the values to use in loops, with the same dtype as `x`."""
     return jnp.array((1.0, -2.0, 3.0, 0.5)).astype(x.dtype)
 
 
 def plain(x: Any) -> jax.Array:
-    """A plain array like `x`, with distinct elements."""
+    """Returns a plain array with distinct elements, whose shape and dtype are those of `x`."""
     return (1.0 + jnp.cos(jnp.arange(x.size, dtype=float))).astype(x.dtype).reshape(x.shape)
 
 
 def mesh(size: int | None = None) -> jax.sharding.Mesh:
-    """A mesh with all devices, or with `size` devices."""
+    """Returns a mesh with `size` devices, or with all available devices."""
     devices = jax.devices()[:size]
     return jax.make_mesh((len(devices),), ("i",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def mesh_for(x: Any) -> jax.sharding.Mesh:
-    """A mesh with as many devices as can share the rows of `x`."""
+    """Returns a mesh with as many devices as the rows of `x` can be divided between."""
     n = len(jax.devices())
     return mesh(next(i for i in range(n, 0, -1) if x.shape[0] % i == 0))
 

@@ -1,4 +1,4 @@
-"""Types which refuse to materialise, so dropping the type is an error."""
+"""Types that refuse to be materialised, which is useful for detecting when a program drops the type."""
 
 import contextlib
 import contextvars
@@ -17,19 +17,19 @@ _revealing: contextvars.ContextVar[bool] = contextvars.ContextVar("quaxlike_reve
 
 @functools.cache
 def refuses(cls: type[_V]) -> type[_V]:
-    """Makes a subclass which refuses to materialise, to test whether programs keep the type.
+    """Creates a subclass that refuses to be materialised, to test whether programs preserve the type.
 
-    [`quaxlike.testing.check_type`][] can still find the array behind a value. A rule that names the original
-    class makes values of the original class; `dataclasses.replace`, `tree_map` and `type(x)(...)` keep the
-    subclass.
+    [`quaxlike.testing.check_type`][] can still access the underlying array. Note that a rule which explicitly
+    constructs the original class will return values of that class, whereas `dataclasses.replace`, `tree_map`
+    and `type(x)(...)` preserve the subclass.
 
     **Arguments:**
 
     - `cls`: a Value type.
 
-    **Returns:** a subclass with the same name. You can also use this as a class decorator.
+    **Returns:** a subclass with the same name. This can also be used as a class decorator.
 
-    **Raises:** `RuntimeError` with the type's name, from its `materialise`.
+    **Raises:** `materialise` raises a `RuntimeError` that includes the name of the type.
 
     !!! example
 
@@ -49,11 +49,11 @@ def refuses(cls: type[_V]) -> type[_V]:
             return super().materialise()
 
         def aval(self) -> Any:
-            with revealing():  # it may be inferred from `materialise`
+            with revealing():  # `aval` can be inferred from `materialise`
                 return super().aval()
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            if found_by_name(type(self)) is type(self):  # a decorated class
+            if found_by_name(type(self)) is type(self):  # this was used as a class decorator
                 return super().__reduce_ex__(protocol)
             fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
             return _rebuilt, (cls, fields)
@@ -68,7 +68,7 @@ def refuses(cls: type[_V]) -> type[_V]:
 
 
 def found_by_name(cls: type) -> Any:
-    """Returns the object behind a class's name."""
+    """Looks up the object that the name of a class refers to."""
     at: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         at = getattr(at, name, None)
@@ -84,7 +84,7 @@ def _rebuilt(cls: type, fields: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def revealing() -> Iterator[None]:
-    """A context in which refusing types materialise after all."""
+    """A context manager inside which refusing types can be materialised."""
     token = _revealing.set(True)
     try:
         yield
@@ -93,11 +93,11 @@ def revealing() -> Iterator[None]:
 
 
 def is_revealing() -> bool:
-    """Returns whether we are inside such a context."""
+    """Returns whether we are inside of `revealing`."""
     return _revealing.get()
 
 
 def reveal(tree: Any) -> Any:
-    """Materialises every Value in a tree, even if it refuses."""
+    """Materialises every Value in a tree, including those that refuse this."""
     with revealing():
         return materialise(tree)

@@ -1,4 +1,4 @@
-"""The results of `check_type` and `check_program`, as tables."""
+"""The reports returned by `check_type` and `check_program`."""
 
 import dataclasses
 import textwrap
@@ -9,21 +9,21 @@ from .programs import MODES
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The check of one hook, or of one program in its modes."""
+    """The result of checking a single hook, or a single program in all of its modes."""
 
     name: str
     results: Mapping[str, str]
-    """For each mode, "ok", "failed", "declined" (the type raised an error for operands that do not fit
-    together), or "-" (not tried, since the type does not have the hook, or JAX cannot do it).
+    """Maps each mode to "ok", "failed", "declined" (the type raised an error since the operands are
+    incompatible), or "-" (not tried, since the type does not have this hook or JAX does not support it).
     """
     culprit: str = ""
-    """What is wrong, if something failed. For a type, this is the first wrong hook, or the file and line of
-    the first wrong rule; for a program, the line where Values are treated differently, if known.
+    """The cause of any failure. For a type, the first incorrect hook or the line of the first incorrect rule.
+    For a program, the line at which Values are treated differently, if known.
     """
     message: str = ""
-    """How its result differs from the expected one."""
+    """How the result differs from the expected result."""
     dense_at: str = ""
-    """The first primitive which materialised the value."""
+    """The first primitive that materialised the value."""
 
     @property
     def failed(self) -> bool:
@@ -37,18 +37,18 @@ class TypeReport:
         self.subject = subject
         """A description of the value."""
         self.checks = tuple(checks)
-        """One [`Check`][quaxlike.testing.Check] for each hook and each program."""
+        """One [`Check`][quaxlike.testing.Check] per hook and per program."""
         self.never_met = tuple(never_met)
-        """The rules of the type which no program has used."""
+        """Those rules for the type that weren't used by any program."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The failed checks, hooks first; empty for a correct type."""
+        """All failed checks, starting with hooks. Empty if the type is correct."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """The counts, then each culprit with its first message."""
+        """A summary: the number of checks, followed by each culprit with the first of its messages."""
         kept = [c for c in self.checks if "ok" in c.results.values() and not c.dense_at]
         lines = [
             f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed; "
@@ -72,20 +72,20 @@ class ProgramReport:
 
     def __init__(self, subject: str, transforms: Sequence[str], checks: Sequence[Check]) -> None:
         self.subject = subject
-        """The function's name."""
+        """The name of the function."""
         self.transforms = tuple(transforms)
-        """The tried transforms."""
+        """The transforms that were tried."""
         self.checks = tuple(checks)
-        """One [`Check`][quaxlike.testing.Check] for each kind of Values in each argument."""
+        """One [`Check`][quaxlike.testing.Check] per kind of Value and argument."""
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """The failed checks; empty if the function works for any kind of array."""
+        """All failed checks. Empty if the function works with any kind of array."""
         return tuple(check for check in self.checks if check.failed)
 
     @property
     def summary(self) -> str:
-        """The counts, then each line with its first message."""
+        """A summary: the number of checks, followed by each line with the first of its messages."""
         lines = [f"{self.subject}: {len(self.checks)} checks, {len(self.failures)} failed."]
         return "\n".join(lines + _messages(self.failures))
 
@@ -97,7 +97,7 @@ class ProgramReport:
 
 
 def _messages(failures: Sequence[Check]) -> list[str]:
-    """Each culprit with its first message."""
+    """Returns each culprit with the first of its messages."""
     first: dict[str, str] = {}
     for check in failures:
         first.setdefault(check.culprit or check.name, check.message)

@@ -1,4 +1,4 @@
-"""Finds the first wrong rule or default, by comparing each step with its primitive."""
+"""Finds the first incorrect rule or default, by comparing each step of a program with its primitive."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .refusing import reveal
 
 
 class _Watcher(Recorder):
-    """Compares each step's result and gradient with the primitive's on dense arrays."""
+    """Compares the output and gradient of each step with those of the primitive on materialised arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def _is_concrete(tree: Any) -> bool:
 def _step(
     handler: Callable[..., Any], primitive: Any, operands: Sequence[Any], params: dict[str, Any], out: Any
 ) -> str:
-    """Returns how a step differs from its primitive on dense arrays."""
+    """Returns how a step differs from applying its primitive to materialised arrays."""
     leaves, treedef = jtu.tree_flatten(list(operands))
 
     def build(varied: Sequence[Any]) -> list[Any]:
@@ -89,7 +89,7 @@ def _step(
     varied = [x for x in leaves if is_inexact(x)]
     try:
         expected = of_arrays(varied)
-    except Exception:  # the primitive doesn't accept these types, even if a rule does
+    except Exception:  # the primitive doesn't support these types, even though a rule does
         return ""
     scale = size_of([reveal(x) for x in operands])
     dtypes = not any(is_value(x) and x.own_dtypes for x in operands)
@@ -109,9 +109,10 @@ def _as(primitive: Any, out: Any) -> Any:
 
 
 def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
-    """Runs a program step by step, and finds the first wrong step.
+    """Runs a program step by step, until we find an incorrect one.
 
-    **Returns:** the first rule or default which differs from its primitive, and how; empty if there is none.
+    **Returns:** the first rule or default that differs from its primitive, and how it differs. Both are empty
+    if there is no such step.
     """
     watcher = _Watcher()
     try:
@@ -124,7 +125,7 @@ def watch(run: Callable[[Any], Any], value: Value) -> tuple[str, str]:
 
 
 def hook_in(error: Exception, cls: type) -> str:
-    """Returns the type's innermost method in the traceback of an error."""
+    """Returns the innermost method of the type that is part of an error's traceback."""
     methods = {
         getattr(getattr(part, "__func__", part), "__code__", None): name
         for base in cls.__mro__

@@ -1,4 +1,4 @@
-"""Many kinds of Values for a given array."""
+"""Several kinds of Values that can be created from any array."""
 
 import inspect
 import sys
@@ -19,7 +19,7 @@ _DEFAULT_DTYPES = (jnp.float32, jnp.float64)
 
 
 class Keeps(ArrayValue):
-    """An array in a box. Primitives apply to the array, and their results are boxed again."""
+    """Wraps an array. Primitives are applied to the array, and their results are wrapped again."""
 
     linear: ClassVar[bool] = True
     array: Any
@@ -57,9 +57,9 @@ class Keeps(ArrayValue):
 
 
 class Refuses(Keeps):
-    """Likewise, but refuses to become an array.
+    """As `Keeps`, but refuses to be materialised.
 
-    Everything that is computed from it also has this type, including conditions, whose elements are available
+    Anything computed from it is also of this type. This includes conditions, so their elements are available
     to transforms but not to Python.
     """
 
@@ -73,23 +73,23 @@ class Refuses(Keeps):
 
 
 class Refused(RuntimeError):
-    """Raised on trying to materialise a Value that refuses to do so."""
+    """Raised when attempting to materialise a Value that refuses this."""
 
 
 class Thing(eqx.Module):
-    """Metadata without arrays."""
+    """Metadata that contains no arrays."""
 
     name: str = eqx.field(static=True)
 
 
 class Described(Keeps):
-    """An array in a box, with metadata in a module with static fields."""
+    """Wraps an array, along with metadata stored as a module with static fields."""
 
     about: Thing
 
 
 class Scaled(ArrayValue):
-    """The product of an array and a number: not linear in its leaves. It has no rules."""
+    """The product of an array and a scalar, which is therefore not linear in its leaves. It has no rules."""
 
     array: Any
     scale: Any
@@ -102,7 +102,7 @@ class Scaled(ArrayValue):
 
 
 class Stacked(ArrayValue):
-    """The sum of the arrays stacked in its leaf. It has no rules."""
+    """The sum of several arrays that are stacked as a single leaf. It has no rules."""
 
     linear: ClassVar[bool] = True
     parts: Any
@@ -115,7 +115,7 @@ class Stacked(ArrayValue):
 
 
 def is_plain(x: Any) -> bool:
-    """Returns whether Values can stand for the array `x`. (Not for random keys.)"""
+    """Returns whether Values can replace the array `x`. (This is not the case for random keys.)"""
     return kind_of(x) == "array" and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
@@ -124,7 +124,7 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _asking() -> tuple[str, bool]:
-    """Returns what requires an array, and whether this is Python or NumPy (`bool`, `float`, ...)."""
+    """Returns what required an array, and whether this was Python or NumPy (`bool`, `float`, ...)."""
     what, frame = "", sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is _BY_PYTHON:
@@ -135,18 +135,18 @@ def _asking() -> tuple[str, bool]:
     return what or "`quaxlike.materialise`", False
 
 
-# The two functions that ask for an array. Each has a local variable `what`, which says who needs it. We
-# unwrap them, since a run-time type checker may have wrapped them.
+# The two functions that request an array. Both have a local variable `what` which describes the reason. We
+# unwrap them in case they were wrapped by a runtime type checker.
 _BY_PYTHON = inspect.unwrap(ValueTracer._concrete).__code__  # pyright: ignore[reportPrivateUsage]
 _BY_POLICY = inspect.unwrap(policy._densify).__code__  # pyright: ignore[reportPrivateUsage]
 
 
-# Each makes a Value from an array, or returns None if it has none for this array.
+# Functions that create a Value from an array, or return None if this is not possible for the array.
 ZOO: dict[str, Callable[[Any], Any]] = {
     "passes through": Keeps,
     "refuses": Refuses,
     "metadata": lambda x: Described(x, Thing("an array")),
-    # Halves and doubles are exact.
+    # Halving and doubling are exact in floating point.
     "non-linear": lambda x: Scaled(x / 2, jnp.asarray(2, x.dtype)) if _is_inexact(x) else None,
     "stacked": lambda x: Stacked(jnp.stack([x / 2, x / 2])) if _is_inexact(x) else None,
     "half precision": lambda x: Keeps(x.astype(jnp.bfloat16)) if x.dtype in _DEFAULT_DTYPES else None,

@@ -1,1 +1,1 @@
-"""Folders of checkpoints: configurations, further files, and atomic writing of both."""
+"""Checkpoint folders: configurations, accompanying files, and atomically replacing them."""

@@ -1,7 +1,8 @@
-"""Files that accompany a model's weights: tokeniser, templates, generation settings, and modules of
-sentence-transformers.
+"""The files that accompany a model's weights.
 
-Weights must never lie next to the tokeniser of another model: it would load, and generate nonsense.
+These are the tokeniser, chat templates, generation settings, and any sentence-transformers modules. We must
+never leave weights next to the tokeniser of another model, since this would load successfully but generate
+nonsense.
 """
 
 import filecmp
@@ -16,25 +17,25 @@ from ..._files import replacing
 from ...files.errors import CheckpointError, file_error, hub_hint, quoted
 from ...files.json_text import read_json_file, read_json_list
 
-# transformers' names. The essential tokeniser files come first here, and so are put in place last.
+# The names that transformers uses. The essential tokeniser files are listed first, so as to be replaced last.
 _NAMES = (
     *("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 _TEMPLATES = "additional_chat_templates"
-# sentence-transformers' list of modules. Each module has its files in a folder of its own.
+# The file in which sentence-transformers lists its modules, each of which has its own folder.
 _MODULES = "modules.json"
 _OF_MODULES = (_MODULES, "config_sentence_transformers.json", "sentence_*_config.json")
-# Other quantisers' settings. Readers look here if config.json has none.
+# Settings written by other quantisation tools, which readers fall back to if config.json has none.
 _OF_WEIGHTS = ("quantize_config.json", "hf_quant_config.json")
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """Lists the files that accompany a checkpoint's weights, by name.
+    """Returns the files that accompany a checkpoint's weights, keyed by name.
 
-    **Raises:** `CheckpointError` if one is not a regular file, or links out of the folder (except into a
-    Hugging Face cache).
+    **Raises:** `CheckpointError` if any of them is not a regular file, or is a link to outside the folder
+    (other than into a Hugging Face cache).
     """
     base = Path(os.path.realpath(folder))
     roots = [base, *([base.parents[1] / "blobs"] if base.parent.name == "snapshots" else [])]
@@ -51,7 +52,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
 
 
 def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None:
-    """Copies files into a folder. They get their final names when `stack` closes."""
+    """Copies files into a folder under temporary names. They are renamed when `stack` is closed."""
     for name, file in files.items():
         target = folder / name
         if target.exists() and target.samefile(file):
@@ -64,16 +65,16 @@ def stage_copies(files: dict[str, Path], folder: Path, stack: ExitStack) -> None
 
 
 def remove_others(folder: Path, files: dict[str, Path]) -> None:
-    """Removes all accompanying files that are not equal to those in `files`.
+    """Removes all accompanying files that differ from those in `files`.
 
-    This happens before the new ones are put in place. So even if the process is killed in between, weights
-    are never next to another model's tokeniser.
+    This is done before adding the new files, so that even if the process is killed in between, the weights
+    are never left next to another model's tokeniser.
     """
     for name in _present(folder):
         if name not in files:
             (folder / name).unlink()
         elif not filecmp.cmp(folder / name, files[name], shallow=False):
-            os.unlink(os.path.realpath(folder / name))  # behind a link, where the new file will be written
+            os.unlink(os.path.realpath(folder / name))  # the target of a link is what gets replaced
     for name in _OF_WEIGHTS:
         (folder / name).unlink(missing_ok=True)
 
@@ -90,7 +91,7 @@ def _present(folder: Path) -> list[str]:
 
 
 def hint_for(path: str | os.PathLike[str]) -> str:
-    """Suggests what to do about a folder without a model, as the last sentence of a message."""
+    """Suggests how to proceed if a folder contains no model, as the last sentence of an error message."""
     folder = Path(path)
     about = folder / "adapter_config.json"
     if about.is_file():
@@ -110,14 +111,14 @@ def hint_for(path: str | os.PathLike[str]) -> str:
 
 
 def module_folders(folder: Path) -> list[str]:
-    """Lists the folders of sentence-transformers' modules, except the first module, which is the model."""
+    """Lists the folders of all sentence-transformers modules except the first, which is the model itself."""
     return [found for _, found in modules_of(folder) if found]
 
 
 def modules_of(folder: Path) -> list[tuple[str, str]]:
-    """Lists sentence-transformers' modules in order: class name and folder ("" for the model itself).
+    """Lists the class name and folder of each sentence-transformers module ("" for the model itself).
 
-    **Raises:** `CheckpointError` if `modules.json` is damaged, or leads out of the folder.
+    **Raises:** `CheckpointError` if `modules.json` is damaged, or refers to a path outside the folder.
     """
     path = folder / _MODULES
     if not path.is_file():
@@ -135,9 +136,9 @@ def modules_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def named_ends(folder: Path, config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Finds the tokens that end a text, by file: `generation_config.json` first, then `config.json`.
+    """Returns the end-of-text tokens in `generation_config.json` and `config.json`, in this order.
 
-    **Raises:** `CheckpointError` if they are not token ids below 2³¹.
+    **Raises:** `CheckpointError` if these are not token IDs below 2³¹.
     """
     path = folder / "generation_config.json"
     settings = read_json_file(path, "the settings of generation") if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Unused entries of configurations. Unless they are known to have no effect, we warn about them."""
+"""Warnings about configuration entries that we don't use and that might have an effect."""
 
 import re
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...files.errors import listed, quoted
 
-#: Entries of a `config.json` without effect on logits, by the reason.
+#: Entries of `config.json` that have no effect on the logits, grouped by the reason for this.
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "where the model comes from, and what wrote it": (
         *("architectures", "model_type", "_name_or_path", "name_or_path", "transformers_version", "auto_map"),
@@ -61,16 +61,16 @@ _IS_WITHOUT_EFFECT = re.compile("|".join(f"({x})" for names in WITHOUT_EFFECT.va
 
 
 def is_off(value: Any) -> bool:
-    """Returns whether an entry's value means that an option is unused."""
+    """Returns whether the value of an entry indicates that the corresponding option is disabled."""
     return value is None or value is False or value in ({}, [])
 
 
 def _is_without_effect(name: str) -> bool:
-    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the expression's time
+    return len(name) < 100 and bool(_IS_WITHOUT_EFFECT.fullmatch(name))  # bounds the regex's running time
 
 
 def warn_of_unknown(where: str, entries: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warns about entries that are not in `known`, unless they are off or have no effect."""
+    """Warns about any entries not in `known`, other than those which are disabled or have no effect."""
     unknown = [
         f"{name}={quoted(value)}"
         for name, value in entries.items()

@@ -1,9 +1,9 @@
-"""Two files that belong together: tensors and their configuration.
+"""Consistently replaces two files: some tensors and their configuration.
 
-No file system can replace two files at once. While a pair overwrites another, the new configuration waits
-next to the old one, under a name with the hash of its tensors. It takes effect once those are in place, and
-is then moved to its final name. A reader in between, or after a kill, takes the configuration that belongs to
-the tensors it finds.
+File systems can't replace two files atomically. Instead, we first write the new configuration next to the old
+one, with a filename that contains the hash of the new tensors. It takes effect as soon as these have been
+written, and is then renamed. At every point in between, including if the process is killed, readers can
+therefore find the configuration that matches the tensors.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ _C = TypeVar("_C")
 
 
 def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tuple[_O, _C]:
-    """Opens tensors and reads their configuration; retries if the files are replaced in between.
+    """Opens the tensors and reads their configuration, retrying if the files are replaced in the meantime.
 
-    **Raises:** whatever the two functions raise, and `CheckpointError` if the files are replaced again and
-    again.
+    **Raises:** any errors that are raised by the two functions, and `CheckpointError` if the files are
+    replaced too many times.
     """
     for last in (False, False, True):
         try:
             opened: Any = open()
         except (CheckpointError, FileNotFoundError):
-            read()  # errors in the configuration come first
+            read()  # report errors in the configuration first
             raise
         try:
             config = read()
-        except FileNotFoundError:  # it was renamed before we read it
+        except FileNotFoundError:  # the file was renamed before we could read it
             if last:
                 raise
             continue
@@ -45,7 +45,7 @@ def consistent(open: Callable[[], _O], read: Callable[[], _C], path: Path) -> tu
 
 
 class Pair(NamedTuple):
-    """A file of tensors and its configuration, in one folder."""
+    """A file of tensors and its configuration, both in the same folder."""
 
     folder: Path
     config: str = "config.json"
@@ -59,9 +59,10 @@ class Pair(NamedTuple):
         *,
         last: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes both files, replacing existing ones. `last` is called just before the tensors are replaced.
+        """Writes both files, replacing any existing ones. `last` is called just before replacing the tensors.
 
-        **Raises:** `CheckpointError` if the folder has an index of several files, as readers would prefer it.
+        **Raises:** `CheckpointError` if the folder contains the index of a sharded checkpoint, since readers
+        would use this instead.
         """
         index = self.folder / f"{self.tensors}.index.json"
         if index.exists():
@@ -76,11 +77,11 @@ class Pair(NamedTuple):
             last()
         with replacing(self.folder / self.config) as file:
             file.write(config)
-        for left in self._all_waiting():  # also those of killed writers
+        for left in self._all_waiting():  # including those left behind by processes that were killed
             left.unlink(missing_ok=True)
 
     def config_path(self) -> Path:
-        """Returns the path of the configuration for the tensors in the folder."""
+        """Returns the path of the configuration that matches the tensors currently in the folder."""
         if self._all_waiting() and (self.folder / self.tensors).is_file():
             waiting = self._waiting(self.folder / self.tensors)
             if waiting.is_file():
@@ -88,7 +89,7 @@ class Pair(NamedTuple):
         return self.folder / self.config
 
     def _waiting(self, tensors: Path) -> Path:
-        """Returns the path where the configuration for these tensors waits."""
+        """Returns the path that the configuration for these tensors has until they are in place."""
         with open(tensors, "rb") as file:
             return self.folder / f".{self.config}.for-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

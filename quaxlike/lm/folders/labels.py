@@ -1,4 +1,4 @@
-"""The labels of a classifier, read from and written to `config.json`."""
+"""Conversion between the labels of a classifier and the entries of `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,31 +7,30 @@ from typing import Any
 from .model_config import refused, whole
 
 SINGLE, MULTI, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
-#: Values for `problem_type`.
+#: The supported values of `problem_type`.
 PROBLEMS = (SINGLE, MULTI, REGRESSION)
-#: Entries that we read.
+#: The entries of `config.json` that are read.
 ENTRIES = ("id2label", "label2id", "num_labels", "problem_type")
 
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The names of a classifier's outputs, and the kind of problem."""
+    """The names of a classifier's outputs, and its type of problem."""
 
     names: tuple[str, ...] = ("LABEL_0", "LABEL_1")
     problem_type: str | None = None
-    """A value from `PROBLEMS`. None if the file does not say."""
+    """One of `PROBLEMS`, or None if this isn't specified in the file."""
 
     @property
     def problem(self) -> str:
-        """A value from `PROBLEMS`. If the file does not say, we assume one label per text, like
-        transformers."""
+        """One of `PROBLEMS`. Like transformers, this defaults to a single label per input."""
         return self.problem_type or (REGRESSION if len(self.names) == 1 else SINGLE)
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "Labels":
-        """Reads the labels from a configuration. Returns `UNNAMED` if the model is not a classifier.
+        """Reads the labels from a configuration, or returns `UNNAMED` if the model is not a classifier.
 
-        **Raises:** `UnsupportedConfigError` if the entries are invalid.
+        **Raises:** `UnsupportedConfigError` if any of the entries are invalid.
         """
         kinds = config.get("architectures")
         if isinstance(kinds, list) and not any(str(x).endswith("Classification") for x in kinds):
@@ -53,7 +52,7 @@ class Labels:
         return cls(names, problem)
 
     def entries(self) -> dict[str, Any]:
-        """Makes the entries for `config.json`."""
+        """Returns the corresponding entries of `config.json`."""
         return {
             "id2label": {str(i): name for i, name in enumerate(self.names)},
             "label2id": {name: i for i, name in enumerate(self.names)},
@@ -65,5 +64,5 @@ UNNAMED = Labels()
 
 
 def numbered(n: int) -> tuple[str, ...]:
-    """transformers' default names for labels."""
+    """Returns transformers' default names for `n` labels."""
     return tuple(f"LABEL_{i}" for i in range(n))

@@ -1,6 +1,7 @@
-"""A checkpoint's `config.json`: the entries that a model reads, and values it does not support.
+"""The entries of a checkpoint's `config.json` that a model uses, with checks for unsupported values.
 
-An entry with an unknown value must raise an error. Ignoring it would load a model that computes wrong logits.
+We must raise an error for any value we don't support, since the model would otherwise load but compute
+incorrect logits.
 """
 
 import contextlib
@@ -18,21 +19,21 @@ _C = TypeVar("_C", bound="Config")
 
 
 class UnsupportedConfigError(ErrorAboutFiles):
-    """A checkpoint needs a feature that our models do not support."""
+    """Raised if a checkpoint requires a feature that our models don't support."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Base class for the entries of `config.json` that a model uses."""
+    """Base class for configurations, whose fields are the entries of `config.json` that a model uses."""
 
     @classmethod
     def read(cls: type[_C], config: Mapping[str, Any], label: str = "", **required: Any) -> _C:
-        """Reads the fields from `config`; missing entries have their default.
+        """Reads the fields from `config`, using the default value for any missing entries.
 
-        `required` maps further entries to their only supported value, or to a tuple of values.
+        `required` maps additional entries to the only supported value, or to a tuple of supported values.
 
-        **Raises:** `UnsupportedConfigError` for an unsupported value, or a missing entry without a default.
-        The message names `label`.
+        **Raises:** `UnsupportedConfigError` if a value is not supported, or if an entry without a default is
+        missing. The error message includes `label`.
         """
         label = label or cls.__name__
         for name, allowed in required.items():
@@ -53,7 +54,7 @@ class Config:
         return cls(**values)
 
     def known_entries(self) -> set[str]:
-        """Returns the names of entries read or checked."""
+        """Returns the names of all entries that are either read or checked."""
         return {field.name for field in dataclasses.fields(self)}
 
 
@@ -62,19 +63,19 @@ def refused(name: str, found: Any, label: str, supported: str) -> UnsupportedCon
 
 
 def whole(entries: Mapping[str, Any], name: str, default: Any, label: str) -> Any:
-    """Reads an optional integer. Raises `UnsupportedConfigError` for any other value."""
+    """Reads an optional integer, raising `UnsupportedConfigError` for any other value."""
     value = entries.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise refused(name, value, label, "whole numbers that are not negative")
     return default if value is None else value
 
 
-#: The kinds of attention, and whether they are sliding-window attention.
+#: Maps each kind of attention to whether it uses a sliding window.
 ATTENTION = {"full_attention": False, "sliding_attention": True}
 
 
 def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATTENTION) -> tuple[str, ...]:
-    """Returns the kind of each layer, by the entry `layer_types`. Raises `UnsupportedConfigError`."""
+    """Returns the kind of each layer from the entry `layer_types`, raising `UnsupportedConfigError`."""
     are_known = isinstance(types, list) and all(isinstance(x, str) and x in known for x in types)
     if not are_known or len(types) != layers:
         raise refused("layer_types", types, label, f"{' or '.join(known)} for each of {layers} layers")
@@ -82,7 +83,7 @@ def kinds_of(types: Any, layers: int, label: str, known: Mapping[str, Any] = ATT
 
 
 def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) -> None:
-    """Raises `UnsupportedConfigError` if an entry exists but is not a number."""
+    """Raises `UnsupportedConfigError` if any of the given entries are present but not a number."""
     for name in names:
         value = entries.get(name)
         if value is not None and not (is_finite(value) and value >= 0):
@@ -91,7 +92,7 @@ def check_numbers(entries: Mapping[str, Any], names: Iterable[str], label: str) 
 
 @contextlib.contextmanager
 def computing(entries: Mapping[str, Any], kind: str, label: str) -> Iterator[None]:
-    """Turns errors in a computation with these entries into `UnsupportedConfigError`."""
+    """Converts errors raised while computing with these entries to `UnsupportedConfigError`."""
     try:
         with np.errstate(divide="raise", invalid="raise", over="raise"):
             yield

@@ -1,9 +1,9 @@
-"""Formats of quantised weights in safetensors: one module each, and the list of their records."""
+"""Formats of quantised weights in safetensors files. Each has its own module, which defines a `Format`."""
 
 from . import awq, bitsandbytes, compressed_tensors, float8, gptq, hqq, mlx, mxfp4, torchao
 from .format import Format
 
-#: Formats are tried in order, so a more specific format for a type must come first.
+#: We try these in order, so if several formats support the same type then the most specific must come first.
 FORMATS: list[Format] = [
     module.FORMAT
     for module in (awq, bitsandbytes, mxfp4, compressed_tensors, float8, gptq, hqq, mlx, torchao)

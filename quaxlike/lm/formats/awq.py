@@ -1,6 +1,6 @@
-"""AWQ: 4-bit codes, packed along the outputs in an interleaved order (GEMM), or along the inputs (GEMV).
+"""AWQ: 4-bit codes, packed in an interleaved order along the outputs (GEMM) or along the inputs (GEMV).
 
-Source: the layouts of AutoAWQ, <https://github.com/casper-hansen/AutoAWQ>.
+Source: AutoAWQ's layouts, <https://github.com/casper-hansen/AutoAWQ>.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from .format import (
     weights_of,
 )
 
-# Nibble i of a word holds output 8·word + _ORDER[i].
+# Nibble i of each word holds output 8·word + _ORDER[i].
 _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _PARTS = ("qweight", "qzeros", "scales")
 
@@ -72,7 +72,7 @@ def _read_gemv(layer: StoredLayer, group: int | None) -> Any:
 
 FORMAT = Format(
     ("awq",), weights, codes=(".qweight", ".qzeros"), used=("bits", "group_size", "version"),
-    # Zero points are always stored. The other entries are about kernels.
+    # Zero points are always stored, and all other entries relate to kernels.
     without_effect=(
         "zero_point", "backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config",
         "lm_head",

@@ -1,8 +1,8 @@
-"""bitsandbytes: weights in 4 bits (NF4, FP4), and in 8 bits with one scale per row (LLM.int8).
+"""bitsandbytes: 4-bit weights (NF4 and FP4), and 8-bit weights with one scale per row (LLM.int8).
 
-A 4-bit weight `X` is stored as packed codes under its name, with companions `X.absmax`, `X.quant_map`, for
-double quantisation `X.nested_absmax` and `X.nested_quant_map`, and
-`X.quant_state.bitsandbytes__nf4` (or `__fp4`), the bytes of a JSON object with the statics.
+A 4-bit weight `X` is stored as packed codes under the name `X`. It is accompanied by the tensors `X.absmax`,
+`X.quant_map` and, if doubly quantised, `X.nested_absmax` and `X.nested_quant_map`. The static information is
+stored as the bytes of a JSON object, in `X.quant_state.bitsandbytes__nf4` (or `__fp4`).
 
 Source: Dettmers et al., LLM.int8(), <https://arxiv.org/abs/2208.07339>, and QLoRA,
 <https://arxiv.org/abs/2305.14314>.
@@ -34,7 +34,7 @@ COMPANIONS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 
 
 class Storage(NamedTuple):
-    """How a file stores a weight's packed codes: their dtype and shape."""
+    """The dtype and shape that a file uses to store a weight's packed codes."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Storage(NamedTuple):
 
 
 def find_states(tensors: Tensors) -> dict[str, tuple[str, str]]:
-    """Finds the quantised weights. For each, returns the tensor with its statics, and its type."""
+    """Finds the quantised weights. Maps each to the name of its quantisation state, and its type."""
     states: dict[str, tuple[str, str]] = {}
     for key in tensors:
         name, found, kind = key.partition(_STATE)
@@ -139,7 +139,7 @@ def _read_state(tensors: Tensors, key: str, kind: str) -> _State:
 
 
 def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
-    """Makes a reader. It reads single rows if rows are whole blocks and scales are not nested."""
+    """Creates a row reader. This requires rows to consist of whole blocks, and scales not to be nested."""
     state = _read_state(tensors, key, kind)
 
     def read(*rows: Any) -> Any:
@@ -153,7 +153,7 @@ def rows_of(tensors: Tensors, name: str, key: str, kind: str) -> RowReader:
 def read_weight(
     tensors: Tensors, name: str, key: str, kind: str, rows: tuple[int, int] | None = None
 ) -> AbstractCodebookArray:
-    """Reads a weight, or some of its rows if `rows_of` allows it."""
+    """Reads a weight, or only some of its rows if `rows_of` supports this."""
     state = _read_state(tensors, key, kind)
     cls = TYPES[kind]
     size, shape = math.prod(state.shape), state.shape
@@ -250,12 +250,13 @@ def storage_for(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The weights of a 4-bit checkpoint by name. Each lookup reads one weight.
+    """A mapping from names to the weights of a 4-bit checkpoint. A weight is only read when it is looked up.
 
     **Attributes:**
 
-    - `storage`: how the file stores the codes of each quantised weight. `save` stores them in the same way.
-    - `metadata`: the text entries of the header.
+    - `storage`: how the codes of each quantised weight are stored in the file, so that `save` can do the
+        same.
+    - `metadata`: the string-valued entries of the header.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -264,7 +265,7 @@ class Checkpoint(Mapping[str, Any]):
         companions = {name + suffix for name in self.states for suffix in COMPANIONS} | {
             key for key, _ in self.states.values()
         }
-        self._names = {name: None for name in tensors if name not in companions}  # an ordered set
+        self._names = {name: None for name in tensors if name not in companions}  # used as an ordered set
         self.storage = {
             name: Storage(tensors.info[name].dtype, tensors.info[name].shape) for name in self.states
         }
@@ -279,12 +280,12 @@ class Checkpoint(Mapping[str, Any]):
         return as_jax(self._tensors[name])
 
     def rows(self, name: str) -> RowReader:
-        """Returns a reader for one weight. It reads single rows if the blocks allow it."""
+        """Returns a reader for one weight. Individual rows can be read if the blocks allow for this."""
         if name in self.states:
             return rows_of(self._tensors, name, *self.states[name])
         return dense_rows(self._tensors, name)
 
-    def __contains__(self, name: object) -> bool:  # without reading it
+    def __contains__(self, name: object) -> bool:  # without reading the weight
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -318,7 +319,7 @@ def tensors_of(path: Path, mapping: Mapping[str, Any], quant_storage: Any = None
 
 
 def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes the `quantization_config` for these weights; empty if there are no 4-bit weights."""
+    """Returns the `quantization_config` for these weights, which is empty if none of them are 4-bit."""
     first = next((x for x in mapping.values() if isinstance(x, NF4Array | FP4Array)), None)
     if first is None:
         return {}
@@ -333,14 +334,14 @@ def settings_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Finds the 4-bit and 8-bit weights of a checkpoint, by name."""
+    """Finds the 4-bit and 8-bit weights in a checkpoint, keyed by name."""
     held = Checkpoint(tensors)
     out: dict[str, StoredWeight] = {}
     for name, (key, _) in held.states.items():
         companions = (name + suffix for suffix in COMPANIONS if name + suffix in tensors)
         read, rows = (lambda name=name: held[name]), (lambda name=name: held.rows(name))
         out[name] = StoredWeight((name, key, *companions), read, rows)
-    # There are 8-bit weights only if the settings or other tensors say so.
+    # An int8 tensor is only a quantised weight if this is indicated by the settings or by other tensors.
     is_used = settings or layers(tensors, *_INT8_PARTS)
     found = layers(tensors, *_INT8_PARTS, dtypes=[INT8]) if is_used else ()
     return out | weights_of(found, ("weight", *_INT8_PARTS), _read_int8)
@@ -366,7 +367,7 @@ FORMAT = Format(
     detect=lambda tensors: bool(weights(tensors, {})),
     write=lambda path, mapping: (tensors_of(path, mapping), settings_of(mapping)),
     types=(NF4Array, FP4Array),
-    # Each weight's tensors contain everything we need.
+    # The tensors of each weight already contain everything we need.
     without_effect=(
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_threshold",

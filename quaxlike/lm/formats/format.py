@@ -1,7 +1,7 @@
-"""The record for a quantised format, and helpers to read checked tensors and settings.
+"""The definition of a quantised format, and helpers for reading and checking tensors and settings.
 
-Readers must check every shape, dtype and setting before they use it. A format read with wrong
-assumptions gives a model that runs, but computes nonsense.
+Each reader must check every shape, dtype and setting before using it, since reading a format under the wrong
+assumptions results in a model that runs but computes nonsense.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ Settings = Mapping[str, Any]
 
 
 class StoredWeight(NamedTuple):
-    """A weight in the unquantised checkpoint, with its tensors and functions to read it."""
+    """A weight of the unquantised checkpoint, with the tensors that store it and functions to read it."""
 
     tensors: tuple[str, ...]
     read: Callable[[], Any]
     rows: Callable[[], RowReader] | None = None
-    """A special reader for single rows, if there is one."""
+    """A reader for individual rows, for formats that need a custom one."""
 
 
-#: Settings that all formats share. The tensors already tell which layers are quantised.
+#: Settings shared by all formats. (The tensors themselves show which layers are quantised.)
 OF_ALL = (
     *(
         "quant_method",
@@ -53,28 +53,27 @@ OF_ALL = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
-    """A format: how to recognise, read and write its checkpoints.
+    """Describes how to detect, read and write the checkpoints of a quantised format.
 
     **Attributes:**
 
     - `methods`: the values of `quant_method` in `config.json` for this format. We write the first one.
-    - `weights`: a function from tensors and settings to a checkpoint's weights, by their unquantised
-        names. Incomplete weights are listed too; reading one raises.
-    - `codes`: suffixes of tensors that must belong to a weight. Otherwise the checkpoint is damaged.
-    - `used`: the settings that `weights` uses.
-    - `without_effect`: further settings in files. They contain nothing else we need.
-    - `by_rows`: whether `weights` can read a window of rows as if it were a file. The first axis of each
-        tensor then consists of rows, or tiles of rows, or is shared by all rows.
-    - `quantises_embeddings`: whether embeddings are quantised too, so that no weight determines the dtype of
-        activations.
-    - `detect`: a function that recognises the format without settings.
-    - `settings`: a function from `config.json` and the folder to the settings, if they are not in
-        `quantization_config`; it returns None if there are none.
-    - `write`: a function that returns the tensors of weights by name, and their `quantization_config`. None
-        if we can only read this format.
-    - `types`: the Value types saved in this format. The first format with a Value's type is
-        used.
-    - `codec`: the only codec for `BlockArray`s that this format can store; empty for any.
+    - `weights`: a function from the tensors and settings to a checkpoint's weights, keyed by their
+        unquantised names. Incomplete weights are included, but raise an error when read.
+    - `codes`: suffixes of tensors that must be part of a weight; otherwise, the checkpoint is damaged.
+    - `used`: the settings used by `weights`.
+    - `without_effect`: other settings which are found in files but can be ignored.
+    - `by_rows`: whether `weights` can be called on a window of rows, as if this were the whole file. The
+        first axis of each tensor must then be rows or tiles of rows, unless the tensor is shared by all rows.
+    - `quantises_embeddings`: whether this also quantises embeddings, in which case the dtype of the
+        activations can't be inferred from any of the weights.
+    - `detect`: a function that detects the format in the absence of any settings.
+    - `settings`: a function from `config.json` and the folder to any settings that are stored outside of
+        `quantization_config`. Returns None if there aren't any.
+    - `write`: a function from weights, keyed by name, to their tensors and `quantization_config`. None if the
+        format is read-only.
+    - `types`: the types of Values to save in this format. The first format that supports a type is used.
+    - `codec`: the only `BlockArray` codec that this format can store. Empty if it can store any.
     """
 
     methods: tuple[str, ...]
@@ -100,7 +99,7 @@ class Format:
 
 
 class StoredLayer:
-    """One layer's tensors in a checkpoint. `at(suffix)` is a tensor's name."""
+    """The tensors of a single layer in a checkpoint. `at(suffix)` returns the name of a tensor."""
 
     def __init__(self, tensors: Tensors, name: str, separator: str = ".") -> None:
         self.tensors = tensors
@@ -117,7 +116,7 @@ class StoredLayer:
         return self.tensors.error(self.name if suffix is None else self.at(suffix), problem)
 
     def shape(self, suffix: str, ndim: int | None = None) -> tuple[int, ...]:
-        """Returns a tensor's shape. Raises if it is missing, empty, or does not have `ndim` axes."""
+        """Returns the shape of a tensor, which must exist, be non-empty and (if given) have `ndim` axes."""
         if suffix not in self:
             raise self.error(suffix, "is missing")
         shape = self.tensors.info[self.at(suffix)].shape
@@ -130,7 +129,7 @@ class StoredLayer:
         return self.tensors.info[self.at(suffix)].dtype
 
     def get(self, suffix: str, dtypes: Iterable[np.dtype], *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads a tensor. Raises unless it has one of these dtypes and shapes (default: any shape)."""
+        """Reads a tensor, which must have one of these dtypes and one of these shapes (if any are given)."""
         shape, dtype, dtypes = self.shape(suffix), self.dtype(suffix), list(dtypes)
         if dtype not in dtypes or (shapes and shape not in shapes):
             wanted = " or ".join(str(s) for s in dict.fromkeys(shapes)) or "any"
@@ -139,7 +138,7 @@ class StoredLayer:
         return self.tensors[self.at(suffix)]
 
     def scales(self, suffix: str, *shapes: tuple[int, ...]) -> np.ndarray:
-        """Reads floating-point scales. Raises unless they are finite."""
+        """Reads floating-point scales, which must be finite."""
         scale = self.get(suffix, FLOATS, *shapes)
         if not np.isfinite(scale.astype(np.float32)).all():
             raise self.error(suffix, "has scales that are not finite")
@@ -149,9 +148,9 @@ class StoredLayer:
 def layers(
     tensors: Tensors, *suffixes: str, separator: str = ".", dtypes: Iterable[np.dtype] = ()
 ) -> list[StoredLayer]:
-    """Finds the layers that have a tensor with one of these suffixes, or a `weight` with one of these dtypes.
+    """Finds layers that have a tensor with one of these suffixes, or a `weight` with one of these dtypes.
 
-    Incomplete layers are listed too; reading them raises an error that names the missing part.
+    Incomplete layers are included, but reading them raises an error that includes what is missing.
     """
     dtypes, found = tuple(dtypes), dict[str, None]()
     for name in tensors:
@@ -162,7 +161,7 @@ def layers(
 
 
 def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any]) -> dict[str, StoredWeight]:
-    """Makes the entry for a layer's weight, from the existing tensors with these suffixes."""
+    """Returns a dict with a layer's weight, consisting of those tensors with these suffixes that exist."""
     taken = tuple(layer.at(suffix) for suffix in suffixes if suffix in layer)
     return {layer.name + ".weight": StoredWeight(taken, guarded(layer, read))}
 
@@ -170,13 +169,13 @@ def weight(layer: StoredLayer, suffixes: Iterable[str], read: Callable[[], Any])
 def weights_of(
     found: Iterable[StoredLayer], suffixes: Sequence[str], read: Callable[[StoredLayer], Any]
 ) -> dict[str, StoredWeight]:
-    """Makes the entries for the weights of several layers."""
+    """Returns a dict with the weights of several layers."""
     entries = (weight(layer, suffixes, partial(read, layer)) for layer in found)
     return {name: entry for own in entries for name, entry in own.items()}
 
 
 def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
-    """Turns a `ValueError` in `read` into a `CheckpointError` that names the layer."""
+    """Converts any `ValueError` raised by `read` to a `CheckpointError` that includes the layer."""
 
     def checked() -> Any:
         try:
@@ -190,7 +189,7 @@ def guarded(layer: StoredLayer, read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def stream(words: np.ndarray) -> np.ndarray:
-    """Views integers as a little-endian stream of bytes, along the last axis."""
+    """Views integers as a little-endian byte stream along the last axis."""
     return np.ascontiguousarray(words).view(np.uint8)
 
 
@@ -204,10 +203,10 @@ def integers(
     count: int | None = None,
     order: np.ndarray | None = None,
 ) -> BlockArray:
-    """Makes an array with values `scale * (code - zero)` from unsigned codes of `bits` bits.
+    """Creates an array with values `scale * (code - zero)` from unsigned `bits`-bit codes.
 
-    The codec is symmetric if `zero` is None, or if it is always the middle of the range. To make signed 8-bit
-    codes unsigned, use `codes.view(np.uint8) ^ 128`.
+    The codec is symmetric if `zero` is None or always equal to the middle of the range. Signed 8-bit codes
+    can be converted to unsigned codes with `codes.view(np.uint8) ^ 128`.
     """
     middle = 1 << (bits - 1)
     symmetric = zero is None or (np.issubdtype(zero.dtype, np.integer) and (zero == middle).all())
@@ -231,24 +230,24 @@ def small_floats(
     outer: np.ndarray | None = None,
     count: int | None = None,
 ) -> BlockArray:
-    """Makes an array from 8-bit or 4-bit floats. Pass `count` if the codes are already packed."""
+    """Creates an array from 8-bit or 4-bit floats. If the codes are already packed, then pass `count`."""
     codec = CODECS[codec] if isinstance(codec, str) else codec
     scales = BlockScales(scale, outer=outer)
     return BlockArray.from_codes(raw.view(np.uint8), scales, codec=codec, block_size=block, count=count)
 
 
 def spread_tiles(grid: np.ndarray, rows: int, tile_rows: int) -> np.ndarray:
-    """Repeats tiles' scales for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
-    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # a tile may be much larger than the array
+    """Repeats per-tile scales for each row: `(ceil(rows / tile_rows), blocks)` to `(rows, blocks)`."""
+    return np.repeat(grid, min(tile_rows, rows), axis=0)[:rows]  # tiles can be far larger than the array
 
 
 def per_row(scale: np.ndarray, rows: int) -> np.ndarray:
-    """Broadcasts a single scale, or one scale per row, to `(rows, 1)`."""
+    """Broadcasts per-tensor or per-row scales to shape `(rows, 1)`."""
     return np.broadcast_to(scale.reshape(-1, 1), (rows, 1))
 
 
 def num_words(count: int, bits: int) -> int:
-    """Returns how many 32-bit words this many codes take."""
+    """Returns the number of 32-bit words needed to store this many codes."""
     return -(-count * bits // 32)
 
 
@@ -261,7 +260,7 @@ def integer(config: Mapping[str, Any], key: str, path: Path, *, among: Iterable[
 
 
 def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
-    """Reads an object from a configuration; empty if it is missing."""
+    """Reads an object from a configuration, returning an empty dict if it is missing."""
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
         raise file_error(path, key, f"the quantisation config must give an object; found {quoted(value)}")
@@ -271,9 +270,9 @@ def settings(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
 def settings_in(
     name: str, method: str, key: str | None = None
 ) -> Callable[[Settings, Path], Settings | None]:
-    """Makes `Format.settings` for a method whose program writes them to a file of their own.
+    """Creates a `Format.settings` function for a method that stores its settings in a separate file.
 
-    `key` is the entry of that file that holds them. Default: the file is the settings.
+    `key` is the entry of the file which contains the settings. By default, the file as a whole does.
     """
 
     def read(config: Settings, folder: Path) -> Settings | None:
@@ -287,14 +286,14 @@ def settings_in(
 
 
 def group_size(config: Mapping[str, Any], path: Path) -> int | None:
-    """Reads how many codes share a scale; None for a whole row."""
+    """Returns the number of codes per scale, or None if there is one scale per row."""
     size = integer(config, "group_size", path)
     if size != -1 and not 1 <= size < 2**31:
         raise file_error(path, "group_size", f"must be positive, below 2**31, or -1 for rows; found {size}")
     return None if size == -1 else size
 
 
-# Reading by rows, so a process only reads the rows of its own devices -------------------------
+# Reading by rows, so that each process only reads the rows for its own devices ---------------
 
 
 def dense_rows(tensors: Any, name: str) -> RowReader:
@@ -313,7 +312,7 @@ def rows_of_weight(
     reader: Callable[[Tensors, Mapping[str, Any]], Mapping[str, StoredWeight]],
     settings: Mapping[str, Any],
 ) -> RowReader:
-    """Makes a row reader for a format that can read windows as if they were files."""
+    """Creates a row reader for formats with `by_rows=True`."""
     names, read = weight.tensors, weight.read
     count = max((tensors.info[part].shape or (1,))[0] for part in names)
     tile = settings.get("weight_block_size")
@@ -332,7 +331,7 @@ def rows_of_weight(
 
 
 def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
-    """Returns how many rows share an entry of a tensor; 0 for all rows, None if it is not known."""
+    """Returns the number of rows per entry of a tensor: 0 if shared by all rows, and None if unknown."""
     if math.prod(info.shape) == 1 < count:
         return 0
     entries = info.shape[0] if info.shape else 1
@@ -340,7 +339,7 @@ def _rows_an_entry(info: TensorInfo, count: int, tile: int) -> int | None:
 
 
 def _cut(info: TensorInfo, each: int, start: int, stop: int) -> TensorInfo:
-    """Slices a tensor to the entries for rows `start` to `stop`."""
+    """Slices a tensor to the entries that correspond to rows `start` to `stop`."""
     if each == 0:
         return info
     first, last = start // each, -(-stop // each)

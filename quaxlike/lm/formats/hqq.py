@@ -1,6 +1,6 @@
-"""HQQ: codes of 1 to 8 bits in slabs, with floating zero points, in groups along either axis.
+"""HQQ: 1- to 8-bit codes packed as slabs, in groups along either axis, with floating-point zero points.
 
-Source: the layouts of <https://github.com/mobiusml/hqq>.
+Source: the layouts in <https://github.com/mobiusml/hqq>.
 """
 
 import math
@@ -14,7 +14,7 @@ from ...arrays.quantized.shape import reshaped
 from ...files.tensors import Tensors
 from .format import FLOATS, INT32, UINT8, Format, StoredLayer, StoredWeight, layers, weights_of
 
-# For each number of bits: the packing's name, the dtype of its words, and the slabs per word.
+# Maps the number of bits to the name of the packing, the dtype of its words and the number of slabs per word.
 _PACKINGS = {
     8: ("8bit_u8", UINT8, 1),
     4: ("4bit_u8", UINT8, 2),
@@ -27,7 +27,7 @@ _META = [
     *("channel_wise", "compute_dtype", "encoded_state_dict", "offload_meta", "optimize", "quant_scale"),
     *("quant_zero", "round_zero", "stores_quant_config", "unpack_view_dtype"),
 ]
-_COMMON = ("scale", "zero", "shape")  # other layers may have these too
+_COMMON = ("scale", "zero", "shape")  # other layers can have tensors with these names too
 _INTEGERS = [np.dtype(t) for t in (np.int32, np.int64, np.uint8)]
 
 
@@ -75,27 +75,27 @@ def _read(layer: StoredLayer) -> Any:
 def _in_rows(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Makes an array with groups along rows. If groups span rows, then all rows are stored as one."""
+    """Creates an array with groups along rows. If groups span several rows, all rows are stored as one."""
     n, k = shape
     codec, whole = Codec(bits, zeros="points"), k % size == 0
     as_stored = (lambda x: x.reshape(n, -1)) if whole else (lambda x: x.reshape(-1))
     scales = BlockScales(as_stored(scale), zero=as_stored(zero))
     out = BlockArray.from_codes(as_stored(codes), scales, codec=codec, block_size=size)
     in_shape = out if whole else reshaped(out, shape)
-    assert in_shape is not None  # only the last axis is split
+    assert in_shape is not None  # splitting the last axis is always possible
     return in_shape
 
 
 def _in_columns(
     codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, bits: int, shape: tuple[int, int], size: int
 ) -> BlockArray:
-    """Makes an array with groups along columns: group j is the elements j, j + groups, … of the flat weight.
+    """Creates an array with groups along columns: group j is elements j, j + groups, … when flattened.
 
-    It is stored transposed. Each row of codes is a column of the weight, sorted by group.
+    The array is stored transposed, so that each row of codes is one of the weight's columns, sorted by group.
     """
     n, k = shape
     groups = n * k // size
-    if k % groups == 0:  # each column is in one group
+    if k % groups == 0:  # each column belongs to a single group
 
         def in_rows(x: Any) -> Any:
             return x.reshape(-1)[np.arange(k) % groups, None]
@@ -103,7 +103,7 @@ def _in_columns(
         scales = BlockScales(in_rows(scale), zero=in_rows(zero))
         turned, codec = np.ascontiguousarray(codes.reshape(n, k).T), Codec(bits, zeros="points")
         return BlockArray.from_codes(turned, scales, codec=codec, block_size=None).with_axes((1, 0))
-    if groups % k:  # neighbours along both axes are in different groups: one scale per element
+    if groups % k:  # neighbours along both axes belong to different groups, so use one scale per element
         codes = codes.reshape(n, k)
         index = np.arange(n * k).reshape(n, k) % groups
         scales = BlockScales(scale.reshape(-1)[index], zero=zero.reshape(-1)[index])
@@ -126,5 +126,5 @@ def _in_columns(
     return out.with_axes((1, 0))
 
 
-# Each layer's tensors contain all settings.
+# All settings are also contained in the tensors of each layer.
 FORMAT = Format(("hqq",), weights, codes=(".W_q",), without_effect=("quant_config", "weights", "layers"))

@@ -1,6 +1,6 @@
-"""MLX: affine codes of 2 to 8 bits, and its mxfp4, nvfp4 and mxfp8.
+"""MLX: affine 2- to 8-bit codes, and its variants of mxfp4, nvfp4 and mxfp8.
 
-Source: the layouts of MLX, <https://github.com/ml-explore/mlx>.
+Source: MLX's layouts, <https://github.com/ml-explore/mlx>.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def _read(layer: StoredLayer, config: Mapping[str, Any]) -> Any:
 
 
 def _settings(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Reads the settings under MLX's own name. MLX may copy them to `quantization_config`."""
+    """Reads the settings from MLX's own entry, which can also be duplicated in `quantization_config`."""
     own, other = config.get("quantization"), config.get("quantization_config") or {}
     if not isinstance(own, dict) or "quant_method" in other:
         return None

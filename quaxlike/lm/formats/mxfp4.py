@@ -1,6 +1,7 @@
-"""MXFP4, the format of GPT-OSS: blocks of 32 4-bit floats with a power of two as scale.
+"""MXFP4: GPT-OSS's format of 4-bit floats, in blocks of 32 with a power-of-two scale.
 
-Source: the Microscaling Formats specification of OCP, <https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
+Source: OCP Microscaling Formats specification,
+<https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ _PARTS = ("blocks", "scales")
 
 
 def weights(tensors: Tensors, config: Mapping[str, Any]) -> dict[str, StoredWeight]:
-    """Finds the quantised weights of a checkpoint by name. They have shape (experts, out, in)."""
+    """Finds the quantised weights in a checkpoint, keyed by name. These have shape (experts, out, in)."""
     out: dict[str, StoredWeight] = {}
     for layer in layers(tensors, *_PARTS, separator="_"):
         taken = tuple(layer.at(part) for part in _PARTS if part in layer)
@@ -39,9 +40,10 @@ def _read(layer: StoredLayer) -> Any:
 
 
 def in_published_layout(name: str, w: Any) -> Any:
-    """Transposes experts between (experts, out, in), as in files, and (experts, in, out), as unquantised.
+    """Transposes expert weights between the layouts of quantised and unquantised checkpoints.
 
-    Other weights are returned unchanged.
+    These are (experts, out, in) and (experts, in, out) respectively. All other weights are returned
+    unchanged.
     """
     is_expert = isinstance(w, BlockArray) and w.codec == CODECS["mxfp4"] and len(w.shape) == 3
     if not is_expert or not name.endswith(("experts.gate_up_proj", "experts.down_proj")):

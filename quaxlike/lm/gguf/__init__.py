@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's format: metadata, tokeniser and tensors in one or several files."""
+"""Support for GGUF, llama.cpp's file format for metadata, tokenisers and tensors."""

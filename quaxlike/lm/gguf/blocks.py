@@ -1,7 +1,7 @@
-"""Reads and writes the blocks of GGUF: bytes to codes, scales and minima, and back.
+"""Conversion between GGUF's block formats and codes, scales and minima.
 
-The layouts are those of ggml, <https://github.com/ggml-org/ggml>, `ggml-quants.c`. Both directions are exact:
-blocks that are read and written again have the same bytes.
+The layouts follow `ggml-quants.c` in ggml, <https://github.com/ggml-org/ggml>. Both directions are exact, so
+reading blocks and then writing them again reproduces the same bytes.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,19 @@ import numpy as np
 from ...arrays.quantized import CODECS, BlockArray, BlockScales, Codec
 from ...kernels import bits as bitstream
 
-# The codes, scales, outer scales, zeros and outer zeros of some blocks. Each has the shape (blocks, n).
+# The codes, scales, outer scales, zeros and outer zeros of some blocks, each of shape (blocks, n).
 Parts = tuple[Any, Any, Any, Any, Any]
 
 
-# Functions between the bytes of blocks, (blocks, bytes), and these parts.
+# Functions that convert the raw bytes of shape (blocks, bytes) to these parts, and back.
 _Read = Callable[[np.ndarray], Parts]
 _Write = Callable[..., list[np.ndarray]]
 
 
 class BlockType(NamedTuple):
-    """A quantised type: elements and bytes per block, the codec, and functions that read and write blocks.
+    """A quantised type: its elements and bytes per block, its codec, and functions to read and write blocks.
 
-    `write` returns the fields of a block in the order of the file.
+    `write` returns the fields of a block in the order that they appear in the file.
     """
 
     elements: int
@@ -39,7 +39,7 @@ def _half(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """Unpacks nibbles: the first half of the codes is in the low ones."""
+    """Unpacks nibbles. The low nibbles hold the first half of the codes."""
     return np.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
@@ -53,13 +53,13 @@ def _fifth_bits(raw: np.ndarray, at: int) -> np.ndarray:
 
 
 def _as_planes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Packs planes (..., planes, bytes) into bytes. The first plane has the lowest bits."""
+    """Packs bit planes of shape (..., planes, bytes) into bytes, with the first plane in the lowest bits."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(codes << shifts, axis=-2)
 
 
 def _of_32(*, minimum: bool = False, fifth_bits: bool = False) -> tuple[_Read, _Write]:
-    """Blocks of 32 codes: a scale, then a minimum and fifth bits if the type has them, then nibbles."""
+    """Reads and writes blocks of 32 codes: a scale, optionally a minimum and the fifth bits, then nibbles."""
     start = 4 if minimum else 2
 
     def read(raw: np.ndarray) -> Parts:
@@ -84,7 +84,7 @@ def _as_q8_0(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray]
 
 
 def _planes_of_2(qs: np.ndarray) -> np.ndarray:
-    """Unpacks 2-bit codes: each half of 32 bytes holds four planes of 32 codes. Returns (blocks, 256)."""
+    """Unpacks 2-bit codes into (blocks, 256). Every 32 bytes store four bit planes of 32 codes each."""
     halves = qs.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     return (halves & 3).reshape(-1, 256)
 
@@ -102,7 +102,7 @@ def _as_q2_k(codes: Any, scale: Any, outer: Any, zero: None, outer_zero: Any) ->
 
 
 def _q3_k(raw: np.ndarray) -> Parts:
-    mask = raw[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # plane j, byte l: bit j of byte l
+    mask = raw[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # plane j holds bit j
     codes = _planes_of_2(raw[:, 32:96]) | mask.reshape(-1, 256) << np.uint8(2)
     packed = raw[:, 96:108]
     low = _nibbles(packed[:, :8])
@@ -119,7 +119,7 @@ def _as_q3_k(codes: Any, scale: Any, outer: Any, *_: None) -> list[np.ndarray]:
 
 
 def _scales_of_6(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unpacks eight scales and eight minima of 6 bits each from 12 bytes."""
+    """Unpacks eight 6-bit scales and eight 6-bit minima from 12 bytes."""
     low, high, last = s[:, :4], s[:, 4:8], s[:, 8:]
     scale = np.concatenate([low & 63, last & 15 | low >> 6 << 4], axis=1)
     minimum = np.concatenate([high & 63, last >> 4 | high >> 6 << 4], axis=1)
@@ -188,7 +188,7 @@ def _as_mxfp4(codes: np.ndarray, scale: np.ndarray, *_: None) -> list[np.ndarray
     return [scale, _as_nibbles(codes)]
 
 
-#: The name and the layout for each type number in a file.
+#: Maps the type numbers that are used in files to names and layouts.
 BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
     2: ("Q4_0", BlockType(32, 18, CODECS["q4_0"], *_of_32())),
     3: ("Q4_1", BlockType(32, 20, CODECS["q4_1"], *_of_32(minimum=True))),
@@ -207,9 +207,10 @@ BLOCK_TYPES: dict[int, tuple[str, BlockType]] = {
 
 
 def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows: Any = None) -> BlockArray:
-    """Reads an array of this shape from the bytes of its blocks (uint8).
+    """Decodes an array of the given shape from the raw bytes (uint8) of its blocks.
 
-    `rows` permutes the second-to-last axis. Rows are permuted as bytes, since whole blocks are within a row.
+    `rows` is a permutation of the second-to-last axis. We permute the raw bytes, since no block spans several
+    rows.
     """
     lead = shape[:-1]
     per_row = shape[-1] // kind.elements
@@ -223,7 +224,7 @@ def read_blocks(kind: BlockType, data: np.ndarray, shape: tuple[int, ...], rows:
 
 
 def write_blocks(w: BlockArray, kind: BlockType) -> np.ndarray:
-    """Writes an array as bytes, row by row: (..., bytes)."""
+    """Encodes an array to bytes of shape (..., bytes), one row after another."""
     codes = bitstream.unpack(np.asarray(w.codes), w.codec.bits, w.inner_shape[0])
     lead, blocks = codes.shape[:-1], codes.size // kind.elements
     parts = [None if x is None else _little_endian(x).reshape(blocks, -1) for x in w.scale.parts()]

@@ -13,7 +13,7 @@ from ..families import FAMILIES, Gguf
 from ..folders.entries import warn_of_unknown
 from .names import family_of
 
-# Metadata keys, without the architecture's prefix, and the entries of `config.json` with the same meaning.
+# Maps metadata keys, without the architecture's prefix, to the equivalent entries of `config.json`.
 _KEYS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -37,12 +37,12 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
 ) -> dict[str, Any]:
-    """Builds transformers' `config.json` from a GGUF file's metadata.
+    """Converts a GGUF file's metadata to the equivalent of transformers' `config.json`.
 
-    `shapes` has each tensor's shape under its name in llama.cpp. `read` reads a tensor; this is needed
-    for the scaling factors of rotary frequencies. Returns {} for an unknown architecture.
+    `shapes` maps llama.cpp's tensor names to shapes. `read` loads a single tensor, which is only used for the
+    scaling factors of the rotary frequencies. Returns `{}` if the architecture is unknown.
 
-    **Raises:** `CheckpointError` if a value does not have the type that its key demands.
+    **Raises:** `CheckpointError` if the value of any key has the wrong type.
     """
     family, prefix = family_of(metadata), f"{metadata.get('general.architecture')}."
     if family is None or family.gguf is None:
@@ -83,9 +83,9 @@ def config_of(
     return config | {entry: token for entry, token in tokens.items() if token is not None}
 
 
-# Far more than any model has layers or a head has features. Damaged files must not make us allocate more.
+# Far larger than any real layer count or head size, so that damaged files can't trigger huge allocations.
 _LARGEST = 1 << 16
-# More keys that are read, but not as plain numbers.
+# Additional keys that are read, but which are not plain numbers.
 _OTHERS = (
     *(f"{_WINDOW}_pattern", "rope.dimension_count", "rope.scaling.original_context_length"),
     *(
@@ -97,14 +97,14 @@ _OTHERS = (
     *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     "rope.scaling.yarn_log_multiplier",
 )
-# Keys that do not affect a decoder. (The first one also follows from the shapes of tensors.)
+# Keys with no effect on a decoder. (The first of these can also be inferred from the tensor shapes.)
 _WITHOUT_EFFECT = ("attention.value_length", "attention.causal", "pooling_type", "rope.scaling.finetuned")
-# Keys that are not read. Our decoders compute with exactly these values, so other ones get a warning.
+# Our decoders hard-code these values and don't read the keys, so we warn if a file has a different value.
 _ONLY = {"rope.freq_base_swa": 10000.0, "expert_weights_scale": 1.0, "logit_scale": 1.0}
 
 
 def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, Any]) -> None:
-    """Warns about unknown keys under the architecture's prefix, which describe the model."""
+    """Warns about unrecognised keys under the architecture's prefix, since these may change the model."""
     keys = {key.removeprefix(prefix): x for key, x in metadata.items() if key.startswith(prefix)}
     known = {*_KEYS, *own.keys, *own.rope_keys, own.marker, *_OTHERS, *_WITHOUT_EFFECT}
     unknown = {f"{prefix}{key}": x for key, x in keys.items() if key not in known and _ONLY.get(key) != x}
@@ -112,8 +112,7 @@ def _warn_of_unknown(path: Path, prefix: str, own: Gguf, metadata: Mapping[str, 
 
 
 def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | None:
-    """Reads a number, which may be stored once for all layers or once per layer. None if the key is
-    absent."""
+    """Reads a number, which can be stored either once or per layer. Returns None if the key is missing."""
     value: Any = metadata.get(key)
     is_same = isinstance(value, list) and value and all(x == value[0] for x in value)
     number: Any = value[0] if is_same else value
@@ -123,7 +122,7 @@ def _number(path: Path, key: str, metadata: Mapping[str, Any]) -> int | float | 
 
 
 def _pattern(path: Path, prefix: str, metadata: Mapping[str, Any], layers: Any) -> dict[str, Any]:
-    """Reads which layers have a window, if the file says so for each layer."""
+    """Reads which layers use sliding-window attention, for files that specify this per layer."""
     key = f"{prefix}{_WINDOW}_pattern"
     found = metadata.get(key)
     if isinstance(found, list) and all(type(x) in (bool, int) for x in found):
@@ -148,7 +147,7 @@ def _rope(
     read: Callable[[str], np.ndarray],
     partial: bool,
 ) -> dict[str, Any]:
-    """Reads how rotary frequencies are scaled, and which part of a head is rotated."""
+    """Reads the scaling of the rotary frequencies, and how much of each head is rotated."""
 
     def get(key: str) -> Any:
         return metadata.get(f"{prefix}rope.{key}")
@@ -157,12 +156,12 @@ def _rope(
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
     if isinstance(rotated := get("dimension_count"), int) and size and rotated != size:
-        if not partial and size < _LARGEST:  # other code reports an impossible size with a better message
+        if not partial and size < _LARGEST:  # impossible sizes are reported elsewhere with a clearer message
             key, name = f"{prefix}rope.dimension_count", config["model_type"]
             raise file_error(path, key, f"expected {size}: {name!r} rotates whole heads; found {rotated}")
         out["partial_rotary_factor"] = rotated / size
     original = get("scaling.original_context_length") or config.get("max_position_embeddings")
-    if "rope_freqs.weight" in shapes:  # llama.cpp divides frequencies by these factors, as in Llama 3
+    if "rope_freqs.weight" in shapes:  # llama.cpp divides the frequencies by these factors, as in Llama 3
         factors = read("rope_freqs.weight").astype(np.float64).reshape(-1).tolist()
         out["rope_scaling"] = {
             "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
@@ -196,17 +195,17 @@ _LOG = "yarn_log_multiplier"
 
 
 def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Reads YaRN's parameters except its factor.
+    """Reads all of YaRN's parameters apart from its scaling factor.
 
-    llama.cpp multiplies cosines and sines by `attn_factor`, and also by the attention factor that YaRN
-    derives from `factor`. transformers' `attention_factor` is their product.
+    llama.cpp multiplies the cosines and sines both by `attn_factor` and by the attention factor that YaRN
+    derives from `factor`, whereas transformers' `attention_factor` is the product of the two.
     """
     keys = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_beta_fast", "yarn_beta_slow", _LOG)
     found = {key: metadata[prefix + key] for key in keys if metadata.get(prefix + key) is not None}
     for key, value in found.items():
         if not is_finite(value):
             raise file_error(path, prefix + key, f"expected a number; found {quoted(value)}")
-    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # llama.cpp's default is -1
+    if (extrapolated := found.get("yarn_ext_factor", 1)) not in (1, -1):  # -1 is llama.cpp's default
         raise file_error(path, f"{prefix}yarn_ext_factor", f"expected 1; found {quoted(extrapolated)}")
     out = {f"beta_{x}": found[f"yarn_beta_{x}"] for x in ("fast", "slow") if f"yarn_beta_{x}" in found}
     for key in ("attn_factor", "yarn_attn_factor"):
@@ -220,7 +219,7 @@ def _yarn(path: Path, prefix: str, metadata: Mapping[str, Any], factor: float) -
 
 
 def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
-    """Converts YaRN's entries in a `config.json` to metadata."""
+    """Converts the YaRN entries of a `config.json` to GGUF metadata. The inverse of `_yarn`."""
     usual = {} if gguf.yarn else {"beta_fast": (None, 32), "beta_slow": (None, 1)}
     for name, known in usual.items():
         if (found := rope.get(name, known[0])) not in known:
@@ -239,15 +238,15 @@ def _yarn_values(rope: Mapping[str, Any], gguf: Gguf) -> dict[str, float]:
 
 
 def _grown(factor: float, share: float = 1.0) -> float:
-    """YaRN's attention factor for texts that are `factor` times as long."""
+    """Computes YaRN's attention factor when the context is extended by `factor`."""
     return 1.0 if factor <= 1 else 1 + 0.1 * share * math.log(factor)
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the metadata that llama.cpp needs from a `config.json`, except for the tokeniser's.
+    """Converts a `config.json` to the metadata that llama.cpp needs, excluding the tokeniser.
 
-    **Raises:** `ValueError` for an unknown architecture, a missing entry, or an entry that GGUF cannot
-    express.
+    **Raises:** `ValueError` if the architecture is unknown, if an entry is missing, or if an entry can't be
+    represented in GGUF.
     """
     kind = config.get("model_type")
     known = {gguf.model_type: (family, gguf) for family in FAMILIES.values() if (gguf := family.gguf)}
@@ -306,7 +305,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Computes the tensors in which llama.cpp stores scaled rotary frequencies (Llama 3, LongRoPE)."""
+    """Computes the tensors that llama.cpp uses to store scaled rotary frequencies (Llama 3 and LongRoPE)."""
     rope = _rope_parameters(config)
     if _rope_kind(rope) == "longrope":
         return {
@@ -324,9 +323,9 @@ def rope_tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the rotary parameters from a configuration of transformers 4 or 5."""
+    """Reads the rotary parameters, which transformers 4 and 5 store differently."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    given = given.get("full_attention") or given  # llama.cpp derives the rotation of Gemma's window layers
+    given = given.get("full_attention") or given  # llama.cpp infers Gemma's window layers
     theta = config.get("rope_theta") or 10000.0
     part = config.get("partial_rotary_factor") or 1.0
     return {"rope_theta": theta, "partial_rotary_factor": part, **given}
@@ -342,7 +341,7 @@ def _rope_kind(rope: Mapping[str, Any]) -> str:
 
 
 def _scalar(own: Gguf, config: Mapping[str, Any]) -> int:
-    """Gemma divides its scores by the square root of this size."""
+    """Returns the size whose square root Gemma divides its attention scores by."""
     if config.get("num_hidden_layers") == own.large:
         return config["hidden_size"] // config["num_attention_heads"]
     return _head_size(config)
@@ -353,9 +352,9 @@ def _head_size(config: Mapping[str, Any]) -> int:
 
 
 def keys_of(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Like `metadata_of`, after `completed`; errors name the checkpoint.
+    """As `metadata_of`, but first applies `completed`, and names the checkpoint in error messages.
 
-    **Raises:** `CheckpointError` if GGUF cannot express the configuration.
+    **Raises:** `CheckpointError` if the configuration can't be represented in GGUF.
     """
     try:
         return metadata_of(config)

@@ -1,6 +1,6 @@
-"""GGUF, llama.cpp's format: metadata, tokeniser and tensors in one or several files.
+"""GGUF, llama.cpp's file format, which stores metadata, the tokeniser and tensors in one or more files.
 
-Source: the specification, <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+This follows the specification: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 """
 
 import math
@@ -31,7 +31,7 @@ _PLAIN: dict[int, np.dtype] = {
     30: np.dtype(ml_dtypes.bfloat16),
 }
 
-#: Unsupported types, by number.
+#: Tensor types that we don't support, keyed by their number in the file.
 _UNREAD = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0"},
@@ -48,13 +48,15 @@ class _Tensor(NamedTuple):
 
 
 class GgufFile(Mapping[str, Any]):
-    """A GGUF file's tensors, by transformers' names if the architecture is known. Each lookup reads one.
+    """A mapping over a GGUF file's tensors, each of which is read from disk when it is looked up.
+
+    Keys are transformers' names if the architecture is known, and llama.cpp's names otherwise.
 
     **Attributes:**
 
-    - `metadata`: the keys and values of the file, including the tokeniser. Numbers are NumPy scalars if
+    - `metadata`: the file's key-value pairs, including the tokeniser. Numbers are kept as NumPy scalars if
         `save` would otherwise change their type.
-    - `config`: the equivalent of transformers' `config.json`, if the architecture is in the table.
+    - `config`: the equivalent of transformers' `config.json`, if the architecture is supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,14 +89,14 @@ class GgufFile(Mapping[str, Any]):
         self.config = config_of(path, self._plain, shapes, lambda name: np.asarray(self._read(name)))
 
     def is_current(self) -> bool:
-        """Returns whether the files have not been replaced since they were opened."""
+        """Returns whether the files on disk are still the ones that were opened."""
         return all(file.is_current() for file in self._files)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [tensor.shape for tensor in self._tensors.values()]
 
-    def __contains__(self, name: object) -> bool:  # without reading it
+    def __contains__(self, name: object) -> bool:  # without reading the tensor
         return name in self._sources
 
     def __iter__(self) -> Any:
@@ -121,7 +123,7 @@ class GgufFile(Mapping[str, Any]):
 
 
 def holds_gguf(path: Path) -> bool:
-    """Returns whether `path` is a GGUF file, or a folder with a GGUF file and no safetensors."""
+    """Returns whether `path` is a GGUF file, or a folder containing GGUF files but no safetensors files."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors*"))
     if not path.is_file() or path.suffix == ".gguf":
@@ -131,7 +133,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def _parts(path: Path) -> list[Path]:
-    """Lists a split checkpoint's files."""
+    """Lists the files that make up a split checkpoint."""
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]
@@ -175,7 +177,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
     ndim = cursor.number("<u4")
     if not 1 <= ndim <= 4:
         raise file_error(cursor.path, name, f"must have one to four axes; found {ndim}")
-    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # the fastest axis comes first
+    shape = tuple(cursor.number("<u8") for _ in range(ndim))[::-1]  # fastest axis first
     if not are_sizes(list(shape)):
         raise file_error(cursor.path, name, f"has more elements than an array can have: {shape}")
     return name, shape, cursor.number("<u4"), cursor.number("<u8")
@@ -184,7 +186,7 @@ def _read_info(cursor: Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place(
     file: OpenFile, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int
 ) -> dict[str, _Tensor]:
-    """Finds where tensors are. Raises unless they are inside the file and do not overlap."""
+    """Locates each tensor, raising an error if any of them overlap or extend past the end of the file."""
     path = file.path
     out: dict[str, _Tensor] = {}
     for name, shape, kind, offset in infos:
@@ -221,7 +223,7 @@ def _place(
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Opens a file, or the only GGUF file in a folder."""
+    """Opens a GGUF file, or a folder containing exactly one GGUF checkpoint."""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         firsts = [p for p in found if not (m := _SPLIT.fullmatch(p.name)) or int(m[2]) == 1]

@@ -1,6 +1,6 @@
-"""Reads and writes a GGUF file's keys and values.
+"""Encoding and decoding of a GGUF file's key-value pairs.
 
-Files are untrusted: every count is compared with the file size before anything is allocated.
+Files are untrusted, so every count is checked against the file size before allocating any memory.
 """
 
 import re
@@ -19,10 +19,10 @@ _NUMBERS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8
 _DTYPES = tuple(None if name is None else np.dtype(name) for name in _NUMBERS)
 _NUMBER_OF = {dtype: number for number, dtype in enumerate(_DTYPES) if dtype is not None}
 _STRING, _ARRAY = 8, 9
-# The dtypes for Python numbers, as scalars and in lists.
+# The dtypes that are used for Python numbers: as scalars, and then in lists.
 _OF_NUMBERS, _OF_LISTS = (tuple(map(np.dtype, names)) for names in (("<u4", "<f4", "?"), ("<i4", "<f4", "?")))
 
-# The types of known keys. llama.cpp requires them (gguf-py/gguf/gguf_writer.py).
+# The types that llama.cpp requires for known keys (see gguf-py/gguf/gguf_writer.py).
 _FLOATS = (
     *(r"\w+_epsilon", "freq_base", "freq_base_swa", r"scaling\.factor", r"scaling\.(yarn_)?attn_factor"),
     *(r"scaling\.yarn_\w+", r"\w+_softcapping", r"(\w+_)?scale", "clamp_kqv", "max_alibi_bias"),
@@ -47,7 +47,7 @@ _ARRAYS = {f"tokenizer.ggml.{key}": dtype for key, dtype in
 
 
 class Cursor:
-    """A reading position in a file."""
+    """A position within a file that is being read."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Cursor:
         self._size = size
 
     def take(self, count: int) -> bytes:
-        """Reads the next bytes. Raises if the file is too short."""
+        """Reads the next `count` bytes, raising an error if the file is too short."""
         if count > self._size - self.at:
             left = self._size - self.at
             raise file_error(self.path, None, f"expected {count:,} bytes at byte {self.at:,}; found {left:,}")
@@ -64,7 +64,7 @@ class Cursor:
         return self._file.read(count)
 
     def expect(self, count: int, each: int, what: str) -> None:
-        """Raises unless the rest of the file has room for `count` items of at least `each` bytes."""
+        """Checks that the rest of the file is large enough for `count` items of at least `each` bytes."""
         if count * each > self._size - self.at:
             raise file_error(self.path, None, f"claims {count:,} {what}, which the file has no room for")
 
@@ -81,9 +81,9 @@ class Cursor:
 
 
 def read_value(cursor: Cursor) -> Any:
-    """Reads a type and a value: a number, a text or a list.
+    """Reads a type followed by a value of that type: a number, string or list.
 
-    Numbers are NumPy scalars if `encode_value` would otherwise change their type.
+    Numbers are returned as NumPy scalars if `encode_value` would otherwise change their type.
     """
     return _value(cursor, cursor.number("<u4"))
 
@@ -91,7 +91,7 @@ def read_value(cursor: Cursor) -> Any:
 def _value(cursor: Cursor, kind: int, depth: int = 0) -> Any:
     if kind == _STRING:
         raw = cursor.take(cursor.number("<u8"))
-        return raw.decode(errors="replace")  # a token may be a part of a character
+        return raw.decode(errors="replace")  # a token can be part of a multi-byte character
     if kind == _ARRAY:
         if depth > 3:
             raise file_error(cursor.path, None, "arrays are nested more than four deep")
@@ -117,7 +117,7 @@ def _dtype(cursor: Cursor, kind: int) -> np.dtype | None:
 
 
 def as_python(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts NumPy scalars and arrays in metadata to Python."""
+    """Converts any NumPy scalars and arrays in the metadata to Python numbers and lists."""
     return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in metadata.items()}
 
 
@@ -127,12 +127,13 @@ def encode_text(text: str) -> bytes:
 
 
 def encode_value(value: Any, key: str = "") -> bytes:
-    """Encodes a value, preceded by its type.
+    """Encodes a value, prefixed by its type.
 
-    Known keys have a fixed type. Otherwise NumPy scalars and arrays keep their dtype, Python integers become
-    uint32 (int32 in a list), and floats become float32, as in llama.cpp's own files.
+    Known keys have a fixed type. Otherwise, NumPy scalars and arrays keep their dtype, Python integers become
+    uint32 (or int32 in a list), and floats become float32, matching the files that llama.cpp writes.
 
-    **Raises:** `TypeError` or `OverflowError` for a value that does not fit the format or the key.
+    **Raises:** `TypeError` or `OverflowError` if the value can't be represented by the format, or by the type
+    that the key requires.
     """
     is_list = isinstance(value, list | tuple) or np.ndim(value) > 0
     known = _ARRAYS.get(key) if is_list else next((t for t, keys in _SCALARS if keys.fullmatch(key)), None)
@@ -147,7 +148,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
         return _STRING, encode_text(value)
     if isinstance(value, list | tuple):
         value = _array(value)
-    if isinstance(value, list):  # texts or arrays; numbers have become an array above
+    if isinstance(value, list):  # strings or nested arrays; numbers were converted to an array above
         parts = [_encode(x) for x in value]
         return _ARRAY, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(raw for _, raw in parts)
     if type(value) in (bool, int, float):
@@ -166,7 +167,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
 
 
 def _array(value: Sequence[Any]) -> Any:
-    """Converts a list of numbers to an array; keeps lists of texts and of arrays."""
+    """Converts a list of numbers to an array. Lists of strings or arrays are left unchanged."""
     kinds = {type(x) for x in value}
     if kinds and (kinds <= {str} or kinds <= {list, tuple, np.ndarray}):
         return list(value)
@@ -182,7 +183,7 @@ def _array(value: Sequence[Any]) -> Any:
 
 
 def _smallest(least: int, most: int, *dtypes: str) -> str:
-    """Returns the first of these integer dtypes that fits; the last one if none does."""
+    """Returns the first of these integer dtypes that can represent the range, falling back to the last."""
 
     def fits(name: Any) -> Any:
         return np.iinfo(name).min <= least and most <= np.iinfo(name).max
@@ -191,7 +192,7 @@ def _smallest(least: int, most: int, *dtypes: str) -> str:
 
 
 def _as_dtype(value: Any, dtype: np.dtype) -> np.ndarray:
-    """Casts to a dtype. Raises `OverflowError` unless the numbers fit."""
+    """Casts to a dtype, raising `OverflowError` if any of the values don't fit."""
     given = np.asarray(value)
     with np.errstate(over="ignore", invalid="ignore"):
         out = given.astype(dtype)

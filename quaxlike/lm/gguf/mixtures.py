@@ -1,4 +1,4 @@
-"""The type of each weight in a GGUF file: one type for nearly all weights, or those of a recipe."""
+"""Selection of the type of every weight in a GGUF file, from either a single type or a recipe."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from .writer import TYPES, Mixture, file_type_of
 
 
 class _Preset(NamedTuple):
-    """The type for weights outside a recipe, such as embeddings, and llama.cpp's number for such a file."""
+    """The type for weights that a recipe doesn't cover, such as embeddings, and llama.cpp's file type."""
 
     rest: str
     file_type: int
@@ -23,16 +23,16 @@ _PRESETS = {
     "q5_k_m": _Preset("q5_k", 17),
     "mxfp4_moe": _Preset("q8_0", 38),
 }
-#: The type of the output layer if other weights have this type. Few bits harm the output layer most.
+#: The output layer's type given the type of all other weights. It is the layer most sensitive to rounding.
 _OUTPUTS = {"mxfp4": "q8_0"} | dict.fromkeys(
     ("q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "iq4_nl", "iq4_xs"), "q6_k"
 )
 
 
 def type_of(text: str | Path) -> str | Recipe:
-    """Parses a type as commands take it: the name of a type or recipe, or a file with a recipe.
+    """Parses a command-line argument: the name of a type or a recipe, or the path of a recipe file.
 
-    **Raises:** `ValueError` for an unknown name, with similar names, or a damaged file.
+    **Raises:** `ValueError` if the file is damaged, or if the name is unknown (listing any similar names).
     """
     return from_file(text) if is_recipe_file(text) else _require_type(str(text))
 
@@ -46,15 +46,15 @@ def _require_type(name: str) -> str:
 
 
 def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
-    """Chooses a type for each array of a model.
+    """Selects a type for each of a model's arrays.
 
     **Arguments:**
 
-    - `model`: a model, or one with shapes for arrays.
-    - `quantize`: one of `TYPES`, a recipe of [`quaxlike.quantize`][], or the name of a recipe.
+    - `model`: a model, whose arrays can be `jax.ShapeDtypeStruct`s.
+    - `quantize`: one of `TYPES`, a recipe for [`quaxlike.quantize`][], or the name of a recipe.
 
-    **Raises:** `ValueError` for an unknown name, with similar names; for a rule that matches nothing; for a
-    scheme that GGUF has no type for.
+    **Raises:** `ValueError` if the name is unknown, if a rule doesn't match anything, or if GGUF has no type
+    for a scheme.
     """
     if isinstance(quantize, str) and _require_type(quantize) in TYPES:
         return Mixture({}, quantize, _OUTPUTS.get(quantize), file_type_of(quantize))
@@ -67,7 +67,7 @@ def mixture_of(model: Any, quantize: str | Recipe) -> Mixture:
                 "without options."
             )
     kinds = {name: choice.scheme for name, choice in chosen.items()}
-    # A tied embedding is also the output layer. Files that store a copy of it give that the same type.
+    # A tied embedding is also the output layer, so any copy of it in the file should use the same type.
     output = next((kinds.pop(name) for name in output_layer(records_of(model)) if name in kinds), None)
     preset = _PRESETS.get(quantize) if isinstance(quantize, str) else None
     return Mixture(kinds, preset and preset.rest, output, preset and preset.file_type)

@@ -1,7 +1,8 @@
-"""Conversion between llama.cpp's and transformers' tensors: names, the order of rows, stacks of experts.
+"""Conversion of tensors between llama.cpp's and transformers' conventions.
 
-llama.cpp has two stacks for gates and values, both `(experts, out, in)`. transformers has a single stack,
-with gates before values. In GPT-OSS they alternate instead, and the stack is `(experts, in, out)`.
+llama.cpp has separate stacks for the gate and up projections, of shape `(experts, out, in)`, whereas
+transformers concatenates them into a single stack. (For GPT-OSS it interleaves them, in a stack of shape
+`(experts, in, out)`.) Some of llama.cpp's files also permute the rows of q and k.
 """
 
 import re
@@ -16,7 +17,7 @@ from ...core.quaxify import quaxify
 from ...files.errors import file_error
 from ..families import FAMILIES, Family
 
-# From llama.cpp's names to transformers' names. Names with a suffix have no suffix there.
+# Maps llama.cpp's names to transformers'. Keys with a suffix map to names that have none in transformers.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IN_BLOCK = {
     "attn_q": "self_attn.q_proj",
@@ -39,7 +40,7 @@ _IN_BLOCK = {
 
 
 def family_of(metadata: Mapping[str, Any]) -> Family | None:
-    """Finds a file's family; None if its architecture is not in the table."""
+    """Looks up a file's model family. Returns None if its architecture is unknown."""
     name = metadata.get("general.architecture")
     known = [(x.gguf, x) for x in FAMILIES.values() if x.gguf and x.gguf.name == name]
     marked = [x for gguf, x in known if gguf.marker and metadata.get(f"{name}.{gguf.marker}")]
@@ -47,7 +48,7 @@ def family_of(metadata: Mapping[str, Any]) -> Family | None:
 
 
 def _parts(family: Family) -> dict[str, str]:
-    """Maps llama.cpp's names in a block to transformers' names."""
+    """Maps llama.cpp's names within a block to transformers' names."""
     norms = zip(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), family.norms, strict=True)
     fused = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"} if family.fused else {}
     own = family.gguf.parts if family.gguf else {}
@@ -57,7 +58,7 @@ def _parts(family: Family) -> dict[str, str]:
 
 
 def transformers_name(name: str, family: Family | None) -> str:
-    """Returns transformers' name for a llama.cpp tensor; the same name if there is none."""
+    """Converts a llama.cpp tensor name to transformers' name, or returns it unchanged if there is none."""
     if family is None:
         return name
     stem, _, kind = name.rpartition(".")
@@ -90,7 +91,7 @@ def llama_cpp_name(name: str, family: Family | None) -> str:
 
 
 def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Maps transformers' names to llama.cpp's names; to the first name for a stack it splits."""
+    """Maps transformers' names to llama.cpp's names. If llama.cpp splits a stack, its first name is used."""
     family = family_of(metadata)
     halves = {name: gate_and_up(name) if family else None for name in names}
     return {name: pair[0] if pair else llama_cpp_name(name, family) for name, pair in halves.items()}
@@ -99,7 +100,7 @@ def llama_cpp_names(names: Iterable[str], metadata: Mapping[str, Any]) -> dict[s
 def row_order(
     path: Path, name: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """Returns how the file permutes the rows in q and k; None if the order is the same."""
+    """Returns the permutation that the file applies to the rows of q and k, or None if there isn't one."""
     found = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", name)
     family = family_of(metadata)
     if found is None or family is None or not (family.gguf and family.gguf.permuted):
@@ -120,7 +121,7 @@ def row_order(
 
 # Experts ------------------------------------------------------------------------------------------
 
-#: transformers' names in a block, and their two llama.cpp tensors.
+#: Maps transformers' names within a block to the pair of llama.cpp tensors that they are split into.
 _JOINED = {
     "mlp.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
@@ -129,7 +130,7 @@ _MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 def gate_and_up(name: str) -> tuple[str, str] | None:
-    """Returns the two llama.cpp tensors for a stack of experts; None for any other array."""
+    """Returns the two llama.cpp tensors that store a stack of experts, or None for any other array."""
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if found is None or found[2] not in _JOINED:
         return None
@@ -138,7 +139,7 @@ def gate_and_up(name: str) -> tuple[str, str] | None:
 
 
 def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Maps each stack of experts to its llama.cpp tensors."""
+    """Maps each stack of experts to the llama.cpp tensors that store it."""
     out: dict[str, tuple[str, ...]] = {}
     for name in names:
         for whole, (gate, up) in _JOINED.items():
@@ -149,12 +150,13 @@ def expert_stacks(names: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool) -> Any:
-    """Makes transformers' array from a file's tensors.
+    """Converts one or more of llama.cpp's expert tensors to a single array in transformers' layout.
 
-    These are one tensor, or gates and values. Each is `(experts, out, in)`, or `(experts, out)` for biases.
-    With `interleaved`, gates and values alternate in transformers, and matrices are `(experts, in, out)`.
+    `parts` is either one tensor or the gate and up projections. Matrices are `(experts, out, in)`, and biases
+    are `(experts, out)`. If `interleaved`, then transformers' layout alternates between the two projections,
+    with matrices being `(experts, in, out)`.
 
-    **Raises:** `CheckpointError` if gates and values have different shapes, or a tensor is not a stack.
+    **Raises:** `CheckpointError` if the two projections have different shapes, or if a tensor is not a stack.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
@@ -178,9 +180,9 @@ def stack_experts(path: Path, name: str, parts: Sequence[Any], interleaved: bool
 
 
 def expert_slices(name: str, n_axes: int, interleaved: bool) -> tuple[Callable[[Any], Any], ...]:
-    """The inverse of `stack_experts`: functions that extract llama.cpp's tensors from an array.
+    """The inverse of `stack_experts`: returns a function to extract each of llama.cpp's tensors.
 
-    The array has `n_axes` axes. The result is empty if it is stored unchanged.
+    `n_axes` is the number of axes of the array. The result is empty if the array is stored unchanged.
     """
     matrices = name.endswith(_MATRICES)
     swap = _swapped if interleaved and matrices else _same
@@ -198,5 +200,5 @@ def _same(x: Any) -> Any:
 
 
 def _swapped(x: Any) -> Any:
-    """Swaps matrices' inputs and outputs."""
+    """Transposes the input and output axes of (a stack of) matrices."""
     return jnp.swapaxes(x, 1, 2)

@@ -1,8 +1,8 @@
-"""Conversion between a GGUF file's tokeniser and the `tokenizer.json` that the package `tokenizers` reads.
+"""Conversion between the tokeniser stored in a GGUF file and a `tokenizer.json`, as used by `tokenizers`.
 
-This follows llama.cpp, <https://github.com/ggml-org/llama.cpp>: `src/llama-vocab.cpp`, and
-`conversion/base.py`. Their converter copies scores from SentencePiece's own file. We derive them from the
-order of merges, which SentencePiece made from the scores.
+This follows `src/llama-vocab.cpp` and `conversion/base.py` in <https://github.com/ggml-org/llama.cpp>.
+However, their converter copies scores from SentencePiece's model file, whereas we recover them from the order
+of the merges, which SentencePiece derived from the scores.
 """
 
 import itertools
@@ -29,8 +29,8 @@ def _cased(ending: str, digits: str) -> tuple[str, ...]:
     return (f"{word}{_UPPER}*{_LOWER}+{ending}|{word}{_UPPER}+{_LOWER}*{ending}|{digits}|{_SLASHED}",)
 
 
-#: The regular expressions that split a text before merges, by `tokenizer.ggml.pre`. We write the first
-#: fitting name.
+#: Maps values of `tokenizer.ggml.pre` to the regular expressions that split the input before applying merges.
+#: When writing a file, we use the first name that fits.
 PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _THREE_DIGITS),
@@ -39,22 +39,22 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4"), _cased(f"{_CONTRACTED}?", r"\p{N}{1,3}")),
     "tekken": _cased("", r"\p{N}"),
 }
-#: With these splits, a piece that is a token stays whole, whatever the merges say. Texts begin with BOS
-#: unless the file says otherwise.
+#: With these pre-tokenisers, any piece that is itself a token is never split, regardless of the merges. They
+#: also prepend BOS by default.
 IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
-#: The longest token that may result from merges. We look at every way to cut it in two, so a longer one is
-#: slow.
+#: The maximum length of a merged token. We try splitting each token at every position, which takes too long
+#: for longer tokens.
 LONGEST = 1_024
 
 
 def tokenizer_of(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds a `tokenizer.json` from a GGUF file's metadata.
+    """Converts the tokeniser in a GGUF file's metadata to a `tokenizer.json`.
 
-    `tokenizers.Tokenizer.from_str(json.dumps(…))` loads the result. The vocabulary may be byte-level BPE
-    ("gpt2") or SentencePiece ("llama").
+    The result can be loaded with `tokenizers.Tokenizer.from_str(json.dumps(…))`. Both byte-level BPE ("gpt2")
+    and SentencePiece ("llama") vocabularies are supported.
 
-    **Raises:** `CheckpointError` for another kind of vocabulary, or an inconsistent one.
+    **Raises:** `CheckpointError` for any other kind of vocabulary, or if the vocabulary is inconsistent.
     """
 
     def get(key: str, default: Any = None) -> Any:
@@ -126,7 +126,7 @@ def _byte_level(vocab: dict[str, int], get: Any, damaged: Any) -> dict[str, Any]
 
 
 def _sentencepiece(vocab: dict[str, int], kinds: list[Any], get: Any, damaged: Any) -> dict[str, Any]:
-    """Turns scores into merges. llama.cpp first merges the pair whose union has the highest score."""
+    """Recovers merges from scores: llama.cpp first merges the pair that forms the highest-scoring token."""
     scores = get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocab):
         raise damaged("scores", f"expected one for each of {len(vocab)} tokens")
@@ -176,7 +176,7 @@ def _token(tokens: list[str], i: Any, name: str, damaged: Any) -> tuple[str, int
 
 
 def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
-    """Makes a template for one and for two texts, with a token before or after each text."""
+    """Creates a template, for single inputs and for pairs, that adds a token before or after each input."""
 
     def special(token: str, kind: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": token, "type_id": kind}}
@@ -195,8 +195,8 @@ def _template(around: list[tuple[str, int]], begins: bool) -> dict[str, Any]:
 
 
 _NORMAL, _UNUSED = 1, 5
-_UNREACHABLE = -1000.0  # llama.cpp's converter gives this score to tokens that no merge makes
-# transformers' and llama.cpp's names for special tokens. (End-of-text tokens: see `ends_in_vocabulary`.)
+_UNREACHABLE = -1000.0  # the score that llama.cpp's converter uses for tokens that no merge creates
+# Maps transformers' names of special tokens to llama.cpp's. (For end-of-text, see `ends_in_vocabulary`.)
 _SPECIAL = {"bos": "bos", "unk": "unknown", "pad": "padding"}
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
@@ -210,10 +210,10 @@ def vocabulary_of(
 ) -> dict[str, Any]:
     """Converts a checkpoint's tokeniser, chat templates and name to GGUF metadata.
 
-    Tokens that end a text are not included; see `ends_in_vocabulary`. GGUF needs one token for each of the
-    `rows` of the embedding, so unused rows get tokens that no text contains.
+    End-of-text tokens are not included; these are handled by `ends_in_vocabulary`. GGUF requires a token for
+    each of the `rows` of the embedding, so we pad the vocabulary with unused tokens.
 
-    **Raises:** `FileNotFoundError` if there is no `tokenizer.json`; `CheckpointError` if it is damaged, or if
+    **Raises:** `FileNotFoundError` if there is no `tokenizer.json`. `CheckpointError` if it is damaged, or if
     llama.cpp would tokenise differently.
     """
     path = folder / "tokenizer.json"
@@ -243,10 +243,10 @@ def vocabulary_of(
 
 
 def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
-    """Chooses the model's name. llama.cpp looks for "phi-3" in it.
+    """Chooses the model's name, in which llama.cpp looks for "phi-3".
 
-    With that name, tokens absorb the spaces after them (`rstrip`), and models of another architecture fail to
-    load.
+    If it is found, then tokens absorb any whitespace that follows them (`rstrip`), and models of any other
+    architecture fail to load.
     """
     name = folder.resolve().name
     named = any(word in name.lower() for word in ("phi-3", "phi3"))
@@ -259,7 +259,7 @@ def _name(folder: Path, config: Mapping[str, Any], strips: bool) -> str | None:
 
 
 def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Reads the vocabulary and the merges, in order."""
+    """Reads the vocabulary, and the merges in order."""
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else model
@@ -277,7 +277,7 @@ def _model(path: Path, described: Mapping[str, Any]) -> tuple[dict[str, int], li
 
 
 def _merge(merge: Any) -> tuple[str, str] | None:
-    """Reads a pair of tokens, a list or a text with a space; None if it is neither."""
+    """Parses a merge, i.e. a pair of tokens or a space-separated string. Returns None if it is neither."""
     match merge.split(" ") if isinstance(merge, str) else merge:
         case [str(first), str(second)]:
             return first, second
@@ -287,7 +287,7 @@ def _merge(merge: Any) -> tuple[str, str] | None:
 def _tokens(
     path: Path, described: Mapping[str, Any], vocab: Mapping[str, int], rows: int
 ) -> tuple[list[str], list[int], dict[str, int]]:
-    """Lists every token with its kind. Also returns the numbers of added tokens."""
+    """Returns the text and kind of every token, along with the IDs of added tokens."""
     texts: dict[int, str] = {}
     kinds: dict[int, int] = {}
     added: dict[str, int] = {}
@@ -310,7 +310,7 @@ def _tokens(
         if flag := next((key for key in ("single_word", "lstrip") if token.get(key)), None):
             problem = f"{quoted(text)} has {flag}=true; llama.cpp keeps the text around tokens"
             raise file_error(path, "added_tokens", problem)
-        if not 0 <= i < rows:  # the model has no embedding for this token, so it can never be used
+        if not 0 <= i < rows:  # the embedding has no such row, so this token is never used
             continue
         if texts.get(i, text) != text or vocab.get(text, i) != i or added.get(text, i) != i:
             raise file_error(path, "added_tokens", f"{quoted(text)} is number {i}, which is another token's")
@@ -326,9 +326,10 @@ def _tokens(
 
 
 def _split_by(path: Path, described: Mapping[str, Any]) -> str:
-    """Finds llama.cpp's name for how this tokeniser splits a text before merges."""
+    """Finds llama.cpp's name for the pre-tokeniser, which splits the input before applying merges."""
     normal = described.get("normalizer")
-    # llama.cpp does not normalise texts. This makes no difference for texts in NFC, which nearly all are.
+    # llama.cpp doesn't normalise its inputs, but this only matters for the few inputs that aren't already
+    # NFC.
     if not isinstance(normal, dict | None) or (normal or {}).get("type", "NFC") != "NFC":
         raise file_error(path, "normalizer", f"llama.cpp does without any but NFC; found {quoted(normal)}")
     before = described.get("pre_tokenizer")
@@ -358,7 +359,7 @@ def _split_by(path: Path, described: Mapping[str, Any]) -> str:
             f"{quoted(regexes)}",
         )
     ignores = bool(described["model"].get("ignore_merges"))
-    # Two names may share their expressions, and differ in whether merges are ignored.
+    # Several names can share the same expressions, differing only in whether they ignore merges.
     return next((name for name in names if (name in IGNORE_MERGES) == ignores), names[0])
 
 
@@ -371,7 +372,7 @@ def _sentencepiece_keys(
     kinds: list[int],
     added: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Computes scores that decrease in the order of merges. This updates `kinds` in place."""
+    """Computes scores that decrease in the order of the merges. `kinds` is modified in place."""
     rank: dict[str, int] = {}
     for a, b in merges:
         rank.setdefault(a + b, len(rank))
@@ -379,7 +380,7 @@ def _sentencepiece_keys(
         if _BYTE_TOKEN.fullmatch(token) and kinds[i] == _NORMAL:
             kinds[i] = BYTE
         elif token in added and token in rank and "▁" in token:
-            kinds[i] = _NORMAL  # an added token that stands for spaces, and that merges also make
+            kinds[i] = _NORMAL  # an added token for whitespace that is also the result of a merge
     unknown = described["model"].get("unk_token")
     if isinstance(unknown, str) and unknown in vocab:
         kinds[vocab[unknown]] = UNKNOWN
@@ -392,7 +393,7 @@ def _sentencepiece_keys(
 def _check_merges(
     path: Path, vocab: Mapping[str, int], merges: list[tuple[str, str]], plain: set[str]
 ) -> None:
-    """Raises unless llama.cpp would merge the same pairs. It merges any neighbours whose union is a token."""
+    """Checks that llama.cpp would merge the same pairs, since it merges any pair that forms a token."""
     if long := next((text for text in vocab if len(text) > LONGEST), None):
         raise file_error(
             path, "vocab", f"number {vocab[long]} has {len(long):,} characters; at most {LONGEST:,} fit"
@@ -456,7 +457,7 @@ def _around(path: Path, processor: Any) -> tuple[str | None, str | None]:
 
 
 def _steps(described: Any, name: str) -> list[Any]:
-    """Lists a sequence's steps. A single step counts as a sequence."""
+    """Returns the steps of a sequence, treating a single step as a sequence of length one."""
     steps = described.get(name, described) if isinstance(described, dict) else described
     return steps if isinstance(steps, list) else [steps]
 
@@ -474,7 +475,7 @@ def _special(
     named: Mapping[str, str],
     around: Mapping[str, int],
 ) -> dict[str, int]:
-    """Finds special tokens: those of the post-processor first, then the tokeniser's, then the model's."""
+    """Finds the special tokens, preferring the post-processor to the tokeniser, and both to the model."""
     found = {"eos": around["eos"]} if "eos" in around else {}
     for ours, theirs in _SPECIAL.items():
         token, number = named.get(f"{ours}_token"), config.get(f"{ours}_token_id")
@@ -494,15 +495,16 @@ def ends_in_vocabulary(
     ends: Sequence[int],
     answer: Sequence[int],
 ) -> dict[str, int]:
-    """Chooses metadata for the tokens that end a text. llama.cpp stops at each of these.
+    """Chooses the metadata for end-of-text tokens, any of which makes llama.cpp stop generating.
 
-    `vocabulary` is from `vocabulary_of`. `ends` are the tokens that end a text, and `answer` holds
-    the token that the chat template writes after an answer, if there is one.
+    `vocabulary` is the output of `vocabulary_of`, `ends` are the end-of-text tokens, and `answer` contains
+    the token that the chat template adds after each answer, if any.
 
-    The token under the key `eos` has two more roles in llama.cpp: it may be appended to texts, and chat
-    templates see it as `eos_token`. It must therefore be the tokeniser's own, if a template uses that.
+    llama.cpp also uses the `eos` token for two other purposes: it can be appended to inputs, and is available
+    to chat templates as `eos_token`. If a template uses this, then the `eos` token must be the tokeniser's
+    own.
 
-    **Raises:** `CheckpointError` if there are more such tokens than keys.
+    **Raises:** `CheckpointError` if there are more end-of-text tokens than available keys.
     """
     tokens = vocabulary["tokenizer.ggml.tokens"]
     if out := next((end for end in ends if end >= len(tokens)), None):

@@ -1,4 +1,4 @@
-"""Writes GGUF files: floats, and arrays with llama.cpp's codecs."""
+"""Writes GGUF files containing floats and arrays in llama.cpp's quantised formats."""
 
 import re
 import struct
@@ -25,10 +25,8 @@ _ALIGNMENT = 32
 
 
 class _Kind(NamedTuple):
-    """A tensor type.
-
-    It has a number, the number for files that mostly use it, elements and bytes per block, and its codecs or
-    dtype.
+    """A tensor type: its number, and that of files which mostly use it; its elements and bytes per block; and
+    the codecs or dtype that it can store.
     """
 
     number: int
@@ -44,7 +42,7 @@ _FLOATING = {
     "f16": _Kind(1, 1, 1, 2, np.dtype(np.float16)),
     "bf16": _Kind(30, 32, 1, 2, np.dtype(ml_dtypes.bfloat16)),
 }
-#: The file type, by the type of most weights. For mixtures, this is also what llama.cpp guesses.
+#: Maps the type of most weights to the file type. (llama.cpp guesses the same value for mixtures of types.)
 _FILE_TYPES = {
     "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 12, "q4_k": 15, "q5_k": 17,
     "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38,
@@ -55,7 +53,7 @@ _NUMBERS = {name.lower(): number for number, (name, _) in BLOCK_TYPES.items()}
 def _quantised(name: str) -> _Kind:
     number = _NUMBERS[name]
     block = BLOCK_TYPES[number][1]
-    codecs = tuple(dict.fromkeys((CODECS[name], block.codec)))  # two codecs of MXFP4 have the same bytes
+    codecs = tuple(dict.fromkeys((CODECS[name], block.codec)))  # both MXFP4 codecs produce the same bytes
     return _Kind(number, _FILE_TYPES[name], block.elements, block.nbytes, codecs=codecs)
 
 
@@ -65,31 +63,32 @@ TYPES = tuple(_KINDS)
 
 
 def file_type_of(kind: str) -> int:
-    """llama.cpp's file type for files in which most weights have this type."""
+    """Returns llama.cpp's file type for a file in which most weights have this type."""
     return _KINDS[kind].file_type
 
 
-#: The replacement, as in llama.cpp, if a row does not divide into blocks. Types with blocks of 32 become
-#: float16.
+#: Fallback types for rows that are not a multiple of the block size, as in llama.cpp. (Types with blocks of
+#: 32 fall back to float16.)
 _INSTEAD = {
     "q2_k": "iq4_nl", "q3_k": "iq4_nl", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
 _FLOATS = {kind.dtype: name for name, kind in _FLOATING.items()}
-# llama.cpp computes with these tensors in float32.
+# Tensors that llama.cpp always uses in float32.
 _ALWAYS_F32 = re.compile(r"blk\.\d+\.(ffn_gate_inp(_shexp)?\.weight|ffn_\w+_exps\.bias)")
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
 
 
 class Mixture(NamedTuple):
-    """The types that weights get.
+    """The types to convert each weight to.
 
     **Attributes:**
 
-    - `kinds`: types for single arrays, by name.
-    - `rest`: the type for all others. None keeps them as they are.
-    - `output`: the output layer's type, unless `kinds` has it. None treats it like all others.
-    - `file_type`: llama.cpp's number for the file. None derives it from most weights.
+    - `kinds`: maps the names of individual arrays to types.
+    - `rest`: the type for all other arrays. If None, then these are not converted.
+    - `output`: the type for the output layer, unless it appears in `kinds`. If None, then it is treated like
+        any other array.
+    - `file_type`: llama.cpp's number for the file type. If None, then this is the most common weight type.
     """
 
     kinds: Mapping[str, str]
@@ -99,7 +98,7 @@ class Mixture(NamedTuple):
 
 
 class _WrittenTensor(NamedTuple):
-    """A tensor that will be written. Its bytes are computed one tensor at a time, to bound memory."""
+    """A tensor to be written. Tensors are encoded one at a time in order to limit peak memory."""
 
     kind: str
     shape: tuple[int, ...]
@@ -114,12 +113,12 @@ class _WrittenTensor(NamedTuple):
 def write(
     path: Path, mapping: Mapping[str, Any], metadata: Mapping[str, Any], mixture: Mixture | None = None
 ) -> None:
-    """Writes a file: metadata, and tensors under llama.cpp's names.
+    """Writes a GGUF file from metadata and from arrays keyed by llama.cpp's tensor names.
 
-    `mixture` gives the types of weights; without it, arrays keep theirs. As in llama.cpp, vectors and routers
-    are float32, and rows that do not divide into blocks get a replacement type.
+    `mixture` specifies the type of each weight; by default, arrays aren't converted. As in llama.cpp, vectors
+    and routers are stored in float32, and rows that aren't a multiple of the block size use a fallback type.
 
-    **Raises:** `CheckpointError` if the file cannot hold an array or a key.
+    **Raises:** `CheckpointError` if an array or a key can't be stored in a GGUF file.
     """
     metadata = {"general.architecture": "llama", **metadata}
     known = as_python(metadata)
@@ -141,7 +140,7 @@ def write(
             of_most if mixture is None or mixture.file_type is None else mixture.file_type
         )
     if any(_KINDS[kind].codecs for kind in sizes):
-        keys["general.quantization_version"] = 2  # this is the version of block layouts
+        keys["general.quantization_version"] = 2  # the version of the block layouts
     head = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(keys))]
     for key, value in keys.items():
         try:
@@ -168,8 +167,10 @@ def _padded(raw: bytes) -> bytes:
 def parts_of(
     name: str, value: Any, family: Family | None
 ) -> Iterator[tuple[str, Callable[[Any], Any] | None]]:
-    """Yields the names of the tensors for an array, each with a function that extracts it (None: all of
-    it)."""
+    """Yields the name of each tensor that stores part of an array, and a function that extracts it.
+
+    The function is None if a single tensor stores the whole array.
+    """
     cuts = expert_slices(name, len(value.shape), family.interleaved) if family else ()
     names = gate_and_up(name) if len(cuts) == 2 else None
     yield from zip(names or [llama_cpp_name(name, family)], cuts or [None], strict=True)
@@ -190,7 +191,7 @@ def _tensor(
     if not 1 <= len(shape) <= 4:
         raise file_error(path, name, f"GGUF has tensors of one to four axes; found the shape {shape}")
     order = row_order(path, out, shape, metadata)
-    rows = slice(None) if order is None else np.argsort(order)  # `order` is for reading, so invert it
+    rows = slice(None) if order is None else np.argsort(order)  # `order` is for reading, so we invert it
     family = family_of(metadata)
     offset = family.norm_offset if family and out.endswith("norm.weight") else 0
     kind = _kind(path, name, out, stored, mixture, outputs)
@@ -230,7 +231,7 @@ def _kind(
 
 
 def _is_stored(value: Any, kind: str) -> bool:
-    """Returns whether an array's codes and scales can be written unchanged as this type."""
+    """Returns whether an array's codes and scales can be stored as this type without any conversion."""
     if not isinstance(value, BlockArray) or value.codec not in _KINDS[kind].codecs or value.order is not None:
         return False
     whole = len(value.inner_shape) == 1 and value.inner_shape[0] % _KINDS[kind].elements == 0

@@ -1,6 +1,7 @@
-"""LoRA and other adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA and other adapters in PEFT's format.
 
-Source: PEFT, <https://github.com/huggingface/peft>, with the conventions of its version 0.21.
+An adapter consists of an `adapter_config.json` and an `adapter_model.safetensors` file. We follow the
+conventions of PEFT 0.21, <https://github.com/huggingface/peft>.
 """
 
 from .gguf import save_gguf_adapter

@@ -1,4 +1,4 @@
-"""`adapter_config.json`."""
+"""Parsing of PEFT's `adapter_config.json`."""
 
 import re
 import warnings
@@ -14,10 +14,10 @@ from ...files.json_text import read_json_file
 from ..folders.entries import is_off
 from ..folders.file_pair import Pair
 
-#: The methods by `peft_type`.
+#: Maps `peft_type` to our methods.
 BY_TYPE = {method.peft_type: method for method in METHODS.values()}
 
-# Entries of all methods that do not affect a trained adapter, such as its origin and purpose.
+# Options shared by all methods that have no effect once an adapter is trained, e.g. where it came from.
 _INFORMATIVE = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     "task_type",
@@ -29,11 +29,11 @@ def files_of(folder: Path) -> Pair:
 
 
 class AdapterConfig(NamedTuple):
-    """An adapter's configuration, with PEFT's defaults."""
+    """An adapter's configuration, with the same defaults as PEFT."""
 
     method: Method
     options: Mapping[str, Any]
-    """The method's options."""
+    """The options that are specific to the method."""
     target_modules: str | Sequence[str] | None = None
     exclude_modules: str | Sequence[str] | None = None
     modules_to_save: Sequence[str] | None = None
@@ -41,11 +41,11 @@ class AdapterConfig(NamedTuple):
     layers_pattern: str | Sequence[str] | None = None
 
     def option(self, name: str) -> Any:
-        """Returns an option's value; None if the method does not have it."""
+        """Returns the value of an option, or None if the method does not have such an option."""
         return self.options.get(name)
 
     def targets(self, layer: str) -> bool:
-        """Returns whether the adapter is on this layer. This is not defined for `"all-linear"`."""
+        """Returns whether the adapter targets this layer. This is not defined for `"all-linear"`."""
         if _named(self.exclude_modules or (), layer) or self._saves(layer):
             return False
         if not _named(self.target_modules or (), layer):
@@ -57,13 +57,14 @@ class AdapterConfig(NamedTuple):
         return number is not None and number in ([wanted] if isinstance(wanted, int) else wanted)
 
     def saves(self, name: str) -> bool:
-        """Returns whether an array is part of `modules_to_save`."""
+        """Returns whether `modules_to_save` includes this array."""
         return self._saves(name.rpartition(".")[0] or name)
 
     def _saves(self, layer: str) -> bool:
-        """Returns whether the layer, or a module around it, is saved.
+        """Returns whether `modules_to_save` includes this layer or a module containing it.
 
-        As in PEFT, a name only has to end with an entry: `norm` matches `input_layernorm`.
+        As in PEFT, names only need to end with one of the entries, e.g. `norm` also matches
+        `input_layernorm`.
         """
         parts = layer.split(".")
         modules = [f"{PREFIX}{'.'.join(parts[:n])}" for n in range(1, len(parts) + 1)]
@@ -74,7 +75,7 @@ _NUMBER = re.compile(r"\.(?P<number>\d+)(?=\.)")
 
 
 def _layer_number(patterns: str | Sequence[str], layer: str) -> int | None:
-    """Returns the number after a pattern in the name; without patterns, the first number."""
+    """Returns the first number in the name that follows any of the patterns, or the first overall if None."""
     if not patterns:
         found = re.match(r".*?\.[^.]*\.(?P<number>\d+)\.", layer)
         return int(found["number"]) if found else None
@@ -106,7 +107,7 @@ def _is_names(x: Any) -> bool:
 
 
 _MODULES = Option(None, "a regular expression or a list of names", lambda x: is_pattern(x) or _is_names(x))
-#: The options that all methods share.
+#: The options that are shared by all methods.
 _OF_ALL = {
     "target_modules": _MODULES,
     "exclude_modules": _MODULES,

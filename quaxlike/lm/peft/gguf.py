@@ -1,4 +1,4 @@
-"""`save_gguf_adapter`: LoRA on a decoder, in a file that llama.cpp puts on a GGUF file of the base."""
+"""`save_gguf_adapter`, which saves a LoRA adapter for llama.cpp to apply to a GGUF file of the base model."""
 
 import os
 from collections.abc import Callable
@@ -26,19 +26,20 @@ from ..models.decoder_config import completed, text_tower
 
 @checked
 def save_gguf_adapter(path: str | os.PathLike[str], model: PyTree, source: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a decoder, without the base, to a GGUF file that llama.cpp puts on a GGUF file of
-    the base (`llama-cli --lora`, `llama_cpp.Llama(lora_path=…)`).
+    """Writes a decoder's LoRA adapter to a GGUF file, excluding the base model.
+
+    llama.cpp can apply this to a GGUF file of the base model, with `llama-cli --lora` or
+    `llama_cpp.Llama(lora_path=…)`.
 
     **Arguments:**
 
-    - `path`: the file.
-    - `model`: a decoder from [`quaxlike.lm.load`][] with LoRA, such as from
+    - `path`: the file to write.
+    - `model`: a decoder with LoRA that was loaded by [`quaxlike.lm.load`][], e.g. the output of
         [`quaxlike.lm.peft.load_adapter`][].
-    - `source`: the checkpoint that it was read from, a directory or a GGUF file.
+    - `source`: the checkpoint that the decoder was loaded from: either a directory or a GGUF file.
 
-    **Raises:** `ValueError` for what such a file cannot hold: adapters by another method, DoRA, those on
-    embeddings, weights that are trained in full; `CheckpointError` for an architecture that llama.cpp has
-    not.
+    **Raises:** `ValueError` if the adapter can't be represented in GGUF, e.g. DoRA and other methods, adapted
+    embeddings, or weights trained in full. `CheckpointError` if llama.cpp does not support the architecture.
 
     !!! example
 
@@ -102,13 +103,13 @@ def _why_not_in_gguf(x: AdaptedArray) -> str:
 
 
 def _factors(name: str, x: Any, part: Callable[[Any], Any] | None) -> tuple[np.ndarray, ...]:
-    """`a`, `b` and the scaling of an adapter, or of the part of it that is a tensor of llama.cpp."""
+    """Returns `a`, `b` and the scaling of an adapter, or only for the part that `part` extracts."""
     cut = x
     if part is not None:
         cut = quaxify(part)(x.with_base(jnp.zeros(x.shape)))
     if not isinstance(cut, LoraArray) or (cut.out_axes, cut.in_axes) != ((-2,), (-1,)):
         raise ValueError(f"{name}: the parts that llama.cpp stores one by one are no LoRA of their own.")
-    lead = cut.shape[:-2]  # experts: llama.cpp has a separate adapter for each
+    lead = cut.shape[:-2]  # experts, for each of which llama.cpp has a separate adapter
 
     def in_float32(leaf: Any) -> np.ndarray:
         dense = np.asarray(materialise(leaf) if is_value(leaf) else leaf).astype(np.float32)

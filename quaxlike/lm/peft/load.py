@@ -1,7 +1,7 @@
-"""`load_adapter`: read an adapter from PEFT's files.
+"""`load_adapter`, which loads an adapter from PEFT's files.
 
-Every tensor in the file must be used, and every adapted layer must exist in the model. Anything else raises,
-since a partly loaded adapter would compute wrong results without an error.
+We insist that every tensor in the file is used, and that every adapted layer exists in the model. Otherwise
+we raise an error, since a partially loaded adapter would silently compute incorrect results.
 """
 
 import os
@@ -60,34 +60,36 @@ def load_adapter(
     adapter_name: str = "default",
     layout: Layouts = None,
 ) -> PyTree:
-    """Loads an adapter from PEFT's files onto a model: LoRA, or a method in `quaxlike.adapters`.
+    """Loads an adapter from PEFT's files: LoRA, or any of the methods in `quaxlike.adapters`.
 
     **Arguments:**
 
-    - `directory`: the folder with `adapter_config.json` and `adapter_model.safetensors`.
-    - `model`: the base model. This is any pytree with the same dotted names as the state dict that the
-        adapter was trained on, after `rename`. If it already has an adapter, then this is removed.
-    - `rename`: a function or mapping from names of the model's arrays and layers to names in the file. A
-        mapping may contain names or prefixes. Default: transformers' names for the model, with its head
-        (`AutoModelForCausalLM`) or without (`AutoModel`), alone or inside a multimodal model. Adapters for
-        other parts of a multimodal model are left out, with a warning.
-    - `adapter_name`: the adapter's name. If it is not `"default"`, then the adapter is in a subfolder
+    - `directory`: the folder containing `adapter_config.json` and `adapter_model.safetensors`.
+    - `model`: the base model. This can be any pytree whose dotted names (after `rename`) match the state dict
+        that the adapter was trained on. If it already has an adapter, then this is replaced.
+    - `rename`: a function or mapping from the names of the model's arrays and layers to names in the file.
+        The keys of a mapping can be full names or prefixes. By default, we use transformers' names for the
+        model, either with its head (`AutoModelForCausalLM`) or without (`AutoModel`), and either on its own
+        or as part of a multimodal model. Adapters for other parts of a multimodal model are skipped with a
+        warning.
+    - `adapter_name`: the adapter's name. Unless this is `"default"`, the adapter is read from the subfolder
         with this name.
-    - `layout`: layouts that neither a layer nor a name implies, as for [`quaxlike.layouts`][].
-        Default: none.
+    - `layout`: the layouts of any arrays for which these can't be inferred from the layer or the name, as for
+        [`quaxlike.layouts`][]. Defaults to none.
 
-    Weights, biases and norms from Flax and Haiku are matched with PyTorch's layers: `dense.kernel` of shape
-    `(in, out)` is `dense.weight` of shape `(out, in)` in the file.
+    Weights, biases and norms from Flax and Haiku are matched to the corresponding PyTorch layers. For
+    example, `dense.kernel` of shape `(in, out)` corresponds to `dense.weight` of shape `(out, in)` in the
+    file.
 
     **Returns:**
 
-    The model with the adapter. With `alora_invocation_tokens`, call [`quaxlike.activate`][] for each text.
+    The adapted model. If `alora_invocation_tokens` is set, call [`quaxlike.activate`][] for each input.
 
     **Raises:**
 
-    `FileNotFoundError` if there is no adapter. `CheckpointError` for an entry that is missing, unknown,
-    damaged or has the wrong shape, and for an unsupported option of PEFT. The message names the file and the
-    entry.
+    `FileNotFoundError` if there is no adapter. `CheckpointError` if an entry is missing, unknown, damaged or
+    has the wrong shape, or if the adapter uses an option of PEFT that isn't supported. The error message
+    includes the file and the entry.
 
     !!! example
 
@@ -117,14 +119,14 @@ def load_adapter(
 
 
 class _Names(NamedTuple):
-    """The model's arrays, by their names in the file."""
+    """The model's arrays, keyed by their names in the adapter file."""
 
     arrays: Mapping[str, tuple[str, Any]]
-    """The name in the model and the array."""
+    """Maps names in the file to the name in the model and the array."""
     layers: Mapping[str, tuple[str, Any]]
-    """The weights, by the names of layers."""
+    """Maps the names of layers to their weights."""
     layouts: Mapping[str, Layout | None]
-    """The layouts, by the names of arrays in the model."""
+    """Maps the names of arrays in the model to their layouts."""
     parameters: Collection[str]
 
 
@@ -134,7 +136,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
         leave_out_other_parts(file)
     file.sort_embeddings(config)
     config, model = _parted(config, file, model)
-    if rename is None:  # rename layers to their names in published files
+    if rename is None:  # use the layer names that published files have
         published = {name: own[0] for name in named_arrays(model) if len(own := tensors_of(model, name)) == 1}
         if hasattr(model, "tensors_of") and (tower := tower_in(file)) is not None:
 
@@ -193,7 +195,7 @@ def _adapted(config: AdapterConfig, file: "_File", model: PyTree, rename: Rename
 
 
 def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
-    """Returns the prefix of a decoder's body, if the adapter is for the body alone (`AutoModel`)."""
+    """Returns the prefix of the decoder's body if the adapter is for the body only (`AutoModel`)."""
     named, layers = {layer for _, own in [(None, file.adapters), *file.beside] for layer in own}, set(layers)
     if not named or not named.isdisjoint(layers):
         return None
@@ -202,12 +204,12 @@ def _body_of_headless(file: "_File", layers: Iterable[str]) -> str | None:
 
 
 def _parted(config: AdapterConfig, file: "_File", model: PyTree) -> tuple[AdapterConfig, PyTree]:
-    """Unties the output layer from the embedding, if the file changes them differently.
+    """Unties the output layer from the embedding if the file modifies them differently.
 
-    Otherwise this removes the repeated entries for the output layer from file and configuration. A model
-    supports this with a method `with_separate_head`. By default, PEFT only changes the named layer, and not
-    the layer tied to it. With `ensure_weight_tying`, and for trained tokens, it changes both in the
-    same way. Files may contain that change once or twice.
+    Otherwise, duplicate entries for the output layer are removed from the file and its configuration. Models
+    support untying by implementing `with_separate_head`. By default, PEFT only modifies the layer that is
+    named, not the layer it is tied to. With `ensure_weight_tying`, or for trained tokens, PEFT modifies both
+    of them in the same way, and the file may contain this change either once or twice.
     """
     separated = getattr(model, "with_separate_head", None)
     if separated is None or any(name.startswith("lm_head") for name in named_arrays(model)):
@@ -250,9 +252,10 @@ def _with_embeddings(
     file: "_File", model: PyTree, arrays: Mapping[str, tuple[str, Any]],
     layouts: Mapping[str, Layout | None],
 ) -> tuple[PyTree, dict[str, tuple[str, Any]]]:  # fmt: skip
-    """Replaces embeddings by the ones in the file; returns the model, and its arrays by names in the file.
+    """Replaces the model's embeddings with those in the file.
 
-    Tied arrays stay tied, unless the file has a separate embedding for each name.
+    Returns the model, along with its arrays keyed by their names in the file. Tied arrays remain tied, unless
+    the file has a separate embedding for each of their names.
     """
     out, is_new, n = dict(arrays), False, 0
     for new, key in file.bases.items():
@@ -274,7 +277,7 @@ def _with_embeddings(
 def _read_whole(
     file: "_File", key: str, name: str, leaf: Any, layouts: Mapping[str, Layout | None]
 ) -> jax.Array:
-    """Reads a replacement for an array of the model."""
+    """Reads an array that replaces one of the model's."""
     stored = stored_as(name, leaf.shape, layouts)
     found, expected = file.shape(key), stored.shape
     if is_of_tokens(name) and found[1:] == expected[1:] and found[:1] != expected[:1]:
@@ -285,25 +288,25 @@ def _read_whole(
     return file.read_as(key, stored, leaf.shape)
 
 
-# PEFT inserts this between a layer's name and the names of its original arrays.
+# PEFT inserts these between the name of a layer and the names of its original arrays.
 _BENEATH = re.compile(r"\.(token_adapter\.)?(base_layer|original_module)\.")
 
 
-# PEFT repeats saved modules under these names: biases with bias="all", and embeddings.
+# PEFT saves additional copies under these names, for biases if bias="all" and for embeddings.
 _REPEATED = re.compile(r"\.(original_module|modules_to_save)\.")
 
 
 class _File:
-    """An adapter's tensors, sorted by what they apply to."""
+    """The tensors in an adapter file, grouped by what they apply to."""
 
     def __init__(self, tensors: Tensors, method: Method) -> None:
         self.tensors = tensors
-        self.shared: dict[str, str] = {}  # name -> key: tensors that layers share
+        self.shared: dict[str, str] = {}  # name -> key, for tensors shared between layers
         self.adapters: dict[str, dict[str, str]] = defaultdict(dict)  # layer, part -> key
-        #: The same for adapters of accompanying methods.
+        #: As `adapters`, but for the methods that this one can be combined with.
         self.beside = [(other, defaultdict[str, dict[str, str]](dict)) for other in method.beside]
         self.trained: dict[str, str] = {}  # name in the model -> key
-        self.bases: dict[str, str] = {}  # name in the model -> key: embeddings saved with the adapter
+        self.bases: dict[str, str] = {}  # name in the model -> key, for embeddings saved with the adapter
         endings = [
             (end, part, found)
             for each, found in [(method, self.adapters), *self.beside]
@@ -341,9 +344,9 @@ class _File:
                 raise self.error(key, "is not expected: the layer has no adapter")
 
     def sort_embeddings(self, config: AdapterConfig) -> None:
-        """Moves embeddings and output layers saved but not trained from `trained` to `bases`.
+        """Moves embeddings and output layers which were saved but not trained from `trained` to `bases`.
 
-        PEFT saves them by itself after `resize_token_embeddings`.
+        PEFT saves these automatically after `resize_token_embeddings`.
         """
         trains_biases = config.option("bias") in ("all", "lora_only")
         for name in [name for name in self.trained if is_of_tokens(name)]:
@@ -351,8 +354,7 @@ class _File:
                 self.bases.setdefault(name, self.trained.pop(name))
 
     def has_one_embedding(self) -> bool:
-        """Returns whether the embedding and the output layer in `bases` are equal, or only one of them
-        exists."""
+        """Returns whether `bases` has at most one distinct array for the embedding and the output layer."""
 
         def whole(key: Any) -> Any:
             return np.asarray(self.tensors[key])
@@ -363,7 +365,7 @@ class _File:
         return all(np.array_equal(whole(x), whole(y)) for x in of_head for y in of_embedding)
 
     def drop_head(self) -> None:
-        """Removes repeated entries for a tied output layer."""
+        """Removes duplicate entries for a tied output layer."""
         is_repeated = any(_is_embedding(layer_of(name)) for name in (*self.bases, *self.trained))
         bases = [self.bases] if is_repeated else []
         for held in (self.adapters, self.trained, *bases, *(found for _, found in self.beside)):
@@ -393,7 +395,7 @@ class _File:
         return self.tensors.info[key].shape
 
     def read_as(self, key: str, stored: Stored, shape: Sequence[int]) -> Any:
-        """Reads an array with this shape, stored in PyTorch's layout."""
+        """Reads an array of the given shape that is stored in PyTorch's layout."""
         return stored.take(self.read(key, stored.shape), shape)
 
 
@@ -404,7 +406,7 @@ _Found = Mapping[str, Mapping[str, str]]
 def _check_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, model: PyTree, names: _Names
 ) -> None:
-    """Raises unless the file has adapters for exactly the layers in the configuration."""
+    """Checks that the file contains adapters for exactly those layers named in the configuration."""
     for layer, keys in found.items():
         if layer not in names.layers:
             near = suggestion(layer, {layer: leaf for layer, (_, leaf) in names.layers.items()})
@@ -418,8 +420,8 @@ def _check_layers(
 
 
 def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -> list[str]:
-    """Returns the layers in `target_modules` and `target_parameters`."""
-    # `target_modules` does not contain parameters. In transformers 5, experts and routers are parameters.
+    """Returns the layers matched by `target_modules` or `target_parameters`."""
+    # Parameters can't be matched by `target_modules`. In transformers 5, experts and routers are parameters.
     modules = {
         layer: name
         for layer, (name, _) in names.layers.items()
@@ -439,7 +441,7 @@ def _targets(config: AdapterConfig, file: _File, model: PyTree, names: _Names) -
 
 
 def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Sequence[str]]) -> None:
-    """Raises unless the file has an adapter for one layer of each named group, and for no other."""
+    """Checks that the file has an adapter for at least one layer of each named group, and for no others."""
     named = [*named]
     for layers in named:
         if not any(found.get(layer) for layer in layers):
@@ -455,7 +457,7 @@ def _check_found(method: Method, file: _File, found: _Found, named: Iterable[Seq
 def _read_layers(
     method: Method, found: _Found, config: AdapterConfig, file: _File, names: _Names
 ) -> dict[str, Any]:
-    """Reads the adapted weights of a method and their biases, by names in the model."""
+    """Reads the weights and biases that a method adapts, keyed by their names in the model."""
     layers: dict[str, Layer] = {}
     biases: dict[str, str] = {}
     parameters = config.option("target_parameters") or ()
@@ -465,7 +467,7 @@ def _read_layers(
         layout = names.layouts[name]
         if any(part.startswith("embedding") for part in keys):
             layout = Layout.parse("vo")
-        elif layout is not None and layout.kind == "embedding":  # only its name looks like an embedding
+        elif layout is not None and layout.kind == "embedding":  # not an embedding, despite its name
             layout = MATRIX
         is_parameter = layer in names.parameters and is_targeted(layer, parameters)
         key = next(iter(keys.values()))
@@ -496,7 +498,7 @@ def _read_layers(
 def _read_stack(
     config: AdapterConfig, file: _File, name: str, leaf: Any, layout: Any, experts: _Found
 ) -> Any:
-    """Reads a stack of experts with separate adapters. `experts` contains the keys by layer."""
+    """Reads a stack of experts in which each expert has its own adapter. `experts` maps layers to keys."""
     method = config.method
     if method.read_stack is None:
         key = next(key for keys in experts.values() for key in keys.values())
@@ -514,7 +516,7 @@ def _read_stack(
 def _trained_in_full(
     config: AdapterConfig, file: _File, arrays: Mapping[str, tuple[str, Any]]
 ) -> dict[str, str]:
-    """Returns the arrays trained directly, by names in the file."""
+    """Returns the arrays that are trained directly, keyed by their names in the file."""
     held = {new: leaf for new, (_, leaf) in arrays.items() if leaf is not None}
     floats = [new for new, leaf in held.items() if jnp.issubdtype(leaf.dtype, jnp.floating)]
     wanted = [new for new in floats if config.saves(new)]
@@ -538,7 +540,7 @@ def _trained_in_full(
 
 
 def names_in_file(model: PyTree, rename: Rename) -> list[tuple[str, str, Any]]:
-    """Lists the model's arrays: the name in the file, the name in the model, and the array."""
+    """Lists the model's arrays as tuples of the name in the file, the name in the model, and the array."""
     out: dict[str, tuple[str, str, Any]] = {}
     for name, leaf in named_arrays(model).items():
         new = file_name(renamed(name, rename))

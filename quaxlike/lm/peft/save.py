@@ -1,7 +1,7 @@
-"""`save_adapter`: write an adapter in PEFT's format.
+"""`save_adapter`, which saves an adapter in PEFT's format.
 
-Everything that PEFT's format cannot represent must raise. Otherwise PEFT would load the file and compute
-something else.
+We must raise an error for anything that the format can't represent, since PEFT would otherwise load the file
+but compute different results.
 """
 
 import json
@@ -46,36 +46,37 @@ def save_adapter(
     layout: Layouts = None,
     base: PyTree = None,
 ) -> None:
-    """Writes the adapter of a model in PEFT's format, without the base.
+    """Writes a model's adapter in PEFT's format, excluding the base model.
 
-    When this overwrites an adapter, `load_adapter` always finds either the old or the new one, even if the
-    process is killed.
+    When overwriting an existing adapter, `load_adapter` will always load either the old or the new adapter,
+    even if the process is killed part-way through.
 
     **Arguments:**
 
-    - `directory`: the folder to write to. It is created if it does not exist.
-    - `model`: the result of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with a
-        method in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written one by
-        one.
-    - `base_model`: the name or path of the base model, so PEFT can find it. Default: none.
-    - `rename`: a function or mapping from names of the model to names in the file, as for `load_adapter`.
-        Default: the names in transformers' model for the original checkpoint. For example, layers of a
-        decoder inside Gemma 3 or Mistral 3 are `model.language_model.layers`. With `"FEATURE_EXTRACTION"`, a
-        decoder has the names of its body, since PEFT puts such an adapter on `AutoModel`.
-    - `adapter_name`: the adapter's name. If it is not `"default"`, then the adapter is written to a
-        subfolder with this name.
+    - `directory`: the folder to write to, which is created if it does not exist.
+    - `model`: the output of [`quaxlike.loraify`][], of `load_adapter`, or of [`quaxlike.adapt`][] with any of
+        the methods in `quaxlike.adapters`. Stacked layers of a [`quaxlike.lm.models.Decoder`][] are written
+        separately.
+    - `base_model`: the name or path of the base model, which allows PEFT to load it automatically. Defaults
+        to none.
+    - `rename`: a function or mapping from names in the model to names in the file, as for `load_adapter`.
+        Defaults to transformers' names for the original checkpoint, e.g. `model.language_model.layers` for
+        the layers of a decoder that is part of Gemma 3 or Mistral 3. With `"FEATURE_EXTRACTION"`, the names
+        are those of the decoder's body, since PEFT will apply the adapter to `AutoModel`.
+    - `adapter_name`: the adapter's name. Unless this is `"default"`, the adapter is written to a subfolder
+        with this name.
     - `task_type`: PEFT's task type, such as `"CAUSAL_LM"`, `"SEQ_CLS"` or `"FEATURE_EXTRACTION"`. For
-        classification, the file includes the head. Default: none.
+        classification, the head is included in the file. Defaults to none.
     - `layout`: as for `load_adapter`.
-    - `base`: the model that the adapter will be loaded on, if an initialisation has changed the base. The
-        file then includes this change, and has twice the rank. Default: for `"pissa"` and `"olora"`, the base
-        before adaptation.
+    - `base`: the model that the adapter will be applied to, in case an initialisation has modified the base.
+        The file then also includes this modification, which doubles the rank. For `"pissa"` and `"olora"`,
+        this defaults to the base model prior to adaptation.
 
     **Raises:**
 
-    `ValueError` for anything that PEFT's format does not support. For example, stacked adapters, layers that
-    PyTorch does not have, layers that differ in more than rank and alpha, or adapters of two methods. The
-    message names the array.
+    `ValueError` for anything that PEFT's format doesn't support. For example, stacked adapters, layers with
+    no equivalent in PyTorch, layers that differ in more than rank and alpha, or adapters from more than one
+    method. The error message includes the name of the array.
 
     !!! example
 
@@ -89,8 +90,9 @@ def save_adapter(
         again = peft.load_adapter("adapter", mlp)
         ```
 
-    The file does not contain the base. If LoftQ has rounded the base, or if you train its weights or scales
-    (`gradients="train"`, [`quaxlike.train_scales`][]), then save the base too, and pass `base=model`.
+    The base model is not included. If its weights were rounded by LoftQ, or if its weights or scales were
+    trained (`gradients="train"` or [`quaxlike.train_scales`][]), then also save the base model, and pass
+    `base=model`.
     """
     if base is not None:
         model = _relative_to_base(unstacked(model), unstacked(base))
@@ -105,7 +107,7 @@ def save_adapter(
 def tensors_and_config(
     model: PyTree, *, rename: Rename = None, task_type: str | None = None, layout: Layouts = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors of an adapter's file and the entries of its configuration.
+    """Returns the tensors and the configuration of an adapter file.
 
     **Raises:** as for `save_adapter`.
     """
@@ -147,7 +149,7 @@ def tensors_and_config(
     return stored | {ROOT + key: array for key, array in of_all.items()}, entries
 
 
-# PEFT trains these heads by default, so it expects them in the file.
+# PEFT trains these heads by default, so it requires them to be in the file.
 _HEADS = {
     "SEQ_CLS": HEADS,
     "TOKEN_CLS": HEADS,
@@ -160,12 +162,12 @@ _DEFAULTS = {
 
 
 def _record_of(x: Any) -> Method | None:
-    """Returns an adapter's method."""
+    """Returns the method of an adapter."""
     return next((method for method in BY_TYPE.values() if isinstance(x, method.type)), None)
 
 
 def _rewritten(model: PyTree) -> PyTree:
-    """Rewrites adapters that PEFT does not have as adapters of another method."""
+    """Replaces adapters that PEFT doesn't support with equivalent adapters of another method."""
     new: dict[str, Any] = {}
     for method in BY_TYPE.values():
         if method.rewritten is not None:
@@ -176,7 +178,7 @@ def _rewritten(model: PyTree) -> PyTree:
 
 
 def _method_of(arrays: Mapping[str, Any]) -> Method:
-    """Returns the common method of all adapters in a model."""
+    """Returns the method that all adapters in a model share."""
     beside = (LoraBias, TrainableArray, TrainableRows, ScaledBias)
     found: dict[str, str] = {}
     for name, leaf in arrays.items():
@@ -204,13 +206,13 @@ def _method_of(arrays: Mapping[str, Any]) -> Method:
 def _layers(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None], paths: Mapping[str, str]
 ) -> dict[str, Written]:
-    """Returns the layers with adapters of a method, by names in the file."""
+    """Returns the layers that are adapted by a method, keyed by their names in the file."""
     layers: dict[str, Written] = {}
     for new, x in names.items():
         if not isinstance(x, method.type):
             continue
         layer, path = layer_of(new), paths[new]
-        is_embedding = [*method.kinds] == ["embedding"]  # even if its name does not look like one
+        is_embedding = [*method.kinds] == ["embedding"]  # even if the name suggests otherwise
         layout = Layout.parse("vo") if is_embedding else _layout(path, x, layouts[new])
         is_one = "parameter" in method.kinds and is_parameter(new, x.shape, layout)
         kind = "parameter" if is_one else layout.kind
@@ -222,7 +224,7 @@ def _check_held(
     method: Method, model: PyTree, names: Mapping[str, Any], adapters: Mapping[str, Written],
     in_full: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Raises for trained arrays that the method's files cannot contain besides adapters."""
+    """Raises an error if any trained arrays can't be stored in the method's files alongside its adapters."""
     found = None
     own_biases = any(isinstance(leaf, LoraBias) for leaf in names.values())
     if "bias" not in method.options and (own_biases or in_full["bias"] != "none"):
@@ -242,9 +244,9 @@ def _check_held(
 
 
 def _rows_alone(model: PyTree, names: Mapping[str, Any]) -> str | None:
-    """Finds an embedding with trained rows that PEFT would also train in a tied output layer.
+    """Finds an embedding with trained rows, for which PEFT would also train the rows of a tied output layer.
 
-    In this model, the output layer has been untied, and its rows are not trained.
+    This is an issue if the model's output layer has been untied and its rows are not trained.
     """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head, rows = names.get("lm_head.weight"), None
@@ -261,7 +263,7 @@ def _entries(
     method: Method, names: Mapping[str, Any], layouts: Mapping[str, Layout | None],
     adapters: Mapping[str, Written], family: Family | None,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Makes the tensors of layers and of the whole model, and the configuration."""
+    """Returns the tensors for individual layers, those for the whole model, and the configuration."""
     assert method.write is not None
     wrapped = wrapped_names(layer for layer, written in adapters.items() if written.kind == "parameter")
     tensors: dict[str, Any] = {}
@@ -313,7 +315,7 @@ def _is_taken_for_experts(layer: str, family: Family | None) -> bool:
 
 
 def _check_parameter(layer: Written) -> None:
-    """Raises for an adapter of a layer's weight that PEFT does not have for parameters."""
+    """Raises an error if PEFT doesn't support a layer's adapter when the weight is treated as a parameter."""
     for what, is_there in {
         "DoRA": getattr(layer.array, "magnitude", None) is not None,
         "lora_bias": isinstance(layer.bias, LoraBias),
@@ -326,10 +328,10 @@ def _check_parameter(layer: Written) -> None:
 
 
 def _check_kind(method: Method, layer: Written) -> None:
-    """Raises for an array that the method's files cannot contain."""
+    """Raises an error for arrays that can't be stored in the method's files."""
     x, kind = layer.array, layer.kind
     is_stack = x.shape != x.w.shape or layer.layout.batch_shape(x.shape)
-    if is_stack and method.read_stack is None:  # other methods check stacks themselves
+    if is_stack and method.read_stack is None:  # all other methods check stacks themselves
         raise ValueError(
             f"{layer.path} is of shape {x.shape}, on a weight of shape {x.w.shape}: PEFT's files hold one "
             "adapter for each layer. Save layers and adapters of a stack one by one."
@@ -342,9 +344,9 @@ def _check_kind(method: Method, layer: Written) -> None:
 
 
 def _without_head(model: PyTree, published: str) -> Rename:
-    """Returns the names of a decoder's body without its head; None for any other model.
+    """Returns a function that renames a decoder's arrays to those of its body, or None for any other model.
 
-    `published` is the body's name inside a larger model.
+    `published` is the name of the body within a larger model.
     """
     arrays, inside = named_arrays(model), published.partition(".")[2]
     for family in FAMILIES.values():
@@ -356,10 +358,10 @@ def _without_head(model: PyTree, published: str) -> Rename:
 
 
 def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
-    """Returns a layer's layout. If it is not known, we use the adapter's layout."""
+    """Returns a layer's layout, falling back to the layout of its adapter if it is unknown."""
     if layout is not None and layout.is_known and layout.kind != "matrix":
         return layout
-    if len(lora.in_axes) > 1:  # the axes of heads, or a convolution's window
+    if len(lora.in_axes) > 1:  # attention heads, or the window of a convolution
         raise ValueError(
             f"PEFT's files have no place for {name}, of shape {lora.shape}: it is {why_unsupported(layout)}."
         )
@@ -369,7 +371,7 @@ def _layout(name: str, lora: Any, layout: Layout | None) -> Layout:
 def _tied_head_entries(
     method: Method, model: PyTree, tensors: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Makes PEFT's entries for a tied output layer. They repeat the embedding's entries."""
+    """Returns PEFT's entries for a tied output layer, which duplicate those of the embedding."""
     if not method.tied or any(name.startswith("lm_head") for name in tensors):
         return {}
     if not hasattr(model, "with_separate_head") or getattr(model, "lm_head", None) is not None:
@@ -386,14 +388,14 @@ def _tied_head_entries(
 
 
 def _has_new_embeddings(model: PyTree) -> bool:
-    """Returns whether a model's embeddings differ from its checkpoint."""
+    """Returns whether a model's embeddings differ from those in its checkpoint."""
     return getattr(getattr(model, "config", None), "new_embeddings", False)
 
 
 def _embeddings(
     arrays: Sequence[tuple[str, str, Any]], layouts: Mapping[str, Layout | None], method: Method
 ) -> dict[str, Any]:
-    """Makes the entries of resized embeddings and output layers, as PEFT saves them."""
+    """Returns the entries for resized embeddings and output layers, in the form that PEFT saves them."""
     out: dict[str, Any] = {}
     for new, name, leaf in arrays:
         base = innermost(leaf)
@@ -408,7 +410,7 @@ def _embeddings(
 
 
 def _trained(names: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arrays trained directly, by name."""
+    """Returns the arrays that are trained directly, keyed by name."""
     own_biases: set[str] = set()
     trained: dict[str, Any] = {}
     for new, leaf in names.items():
@@ -438,9 +440,9 @@ def _in_common(what: str, values: dict[str, Any]) -> Any:
 
 
 def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the most common value, and the other values by patterns of names."""
+    """Returns the most common value, along with a dict from name patterns to all other values."""
     counts = Counter(values.values())
-    common = max(counts, key=lambda value: (counts[value], -value))  # independent of the order of layers
+    common = max(counts, key=lambda value: (counts[value], -value))  # break ties by value
     out: dict[str, Any] = {}
     for layer, value in values.items():
         last = layer.rpartition(".")[2]
@@ -453,10 +455,10 @@ def _by_pattern(values: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _targets(
     names: Mapping[str, Any], adapters: Mapping[str, Any], layouts: Mapping[str, Layout | None]
 ) -> list[str] | None:
-    """Returns the last components of the adapted layers' names, or whole names if these are ambiguous."""
+    """Returns the last component of each adapted layer's name, or full names if these would be ambiguous."""
     if not adapters:
         return None
-    if any(IN_TOWER.match(new) for new in names):  # other parts may have layers with the same ending
+    if any(IN_TOWER.match(new) for new in names):  # other parts can use the same last components
         return sorted(adapters)
     short = sorted({layer.rpartition(".")[2] for layer in adapters})
     meant = {
@@ -471,7 +473,7 @@ def _targets(
 def _trained_config(
     names: Mapping[str, Any], adapters: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Makes the entries of the configuration for arrays trained directly."""
+    """Returns the configuration entries for arrays that are trained directly."""
     modules = {new.rpartition(".")[0] or new for new in trained if not new.endswith(".bias")}
     for new, leaf in names.items():
         if (
@@ -496,7 +498,7 @@ def _trained_config(
 
 
 def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
-    """Adds PEFT's prefix to ambiguous names of modules: PEFT would match every module with this ending."""
+    """Adds PEFT's prefix to ambiguous module names, as PEFT matches every module that ends with an entry."""
     parts = [name.split(".")[:-1] for name in names]
     every = {".".join(own[:n]) for own in parts for n in range(1, len(own) + 1)}
 
@@ -507,7 +509,7 @@ def _unambiguous(modules: Collection[str], names: Iterable[str]) -> list[str]:
 
 
 def _relative_to_base(model: PyTree, base: PyTree) -> PyTree:
-    """Rewrites the adapters, so they give the same weights on top of `base`."""
+    """Rewrites the adapters such that applying them to `base` results in the same weights."""
     arrays = named_arrays(base)
     new: dict[str, LoraArray] = {}
     for name, lora in named_arrays(model).items():

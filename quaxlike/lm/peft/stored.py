@@ -1,13 +1,14 @@
-"""How PEFT's files name and lay out arrays, for layers from any framework.
+"""The names and layouts that PEFT's files use for the arrays of layers from any framework.
 
-In PyTorch, a linear layer's weight is `(out, in)`, a convolution's kernel is `(out, in, *window)`, and both
-are called `weight`. A bias has one axis. An array called `weight` already has this layout.
+In PyTorch, the weight of a linear layer is `(out, in)`, and the kernel of a convolution is
+`(out, in, *window)`. Both are called `weight`, and we assume that any array with this name already has this
+layout. Biases are one-dimensional.
 
-`target_parameters` names adapters for parameters that are not a layer's weight, such as stacks of experts and
-the matrices in recurrent cells. If several parameters in a module have adapters, PEFT nests their wrappers,
-the first one innermost: each but the last is under the next one's `base_layer`. Router weights are parameters
-in separate modules, and have such names, too. In transformers 4, each expert's matrices were layers, with
-adapters of their own.
+`target_parameters` adapts parameters other than the weights of layers, such as stacks of experts or the
+matrices of recurrent cells. If several parameters of a module are adapted, then PEFT nests their wrappers
+with the first innermost, so all but the last are found under the `base_layer` of the next. The weights of
+routers are parameters of a separate module, so they are named like this too. (In transformers 4, each matrix
+of each expert was a layer with its own adapter.)
 """
 
 import math
@@ -23,7 +24,7 @@ from ...surgery.trees import layer_of
 from ...surgery.weight_axes import is_norm
 
 _WRAPPED = ".base_layer"
-# Parameters that come first in their module. The order in a model's dict may differ.
+# The first parameter of each module, since a model's dict can be in a different order.
 _FIRST = ("gate_up_proj", "weight_ih")
 
 _FIELDS = {"kernel": "weight", "embedding": "weight", "embeddings": "weight", "w": "weight", "b": "bias"}
@@ -31,14 +32,14 @@ _OF_NORMS = {"scale": "weight", "offset": "bias"}
 
 
 def file_name(name: str) -> str:
-    """Returns an array's name in PyTorch: `dense.weight` for `dense.kernel`."""
+    """Returns the name of the equivalent array in PyTorch, e.g. `dense.weight` for `dense.kernel`."""
     above, _, field = name.rpartition(".")
     fields = _FIELDS | (_OF_NORMS if is_norm(above) else {})
     return f"{above}.{fields[field]}" if above and field in fields else name
 
 
 class Stored(NamedTuple):
-    """How an array is stored: its order of axes, and its shape."""
+    """How an array is stored in the file: the order of its axes and its shape."""
 
     order: Sequence[int]
     shape: tuple[int, ...]
@@ -52,9 +53,9 @@ class Stored(NamedTuple):
 
 
 def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | None]) -> Stored:
-    """Finds out how an array is stored, given the model's layouts.
+    """Determines how an array is stored, based on the model's layouts.
 
-    Raises `ValueError` for an array without a counterpart in PyTorch.
+    Raises `ValueError` for arrays that have no equivalent in PyTorch.
     """
     shape, field = tuple(shape), name.rpartition(".")[2]
     n, whole = len(shape), list(range(len(shape)))
@@ -86,7 +87,7 @@ def stored_as(name: str, shape: Sequence[int], layouts: Mapping[str, Layout | No
 
 
 def why_unsupported(layout: Layout | None) -> str:
-    """Explains why PEFT has no adapter for a weight."""
+    """Explains why PEFT doesn't support adapters for a weight."""
     if layout is None or not layout.is_known:
         return "a weight that does not say which of its axes are outputs; pass `layout`"
     if layout.kind in ("grouped conv", "other conv"):
@@ -95,7 +96,7 @@ def why_unsupported(layout: Layout | None) -> str:
 
 
 def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool:
-    """Returns whether a matrix or a stack is a bare parameter, and not a layer's weight."""
+    """Returns whether a matrix or a stack of matrices is a bare parameter, not the weight of a layer."""
     if layout is None or not layout.is_known or layer_of(name) != name or "." not in name:
         return False
     lead = len(layout.batch_shape(tuple(shape)))
@@ -103,19 +104,19 @@ def is_parameter(name: str, shape: Sequence[int], layout: Layout | None) -> bool
 
 
 def biases_of(mode: str | None, names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """Returns the biases that the option `bias` means: of all layers, of the adapted `layers`, or none."""
+    """Returns the biases selected by the option `bias`: of all layers, of the adapted `layers`, or none."""
     if mode not in ("all", "lora_only"):
         return []
     return [x for x in names if x.endswith(".bias") and (mode == "all" or x.removesuffix(".bias") in layers)]
 
 
 def is_targeted(name: str, target_parameters: Iterable[str]) -> bool:
-    """Returns whether the adapter targets this array."""
+    """Returns whether an array is one of the adapter's target parameters."""
     return any(name == target or name.endswith(f".{target}") for target in target_parameters)
 
 
 def wrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns PEFT's module names for adapters on these parameters."""
+    """Maps the names of adapted parameters to the names of the modules that PEFT wraps them in."""
     of_module: dict[str, list[str]] = defaultdict(list)
     for name in names:
         of_module[name.rpartition(".")[0]].append(name)
@@ -129,7 +130,7 @@ def wrapped_names(names: Iterable[str]) -> dict[str, str]:
 def renamed_parameters(
     adapters: Mapping[str, Any], parameters: Iterable[str], target_parameters: Iterable[str]
 ) -> dict[str, Any]:
-    """Renames adapters in a file after the parameters that they are for."""
+    """Renames the adapters in a file to the names of the parameters they adapt."""
     wrapped = wrapped_names(name for name in parameters if is_targeted(name, target_parameters))
     back = {module: name for name, module in wrapped.items()}
     return {back.get(layer, layer): keys for layer, keys in adapters.items()}
@@ -138,9 +139,10 @@ def renamed_parameters(
 def separate_experts(
     adapters: Iterable[str], stacks: Mapping[str, str], tensors_of: Callable[[str], list[str]]
 ) -> dict[str, list[str]]:
-    """Finds stacks whose experts have separate adapters, and the layers for these.
+    """Finds stacks of experts in which each expert has its own adapter, and returns the corresponding layers.
 
-    `stacks` maps names in the file to names in the model. `tensors_of` maps the latter to published tensors.
+    `stacks` maps names in the file to names in the model, and `tensors_of` maps the latter to the tensors of
+    the published checkpoint.
     """
     layers = {new: [layer_of(tensor) for tensor in tensors_of(name)] for new, name in stacks.items()}
     apart = {new: own for new, own in layers.items() if len(own) > 1}
