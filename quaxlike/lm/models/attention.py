@@ -217,8 +217,7 @@ def attend(
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    # With a cache, queries and keys belong to different tokens, so sharding both along `axis` wouldn't line
-    # up.
+    # With a cache, queries and keys belong to different tokens, so we don't shard either of them.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

@@ -311,9 +311,9 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
     """Returns a function that maps the kind of a layer to its context.
 
-    If all layers are of the same kind, then their window is static. However even then we index into stacked contexts. Without this, XLA would notice that the masks of
-    all blocks only depend on the context, hoist them out of the loop over layers, and keep all of them in
-    memory.
+    If all layers are of the same kind, then their window is static. However even then we index into stacked
+    contexts. Without this, XLA would notice that the masks of all blocks only depend on the context, hoist
+    them out of the loop over layers, and keep all of them in memory.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]

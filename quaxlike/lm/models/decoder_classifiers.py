@@ -33,8 +33,7 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
 
 
 class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
-    """Computes the logits of a text from its last token. If there is only one label then this is a reward
-    model.
+    """Computes the logits of a text from its last token. With a single label this is a reward model.
 
     Fields are named as in transformers.
 

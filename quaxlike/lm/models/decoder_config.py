@@ -84,8 +84,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """The configuration of a decoder. This has entries under their usual names and values derived from
-    them."""
+    """The configuration of a decoder: entries under their usual names, plus values derived from them."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -175,8 +174,7 @@ class DecoderConfig(Config):
         architecture, head = found[0]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
-        # Some entries only have an effect for a few families. All other families ignore them, so drop them
-        # here.
+        # Some entries only have an effect for a few families, so we drop them for all other ones.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}

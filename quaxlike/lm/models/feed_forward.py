@@ -1,8 +1,8 @@
 """Feed-forward layers: plain MLPs, gated MLPs, and mixtures of experts.
 
-The matrices of all experts are stacked, so that we can quantise or shard them in a single operation. We are
-careful to never materialise an array with an element for every (token, expert) pair and every feature,
-because this would not fit into memory.
+The matrices of all experts are stacked, so that we can quantise or shard them in a single operation. Note
+that we must never materialise the features for every (token, expert) pair, because these would not fit into
+memory.
 """
 
 from typing import Any
@@ -67,8 +67,7 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
 
 
 class Experts(eqx.Module):
-    """The experts of a layer. Weights are stacked as `(experts, out, in)`, or `(experts, in, out)` for
-    GPT-OSS."""
+    """The experts of a layer, stacked as `(experts, out, in)`, or as `(experts, in, out)` for GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]

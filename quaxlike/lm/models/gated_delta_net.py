@@ -28,7 +28,7 @@ _CHUNK = 64  # tokens per triangular solve. Note that the work inside a chunk is
 
 
 class RecurrentState(AbstractMemory):
-    """The recurrent state of one layer. This has a matrix for each head and the latest convolution inputs.
+    """The recurrent state of one layer: a matrix for each head, and the latest inputs to the convolution.
 
     If layers are scanned over, then both arrays have a leading layer axis.
     """
@@ -82,8 +82,7 @@ class _Sizes:
 
 
 class AbstractGatedDeltaNet(AbstractMixer):
-    """A Gated DeltaNet without its input projections. Several value heads can share one query and key
-    head."""
+    """A Gated DeltaNet without its input projections. Value heads can share query and key heads."""
 
     conv1d: eqx.AbstractVar[eqx.nn.Conv1d]
     dt_bias: eqx.AbstractVar[Float[Array, " heads"]]
@@ -169,8 +168,7 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
 
 
 class FusedGatedDeltaNet(AbstractGatedDeltaNet):
-    """The variant in Qwen3-Next. There are only two projections, whose outputs are interleaved by key
-    head."""
+    """The variant in Qwen3-Next. It has two projections, with outputs interleaved by key head."""
 
     in_proj_qkvz: eqx.nn.Linear
     in_proj_ba: eqx.nn.Linear

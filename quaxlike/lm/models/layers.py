@@ -111,8 +111,7 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
-        # JAX calls `repr` on the function to name it, which is slow for a whole module. The lambda avoids
-        # this.
+        # JAX names the function using `repr`, which is slow for a whole module. The lambda avoids this.
         return jax.vmap(lambda x: layer(x))(x)
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)

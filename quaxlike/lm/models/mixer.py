@@ -12,8 +12,7 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """The inputs shared by all layers of a kind: rotary embedding, attention mask, and factors for
-    queries."""
+    """The inputs shared by all layers of a kind, e.g. the rotary embedding and the attention mask."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
@@ -45,12 +44,10 @@ class AbstractMemory(eqx.Module):
 
 
 class AbstractMixer(eqx.Module):
-    """Abstract base class for mixers. Fields are named as in checkpoints, since weights are loaded by
-    name."""
+    """Abstract base class for mixers. Weights are loaded by name, so name fields as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The name of the field of the layer that contains this mixer. (Subject to renaming by
-    `Family.parts`.)"""
+    """The name of the layer's field that contains this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...

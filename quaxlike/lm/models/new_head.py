@@ -33,8 +33,8 @@ def with_classifier(
 ) -> PyTree:
     """Adds a newly-initialised classification head to a model.
 
-    Typically you will want to use this if you have a pretrained decoder or encoder, and would like to turn it
-    into a classifier or a reward model by fine-tuning it.
+    This is useful for turning a pretrained decoder or encoder into a classifier or a reward model, which is
+    then fine-tuned.
 
     The result can be saved by [`quaxlike.lm.save`][] as the corresponding class in transformers, for example
     `LlamaForSequenceClassification`.
@@ -43,8 +43,7 @@ def with_classifier(
 
     - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. If a decoder has an output layer
         then this is dropped.
-    - `labels`: the names of the labels. For a reward model or any other scalar regression, pass just one
-        name.
+    - `labels`: the names of the labels. Pass a single one for a reward model, or any other scalar regression.
     - `key`: a PRNG key for initialising the new weights, which are normal with standard deviation `std`.
         (Biases start at zero.)
     - `of_tokens`: whether to classify individual tokens rather than the whole text. Default: False.

@@ -49,8 +49,7 @@ MODES: Mapping[str, Callable[[_Tokens, _Seen], _Sentence]] = {
     "weightedmean": _weighted,
     "lasttoken": _last,
 }
-# Older files instead have a boolean for each mode. This is the order in which sentence-transformers
-# concatenates.
+# Older files instead have one boolean per mode. This is the order in which they are concatenated.
 _OLDER = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -125,7 +124,6 @@ def _modes(path: Path) -> tuple[str, ...]:
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
     """Computes the mean over all non-padding tokens and then normalises it to unit length.
 
-    This is the most common way to embed a sentence. It's equivalent to using `Pooling` with its default
-    options.
+    This is a common sentence embedding, and is what `Pooling` does by default.
     """
     return Pooling()(x, seen)

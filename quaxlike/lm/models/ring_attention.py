@@ -158,8 +158,7 @@ class _Ring:
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns the position at which each block of keys starts, for the shard that we have after `i`
-        turns."""
+        """Returns the starting position of each block of keys, in the shard we have after `i` turns."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
