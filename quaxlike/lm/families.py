@@ -1,10 +1,10 @@
-"""The table of decoder architectures. An entry lists how an architecture differs from Llama.
+"""The table of decoder architectures. Each entry describes how an architecture differs from Llama.
 
 We use it to build models, to translate GGUF files, to shard layers, and to fold activation scales into
-weights. This file imports nothing from the package, so that every room may read it.
+weights. This file doesn't import anything from the package, so that the whole package can import it.
 
-The GGUF part follows llama.cpp, <https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
-`conversion`.
+For GGUF we follow llama.cpp (<https://github.com/ggml-org/llama.cpp>, `gguf-py/gguf/constants.py` and
+`conversion`).
 """
 
 import dataclasses
@@ -15,140 +15,140 @@ from typing import Any, Literal
 
 @dataclasses.dataclass(frozen=True)
 class Gguf:
-    """How llama.cpp's files for an architecture differ from transformers' files."""
+    """How llama.cpp's files for an architecture differ from those for transformers."""
 
     name: str
-    """`general.architecture`. If several families share it, a file belongs to the family with a `marker` in
-    the file, or else to the first."""
+    """`general.architecture`. If several families share this, then a file belongs to the one whose `marker`
+    it contains, or else to the first one."""
     model_type: str
     """`model_type` in transformers."""
     marker: str = ""
-    """A metadata key that tells this family from others with the same `name`."""
+    """A metadata key that only this family has, amongst all families with the same `name`."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional names: llama.cpp's name within a block to transformers' name."""
+    """Additional parts, from the name within a block in llama.cpp to the name in transformers."""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional metadata keys, and their entries in `config.json`."""
+    """Additional metadata keys and the entries of `config.json` that they correspond to."""
     rope_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Additional metadata keys, and their entries in `rope_parameters`."""
+    """Additional metadata keys and the entries of `rope_parameters` that they correspond to."""
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries of `config.json` that have no metadata key, or that have another default in llama.cpp."""
+    """Entries of `config.json` that have no metadata key, or a different default in llama.cpp."""
     permuted: bool = False
-    """Whether the rows of q and k are permuted for llama.cpp's rotary embedding."""
+    """Whether the rows of q and k are permuted, to suit llama.cpp's rotary embedding."""
     output: Literal["", "own", "tied"] = ""
-    """Whether a file must have its own output layer ("own"), must not ("tied"), or may ("")."""
+    """Whether a file must have an output layer ("own"), must not have one ("tied"), or can do either."""
     large: int = 0
     """The number of layers of the one Gemma that scales its scores by another head size."""
     biases: bool = False
-    """Whether llama.cpp lets `attention_bias` and `mlp_bias` vary. Otherwise they are as in `config`, or
-    off."""
+    """Whether `attention_bias` and `mlp_bias` can vary. If not, they are as in `config`, or off."""
     square: bool = False
-    """Whether llama.cpp assumes that all heads together are as wide as the model."""
+    """Whether llama.cpp assumes that the width of all heads together is the width of the model."""
     yarn: bool = False
-    """Whether llama.cpp reads the bounds of YaRN's ramp. Otherwise it uses the default bounds."""
+    """Whether llama.cpp reads the bounds of YaRN's ramp. If not, then it always uses the default bounds."""
 
 
-#: Suffixes of architectures that classify texts, and tokens.
+#: The suffixes for architectures that classify either texts or tokens.
 SEQUENCES, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-#: Names of classification layers, in all models.
+#: The names that classification layers have, in any of our models.
 HEADS = ("score", "classifier")
 
 _EXPERT_FILES = ("gate_proj", "up_proj", "down_proj")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: some fields cannot be hashed
+@dataclasses.dataclass(frozen=True, eq=False)  # compare by identity, since not all fields are hashable
 class Family:
-    """The options that an architecture fixes. All defaults are Llama's."""
+    """The options that are fixed by an architecture. The defaults are those of Llama."""
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
-    """Whether one matrix holds queries, keys and values, and another one both halves of a gated layer."""
+    """Whether queries, keys and values share a matrix, and likewise both halves of a gated layer."""
     gated: bool = True
     qkv_bias: bool | None = None
-    """Whether q, k and v have biases. None follows `attention_bias`."""
+    """Whether q, k and v have biases. If this is None then it depends on `attention_bias`."""
     output_bias: bool | None = None
     qk_norm: Literal["", "heads", "whole"] = ""
-    """Whether queries and keys are normalised, per head or across all heads."""
+    """Whether queries and keys are normalised. This can happen for each head, or for all of them together."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """The norms before and after attention, then before and after the feed-forward layer."""
+    """The norms before and after attention, and then before and after the feed-forward layer."""
     layer_norm: bool = False
-    """Whether the norms are LayerNorms with biases."""
+    """Whether norms are LayerNorms that have biases."""
     norm_offset: float | int = 0.0
-    """A constant that is added to norm weights."""
+    """A constant to add to the weights of norms."""
     scaled_embedding: bool = False
     learned_positions: bool = False
     conv1d: bool = False
-    """Whether weights have the shape (in, out)."""
+    """Whether weights are stored with shape (in, out)."""
     sinks: bool = False
     gated_attention: bool = False
-    """Whether each query head comes with a gate that multiplies its output."""
+    """Whether there is a gate for each query head, by which its output is multiplied."""
     tied: bool = False
     """The default for `tie_word_embeddings`."""
 
     windows: int | Literal["upper", "lower"] | None = None
-    """Which layers use a window: all but every n-th (0: all), those from `max_window_layers` on ("upper"),
-    every other one below it ("lower"), or none. `layer_types` overrides this."""
+    """Which layers use a window. This can be all but every n-th (or just all, for 0), those from
+    `max_window_layers` onwards ("upper"), every other one below that ("lower"), or none. Any `layer_types`
+    take precedence."""
     window_switch: bool = False
-    """Whether windows need `use_sliding_window`."""
+    """Whether there are only windows if `use_sliding_window` is set."""
     plain_windows: bool = False
-    """Whether layers with a window ignore the scaling of rotary embeddings for long texts."""
+    """Whether layers with a window ignore any scaling of rotary embeddings to longer texts."""
     partial: bool = False
-    """Whether `partial_rotary_factor` applies. Otherwise whole heads are rotated."""
+    """Whether to respect `partial_rotary_factor`. If not, then the whole of each head is rotated."""
     unrotated: int = 0
-    """If not 0, every n-th layer has no rotary embedding, and only these layers may have windows.
-    `no_rope_layers` overrides this."""
+    """If nonzero, then every n-th layer has no rotary embedding, and only these layers can have windows. Any
+    `no_rope_layers` take precedence."""
 
     mixers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Mixers other than attention: the kind in `layer_types` to a name in `quaxlike.lm.models.MIXERS`."""
+    """Mixers other than attention, from `layer_types` to a name in `quaxlike.lm.models.MIXERS`."""
     attends: int = 0
-    """If not 0 and without `layer_types`, every n-th layer uses attention and the others use the first mixer.
-    `full_attention_interval` overrides this."""
+    """If nonzero, then every n-th layer uses attention and all others use the first mixer. Any `layer_types`
+    or `full_attention_interval` take precedence."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The integer entries of `config.json` that mixers read, with defaults. All must be positive."""
+    """The integer entries of `config.json` that mixers need, with their defaults. They must be positive."""
 
     experts: Literal["", "out_in", "in_out"] = ""
-    """Whether there are experts, and the layout of their matrices."""
+    """Whether there are any experts. If so, this gives the layout of their matrices."""
     router: str = "gate"
     expert_files: tuple[str, ...] = _EXPERT_FILES
-    """The names of an expert's matrices in files with one tensor per expert."""
+    """The matrices of an expert, in files with a separate tensor for each expert."""
     expert_bias: bool = False
     interleaved: bool = False
-    """Whether gates and values alternate in the matrices of experts. They are then clamped, too."""
+    """Whether gates and values alternate in the matrices of experts. If so, both are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """The entries in `OF_FEW` that these models use. All others are ignored."""
+    """Those entries of `OF_FEW` that have an effect on these models. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Usual names of `config.json` entries, and this family's names."""
+    """Maps the usual names of `config.json` entries to the names in this family."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Usual names of model parts, and this family's names."""
+    """Maps the usual names of model parts to the names in this family."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Parts with another name in files than in the model."""
+    """Those parts that have a different name in files than they have in the model."""
     beside: str = ""
-    """A part that files may contain, and that we ignore."""
+    """A part that we ignore if there is one in the file."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Defaults for entries of `config.json`."""
+    """The defaults for entries of `config.json`."""
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Entries that must have this value if they are present."""
+    """Entries that must have this value, unless they are missing."""
     gguf: Gguf | None = None
-    """How llama.cpp stores this architecture. None if it has no support."""
+    """How llama.cpp stores the architecture, or None if llama.cpp doesn't support it."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """The available classification heads, as suffixes of transformers' class names."""
+    """Which classification heads there are. These are suffixes of class names in transformers."""
     head_stem: str = ""
-    """The first part of these class names, if it differs from the decoder's."""
+    """How these class names begin, if this isn't the same as for the decoder itself."""
     taken_for_experts: tuple[str, ...] = ()
-    """Suffixes of layer names that PEFT mistakes for the experts of transformers 4 in `target_modules`. We
-    write them as `target_parameters`, which PEFT takes literally."""
+    """Suffixes of layer names that PEFT would confuse with experts in transformers 4, if we listed them in
+    `target_modules`. We list them in `target_parameters` instead, since PEFT takes that literally."""
     token_head: str = "score"
-    """The name of the layer that classifies tokens."""
+    """What the layer that classifies tokens is called."""
 
     def name(self, role: str) -> str:
-        """Translates the usual name of a part, such as `self_attn.q_proj`."""
+        """Translates the usual name of a part, for example `self_attn.q_proj`, to the name in this family."""
         return ".".join(self.parts.get(part, part) for part in role.split("."))
 
     def folds(self) -> dict[str, list[str]]:
-        """Lists which layers `quaxlike.balance` may fold into which, as regular expressions.
+        """Lists which layers `quaxlike.balance` can fold into which others, as regular expressions.
 
-        A layer qualifies if only linear layers read its output. A norm with an offset does not: scaling its
-        weight would not scale its output.
+        This is possible for any layer whose output is only read by linear layers. The exception is norms with
+        an offset, because scaling the weight of such a norm doesn't scale its output by the same factor.
         """
         first = ["qkv_proj"] if self.fused else ["q_proj", "k_proj", "v_proj"]
         wide = ["gate_proj", "up_proj"] if self.gated and not self.fused else ["up_proj"]
@@ -170,7 +170,7 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-#: Entries of `config.json` that only some families use.
+#: Those entries of `config.json` that only have an effect for some of the families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),
@@ -367,7 +367,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-#: Multimodal architectures, and the decoder that each contains, by its `model_type`.
+#: Multimodal architectures. For each of them we list the decoders that it can contain, by `model_type`.
 TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
@@ -376,15 +376,15 @@ TEXT_TOWERS: dict[str, dict[str, str]] = {
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }  # fmt: skip
-#: The decoder's module path in such a model. Names in its files differ.
+#: The module path of the decoder in one of these models. (The names in its files are different.)
 BODY_OF_TOWER = "model.language_model"
-#: How decoder tensors begin in files of transformers 4 and 5, and how all other tensors begin.
+#: How decoder tensors begin in files of transformers 4 and 5, and then how all others begin.
 IN_TOWER = re.compile(r"(model\.)?language_model\.(model\.)?")
 BESIDE_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\.")
 
 
 def classifiers() -> dict[str, tuple[str, str]]:
-    """Lists architectures with a classification head: the decoder and head that each consists of."""
+    """Lists the architectures that have a classification head, along with the decoder and head in each."""
     return {
         (family.head_stem or re.sub("(ForCausalLM|LMHeadModel)$", "", name)) + head: (name, head)
         for name, family in FAMILIES.items()
@@ -393,7 +393,7 @@ def classifiers() -> dict[str, tuple[str, str]]:
 
 
 def names_of(role: str) -> list[str]:
-    """All names that architectures use for a part, Llama's name first."""
+    """Returns all names that a part has in any of the architectures. Llama's name comes first."""
     names = [family.parts.get(role, role) for family in FAMILIES.values()]
     if role in _EXPERT_FILES:
         names += [family.expert_files[_EXPERT_FILES.index(role)] for family in FAMILIES.values()]

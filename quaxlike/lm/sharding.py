@@ -1,7 +1,8 @@
-"""Tensor parallelism and expert parallelism of decoders.
+"""Tensor parallelism and expert parallelism for decoders.
 
-The first and last projections of a block must be sharded over the same features. Then a device's outputs of
-the first are its inputs of the last, and a block needs a single all-reduce.
+In each block, the first and the last projections must be sharded over the same features. This means that the
+outputs that a device computes for the first ones are exactly the inputs that it needs for the last one, and
+so we only need a single all-reduce for each block.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
 from .families import names_of
 
-# How layers are sharded, by the last components of their names in transformers, Equinox and Flax. Decoders in
-# the table of architectures may have other names. "out" layers are sharded along their outputs, and "in"
-# layers along their inputs.
+# How to shard layers, by the last components of their names in transformers, Equinox and Flax. (Decoders in
+# the table of architectures can have other names.) We shard "out" layers along their outputs, and "in" layers
+# along their inputs.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -41,36 +42,39 @@ _KINDS = {
     ),
     "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
 }
-# Stacks of matrices and biases, with one entry per expert. Layers may be stacked too.
+# Stacks of matrices and biases that have one entry for each expert. The layers themselves can be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
 
 @checked
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
-    """Makes the rule of tensor parallelism (Megatron-LM).
+    """Creates a rule for tensor parallelism, as in Megatron-LM.
 
-    In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
-    are sharded along their outputs, and the last projection along its inputs, so one all-reduce combines
-    the results. Embeddings and the output head are sharded along the vocabulary. Experts are not split, but
-    distributed as in [`expert_parallel`][quaxlike.lm.expert_parallel], along a separate axis if the mesh has
-    one. Other linear layers are sharded along their outputs. If sizes do not allow this, then embeddings and
-    other layers are replicated. Biases are sharded like the outputs. Norms are replicated.
+    In each attention or feed-forward block, we shard the first projections (queries, keys and values; or gate
+    and up) along their outputs and the last projection along its inputs. A single all-reduce then combines
+    the results. Embeddings and the output head are sharded along the vocabulary, and any other linear layers
+    along their outputs, except that these are replicated if their sizes don't allow it. Biases are sharded in
+    the same way as outputs, and norms are replicated.
 
-    The class of a layer (in Equinox) and its name (in transformers) determine how it is sharded.
+    Experts are distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], rather than split. If the
+    mesh has a separate axis for this then we use that one.
+
+    Note that layers are recognised by their class (in Equinox) or by their name (in transformers).
 
     **Arguments:**
 
-    - `model`: the model, which may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s.
-    - `mesh`: the mesh. This may be an abstract mesh.
-    - `axis`: the mesh axis to shard over. Default: "model", "tensor" or "tp" if the mesh has one of them, or
-        else the last axis.
+    - `model`: the model, which can be quantised and can have adapters. Its arrays can be
+        `jax.ShapeDtypeStruct`s.
+    - `mesh`: the mesh, which can be abstract.
+    - `axis`: the axis of the mesh to shard over. Default: "model", "tensor" or "tp" if the mesh has an axis
+        of that name, and otherwise its last axis.
 
-    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and [`specs_for`][quaxlike.sharding.specs_for].
-    It works for this model, for its parts from `eqx.partition`, and for any tree with the same names and
-    shapes, such as an optimiser state.
+    **Returns:** a rule, which you can pass to [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for this model, for the parts that `eqx.partition`
+    splits it into, and for any tree with the same names and shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` if the mesh does not have the axis, or if a projection's blocks cannot be
-    divided evenly. The message suggests a number of devices.
+    **Raises:** `ValueError` if there is no such axis in the mesh, or if the projections in a block can't be
+    divided evenly. In the latter case the message suggests how many devices to use.
 
     !!! example
 
@@ -98,23 +102,23 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
-    """Makes the rule of expert parallelism: experts are distributed over devices.
+    """Creates a rule for expert parallelism, i.e. for distributing experts over devices.
 
-    Each device runs its own experts on all tokens of its group, and one all-reduce over the group combines
-    the results. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] finds the mesh in the types
-    of its arrays. To shard the other weights too, use `fsdp(mesh, over=expert_parallel(model, mesh))` with
-    [`fsdp`][quaxlike.sharding.fsdp].
+    Each device applies its own experts to all tokens in its group. The results are then combined by a single
+    all-reduce over the group. Everything else is replicated. To shard that as well, use `fsdp(mesh,
+    over=expert_parallel(model, mesh))` with [`fsdp`][quaxlike.sharding.fsdp]. Note that
+    [`quaxlike.lm.models.Decoder`][] finds the mesh in the types of its arrays, so you don't need to pass it.
 
     **Arguments:**
 
-    - `model`: the model. It may be quantised and adapted. Its arrays may be `jax.ShapeDtypeStruct`s. Experts
-        are the arrays below `experts`, stacks of matrices.
-    - `mesh`: the mesh. This may be an abstract mesh. It must have an axis "expert" or "ep", or else
-        "model", "tensor" or "tp".
+    - `model`: the model, which can be quantised and can have adapters. Its arrays can be
+        `jax.ShapeDtypeStruct`s. Its experts are the stacks of matrices below `experts`.
+    - `mesh`: the mesh, which can be abstract. It must have an axis that is called "expert" or "ep", or
+        failing that "model", "tensor" or "tp".
 
-    **Returns:** a rule, like [`tensor_parallel`][quaxlike.lm.tensor_parallel].
+    **Returns:** a rule, as for [`tensor_parallel`][quaxlike.lm.tensor_parallel].
 
-    **Raises:** `ValueError` if the mesh has no such axis, or if the experts cannot be divided evenly.
+    **Raises:** `ValueError` if there is no such axis in the mesh, or if the experts can't be divided evenly.
 
     !!! example
 
@@ -153,18 +157,20 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
-    """Chooses the rule for a mesh by the names of its axes; None if no axis is for layers or experts."""
+    """Chooses a rule based on the axis names of a mesh. Returns None if no axis is for layers or experts."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
-    """Makes the default rule.
+    """Creates the default rule for a mesh.
 
-    This is `tensor_parallel` over an axis called "model", "tensor" or "tp", `expert_parallel` over an axis
-    called "expert" or "ep", and with `fully`, `fsdp` over the others. Layers are recognised by their classes
-    in `model`. Without it, and for weights in another format, only by the names of weights.
+    This means `tensor_parallel` over an axis named "model", "tensor" or "tp", and `expert_parallel` over an
+    axis named "expert" or "ep". If `fully` is set then it also means `fsdp` over all other axes.
+
+    Layers are recognised by their classes in `model`. If there is no model, or if a weight has another format
+    there, then we can only go by its name.
     """
     by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
@@ -180,7 +186,7 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedR
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
-    """Makes the rule that distributes experts and, if there is an axis, shards all other layers."""
+    """Creates a rule that distributes experts and (if there is an axis) shards all other layers."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -206,7 +212,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs of a model's arrays, for any tree with names that end with their names."""
+    """The specs for the arrays of a model. This also works for trees in which their names have a prefix."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -221,9 +227,9 @@ class _ByName:
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yields an array or a Value, and recursively the parts of Values.
+    """Yields an array or Value, followed recursively by the parts of the Value.
 
-    After `eqx.partition`, some parts are missing, and the others appear by themselves.
+    This is because after `eqx.partition`, some parts are missing and others appear by themselves.
     """
     yield name, x
     if is_value(x):
@@ -248,7 +254,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Returns how a layer is sharded ("out", "in", vocabulary, or None), and whether this is required."""
+    """Returns how to shard a layer ("out", "in", "vocabulary" or None), and whether this is required."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -265,7 +271,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """Returns an array's spec, for a layer with this kind and layout."""
+    """Returns the spec for an array, given the kind and layout of its layer."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)
