@@ -1,4 +1,4 @@
-"""The command-line interface. Run it with `quaxlike COMMAND …`, or with `python -m quaxlike COMMAND …`."""
+"""The command-line interface. Use it as `quaxlike COMMAND …` or `python -m quaxlike COMMAND …`."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from ._checked import did_you_mean
 class _Command(NamedTuple):
     module: str  # defines `main(arguments, prog)`
     about: str
-    first: tuple[str, ...] = ()  # arguments to pass before those of the user
+    first: tuple[str, ...] = ()  # passed before any arguments from the user
 
 
 #: We only import the module of the command that is being run, because importing JAX takes seconds.

@@ -89,13 +89,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # By default JAX only caches slow compilations. But we do many fast ones, and these add up to seconds.
+        # By default JAX only caches slow compilations. However we do many fast ones, which add up to seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tell(f"Compiled programs are kept for later runs in {folder}")
 
 
 def _processor() -> str:
-    """Returns an identifier for this kind of processor. This takes its instruction set into account."""
+    """Returns an identifier for this kind of processor, which includes its instruction set."""
     told = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}

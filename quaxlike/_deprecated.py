@@ -85,7 +85,7 @@ def _moved(name: str) -> str | None:
 
 
 class _Moved(importlib.abc.InspectLoader):
-    """Imports a module under its old name. Afterwards both names refer to the very same module object."""
+    """Imports a module under its old name. Afterwards both names refer to the same module object."""
 
     def __init__(self, new: str) -> None:
         self.new = new

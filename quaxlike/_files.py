@@ -63,7 +63,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:
-    """Creates a temporary file alongside `target`. This is locked until it is closed."""
+    """Creates a temporary file alongside `target`, which stays locked until it is closed."""
 
     def create(name: str, flags: int) -> int:
         # Others could open the file in the meantime, so never grant more than the final permissions.

@@ -55,7 +55,7 @@ def startmatch(pattern: str, text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _matches(pattern: str, text: str) -> tuple[bool, bool]:
-    """Returns whether a pattern matches the entire text, and whether it at least matches at the start."""
+    """Returns whether a pattern matches the entire text, plus whether it at least matches at the start."""
     try:
         ends = _run(compiled(pattern), _Text(text), {0})
     except RecursionError:
@@ -78,7 +78,7 @@ def compiled(pattern: str) -> _Part:
         raise PatternError(f"{pattern[at : at + 20]!r} is not supported in regular expressions here")
     try:
         part = _either(tokens[::-1])
-        re.compile(pattern)  # only checks the syntax, and is cheap because there are no flags
+        re.compile(pattern)  # just checks the syntax, which is cheap because there are no flags
         return part
     except (re.error, OverflowError, RecursionError) as error:
         raise PatternError(f"not a regular expression: {error}") from None

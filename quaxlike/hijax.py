@@ -65,7 +65,7 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type shared by all Values that have a given pytree structure, or by the tangents of these."""
+    """The type shared by all Values that have a given pytree structure, or by their tangents."""
 
     treedef: Any
     avals: tuple[Any, ...]  # one for each leaf
@@ -326,7 +326,7 @@ class _Leafwise(HiPrim):
 
 
 class Unwrap(_Leafwise):
-    """Unpacks a hijax value into its leaves. This is the inverse of `Wrap`."""
+    """Unpacks a hijax value into its leaves; the inverse of `Wrap`."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = (kind,), kind.lo_ty()
@@ -357,7 +357,7 @@ class Unwrap(_Leafwise):
 
 
 class Wrap(_Leafwise):
-    """Packs leaves into a hijax value. This is the inverse of `Unwrap`."""
+    """Packs leaves into a hijax value; the inverse of `Unwrap`."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = tuple(kind.lo_ty()), kind

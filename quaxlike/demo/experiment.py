@@ -22,7 +22,7 @@ import quaxlike as ql
 
 from .model import VisionTransformer
 
-#: The weights to adapt with LoRA and quantise to NF4: those of attention and MLPs, but not embedding or head.
+#: The weights to adapt with LoRA and quantise to NF4, i.e. attention and MLPs but not embedding or head.
 ADAPTED = r"blocks\.\d+\.(attention\.\w+_proj|up|down)\.weight"
 RANK = 8
 

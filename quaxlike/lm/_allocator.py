@@ -14,8 +14,8 @@ _OPTIONS = (
 def keep_memory() -> None:
     """Makes the C library keep memory once it has been freed, so that later allocations can reuse it.
 
-    On CPUs, XLA allocates a program's temporaries anew for every call. By default glibc then returns this
-    memory to the kernel, and the kernel has to zero every page before we can have it back.
+    On CPUs, XLA allocates temporaries every time that a program is called. By default, glibc returns this
+    memory to the kernel in between, and the kernel must then zero every page before handing it out again.
 
     Importantly, you must call this before JAX computes anything, because each thread that allocates gets a
     separate arena. It also affects the whole process, which means that it should only be used by commands.

@@ -1,4 +1,4 @@
-"""Reads an adapter from a folder. This is either in PEFT's format, or in ours for types that PEFT lacks."""
+"""Reads an adapter from a folder, either in PEFT's format or (for types that PEFT lacks) in our own."""
 
 import importlib
 from collections.abc import Callable

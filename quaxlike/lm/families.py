@@ -60,13 +60,13 @@ class Family:
 
     activation: Literal["silu", "gelu_pytorch_tanh", "gelu_new"] = "silu"
     fused: bool = False
-    """Whether queries, keys and values share a matrix, and likewise both halves of a gated layer."""
+    """Whether queries, keys and values share a matrix, as do both halves of a gated layer."""
     gated: bool = True
     qkv_bias: bool | None = None
     """Whether q, k and v have biases. If this is None then it depends on `attention_bias`."""
     output_bias: bool | None = None
     qk_norm: Literal["", "heads", "whole"] = ""
-    """Whether queries and keys are normalised. This can happen for each head, or for all of them together."""
+    """Whether queries and keys are normalised, either per head or across all heads."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """The norms before and after attention, and then before and after the feed-forward layer."""
     layer_norm: bool = False
@@ -115,13 +115,13 @@ class Family:
     """Whether gates and values alternate in the matrices of experts. If so, both are also clamped."""
 
     entries: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    """Those entries of `OF_FEW` that have an effect on these models. All others are ignored."""
+    """The entries of `OF_FEW` that have an effect on these models. All others are ignored."""
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of `config.json` entries to the names in this family."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Maps the usual names of model parts to the names in this family."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Those parts that have a different name in files than they have in the model."""
+    """Parts that have a different name in files than they have in the model."""
     beside: str = ""
     """A part that we ignore if there is one in the file."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -131,7 +131,7 @@ class Family:
     gguf: Gguf | None = None
     """How llama.cpp stores the architecture, or None if llama.cpp doesn't support it."""
     heads: tuple[str, ...] = (SEQUENCES, TOKENS)
-    """Which classification heads there are. These are suffixes of class names in transformers."""
+    """The available classification heads, given by the suffix of the class name in transformers."""
     head_stem: str = ""
     """How these class names begin, if this isn't the same as for the decoder itself."""
     taken_for_experts: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ class Family:
 _SOFTCAPPING = ("attn_logit_softcapping", "final_logit_softcapping")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _SPARSE = ("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-#: Those entries of `config.json` that only have an effect for some of the families.
+#: Entries of `config.json` that only have an effect for some of the families.
 OF_FEW = (
     *("attention_bias", "mlp_bias", "query_pre_attn_scalar", *_SOFTCAPPING, *_MULTIPLIERS, *_SPARSE),
     *("shared_expert_intermediate_size", "swiglu_limit", "sliding_window_pattern"),

@@ -28,7 +28,7 @@ class Marks:
     answer: list[int]
     """The special token that the chat template writes after each answer. (Empty if there is none.)"""
     differ: str = ""
-    """A warning for the user. This is nonempty if the files of the checkpoint contradict each other."""
+    """A warning for the user, in case the files of the checkpoint contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":

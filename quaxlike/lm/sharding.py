@@ -1,8 +1,8 @@
 """Tensor parallelism and expert parallelism for decoders.
 
-In each block, the first and the last projections must be sharded over the same features. This means that the
-outputs that a device computes for the first ones are exactly the inputs that it needs for the last one, and
-so we only need a single all-reduce for each block.
+In each block, the first and the last projections must be sharded over the same features. The outputs that a
+device computes for the first ones are then exactly the inputs that it needs for the last one, which means
+that a block only needs a single all-reduce.
 """
 
 import dataclasses
@@ -212,7 +212,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs for the arrays of a model. This also works for trees in which their names have a prefix."""
+    """The specs for the arrays of a model, or of any tree in which their names have a prefix."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]

@@ -41,7 +41,7 @@ class TextTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Maps each token to its id. This doesn't include added tokens."""
+        """Maps each token to its id. (Except for added tokens.)"""
         return self._tokenizer.get_vocab(with_added_tokens=False)
 
     @functools.cached_property

@@ -72,7 +72,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Reads the special tokens, by name ("bos_token", …). This raises the same errors as `read_templates`."""
+    """Reads the special tokens, by name ("bos_token", …).  Raises the same errors as `read_templates`."""
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 

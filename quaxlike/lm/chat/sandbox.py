@@ -90,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function or method. This checks its arguments first."""
+        """Calls a function or method, but not before checking its arguments."""
         name, method = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
         own = getattr(method, "__self__", None)
         text = (own,) if isinstance(own, str | bytes) else ()
@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Evaluates one of `intercepted_binops`. This checks its operands first."""
+        """Evaluates one of `intercepted_binops`, but not before checking its operands."""
         if operator == "%":
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):

@@ -43,8 +43,8 @@ class ChatTemplate:
 
     - `directory`: either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
         in `tokenizer_config.json`. There can be more templates with names, which are found in
-        `additional_chat_templates/` or as a list in `tokenizer_config.json`. Of these, we only use
-        `tool_use`, namely for conversations with tools.
+        `additional_chat_templates/` or as a list in `tokenizer_config.json`. The only one that we use is
+        `tool_use`, for conversations with tools.
 
     **Raises:** `CheckpointError` if there is no template, or if it isn't valid.
     """
@@ -246,11 +246,11 @@ def _raise(message: str) -> None:
 # -------------------------------------------------------------------------------------------------
 # Locating the assistant's answers in the text of a conversation.
 #
-# This is awkward because few templates mark the answers, and because many templates render a turn differently
-# depending on what comes after it. For example, Qwen3 only writes an (empty) block of thoughts in the last
-# answer; other templates drop the thoughts of all but the last answer; and Llama 3 ends every text with the
-# header for yet another answer. So we can't just render each turn by itself. Instead we locate each answer in
-# the full text, which is also what we train on.
+# This is awkward. Few templates mark the answers, and many of them render a turn differently depending on
+# what comes after it. For example, Qwen3 only writes an (empty) block of thoughts in the last answer; other
+# templates drop the thoughts of all but the last answer; and Llama 3 ends every text with the header for yet
+# another answer. So we can't just render each turn by itself. Instead we locate each answer in the full text,
+# which is also what we train on.
 # -------------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,8 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 def make_of(text: str) -> Callable[..., Any]:
     """Looks up a function that creates adapters. You can then pass this to `quaxlike.adapt`.
 
-    `text` is either the name of one of our methods, or `MODULE:NAME`. The latter can be either a function, or
-    a class that has a method called `make`.
+    `text` is either the name of one of our methods or `MODULE:NAME`, which can be a function or a class with
+    a method called `make`.
 
     **Raises:** `FinetuneError` if there is no such function.
     """

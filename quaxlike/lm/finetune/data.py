@@ -124,7 +124,7 @@ class Batch(NamedTuple):
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """The segment id of each token. These start from 1, since 0 means padding."""
+    """The segment id of each token, starting from 1 because 0 means padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens contribute to the loss."""
     labels: Shaped[Array | np.ndarray, "examples *labels"]
@@ -188,7 +188,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """Returns the length to pad to. This is a power of two, so that we don't compile too many programs."""
+    """Returns the length to pad to. We use powers of two, so as not to compile too many programs."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 

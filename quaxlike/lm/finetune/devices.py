@@ -1,4 +1,4 @@
-"""The devices of a run. There can be just one of them, or a mesh over one or many processes.
+"""The devices of a run, which can be a single one or a mesh over one or many processes.
 
 All processes run the same program, and a collective has to wait until every process has reached it. So you
 must be careful with anything that affects control flow, such as whether to stop or resume: if the processes
@@ -151,7 +151,7 @@ class Devices:
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch on the mesh. Each process just places those rows that belong to its own devices.
+        """Places a batch on the mesh. Each process only places the rows that belong to its own devices.
 
         If there is context parallelism then arrays with a token axis are sharded along this axis as well.
         """
@@ -165,7 +165,7 @@ class Devices:
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Gathers the weights of a model. This should be called inside a training step.
+        """Gathers the weights of a model, for use inside a training step.
 
         We gather quantised weights before they are unpacked, as this means far less communication. If layers
         are scanned over then they are gathered one at a time.
@@ -179,7 +179,7 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Reapplies the sharding of the state. This should be called inside a training step."""
+        """Reapplies the sharding of the state, for use inside a training step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:

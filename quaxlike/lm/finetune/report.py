@@ -80,7 +80,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """Encodes one field of a protocol buffer. It can be an integer, a float, or bytes."""
+    """Encodes one field of a protocol buffer, namely an integer, a float or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):

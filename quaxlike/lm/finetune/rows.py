@@ -1,4 +1,4 @@
-"""The formats of training data for decoders. We support those that are used by published datasets."""
+"""The formats of training data for decoders, as found in published datasets."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -62,7 +62,7 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """Parses a conversation that is in OpenAI's or ShareGPT's format. This can also be encoded as JSON."""
+    """Parses a conversation in OpenAI's or ShareGPT's format, which is sometimes encoded as JSON."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
     if not messages or not all(map(_is_message, messages)):
@@ -175,8 +175,8 @@ def has_words(fields: Mapping[str, Any]) -> bool:
 def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     """Returns the words of a row along with their labels. This is for named entity or part-of-speech tagging.
 
-    The labels are in the entry `"labels"`. If there isn't one then we look for `"tags"` or `"..._tags"`, and
-    if there are several of these, as in CoNLL-2003, then we use `"ner_tags"`. (So does `run_ner.py` in
+    The labels are in the entry `"labels"`, or failing that in `"tags"` or `"..._tags"`. Some datasets such as
+    CoNLL-2003 have several of the latter, in which case we use `"ner_tags"`. (So does `run_ner.py` in
     transformers.)
     """
     fields = _without_nulls(fields)

@@ -47,12 +47,12 @@ from .train import State, Training, steps_of, stored_for
 
 
 def merged(run: RunSettings) -> Path:
-    """Returns where to write the merged model. This is a folder in the output directory, or a GGUF file."""
+    """Returns where to write the merged model: either a folder in the output directory or a GGUF file."""
     return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
-    """Returns where to write the adapter. This is a folder in PEFT's format, or a file in our own."""
+    """Returns where to write the adapter: either a folder in PEFT's format or a file in our own."""
     file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
@@ -388,7 +388,7 @@ def _adapted(
 
 
 def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[PyTree, bool]:
-    """Stacks the layers if the settings require it, or if the settings leave this open and it is possible.
+    """Stacks the layers if the settings require this, or if it's possible and they don't forbid it.
 
     Also returns whether the layers were stacked.
     """

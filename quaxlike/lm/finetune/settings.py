@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning run. These have three parts: the model, the data, and the output."""
+"""The settings of a fine-tuning run, in three parts: the model, the data, and the output."""
 
 # ruff: noqa: RUF009 (calls that make fields)
 
@@ -16,7 +16,7 @@ from ...files.errors import ErrorAboutFiles
 
 
 class FinetuneError(ErrorAboutFiles):
-    """Raised if a run cannot start, or cannot continue. The message gives the reason."""
+    """Raised if a run cannot start or continue. The message gives the reason."""
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **of_argument: Any) -> Any:
@@ -34,7 +34,7 @@ class TaskSettings:
     name: ClassVar[str]
     """The name of the task, for `--task`."""
     about: ClassVar[str]
-    """What the task is for. This is shown by `--help`."""
+    """What the task is for, as shown by `--help`."""
 
 
 @dataclasses.dataclass(frozen=True)

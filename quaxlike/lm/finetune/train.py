@@ -133,7 +133,7 @@ def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTr
 
 
 def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
-    """Gathers the weights of the model or the teacher, and then prepares it for a training step."""
+    """Gathers the weights of the model or the teacher and then prepares it for a training step."""
     return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
 
 

@@ -263,7 +263,7 @@ class _Reader:
         self.memory, self._seen = None, jnp.asarray(seen)
 
     def grow(self, room: int) -> None:
-        """Ensures that there is space for `room` tokens. This must only be used for a single unpadded row."""
+        """Ensures that there is space for `room` tokens. Only to be used for a single unpadded row."""
         if self.memory is None:
             self.memory = self.model.memory(room, self._cache)
         elif (more := room - _room(self.memory)) > 0:
@@ -323,7 +323,7 @@ def _next(
     """Samples the token that follows position `last` of each row in `ids` and updates the memory.
 
     `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` that comes
-    after `last` is padding, and will be overwritten by later tokens.
+    after `last` is padding, which will be overwritten by later tokens.
 
     For a single row we don't use a batch axis (neither here nor in the memory), because batched operations
     are slower than unbatched ones even if the batch has size one.
@@ -399,7 +399,7 @@ class Conversation:
 
     @property
     def context(self) -> int:
-        """The maximum number of tokens. This includes those that are yet to be generated."""
+        """The maximum number of tokens, including any that are yet to be generated."""
         return self._reader.model.config.max_position_embeddings
 
     def answer(

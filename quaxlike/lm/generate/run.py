@@ -1,4 +1,4 @@
-"""The implementation of `python -m quaxlike.lm.generate`. This does both completions and conversations."""
+"""The implementation of `python -m quaxlike.lm.generate`, for both completions and conversations."""
 
 import argparse
 import dataclasses
@@ -60,7 +60,7 @@ class Clock:
 
 
 class Stream:
-    """Decodes the tokens of a single text, and writes out whatever is new as each of them arrives."""
+    """Decodes the tokens of a single text and writes out whatever is new as each of them arrives."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
         self._tokenizer, self._out, self._clock = tokenizer, out, Clock()

@@ -49,7 +49,7 @@ class Memory(AbstractMemory):
     """The order of the axes (tokens, heads, size) in `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
-    """Whether to rotate keys and queries by `hadamard`. This makes them easier to quantise to a few bits."""
+    """Whether to rotate keys and queries by `hadamard`, which makes them easier to quantise to a few bits."""
     layer: Int[Array, ""] | None = None
     """This layer's index into arrays that are stacked over layers, or None if they aren't stacked."""
 

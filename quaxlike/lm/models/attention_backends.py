@@ -27,16 +27,15 @@ _asked = jax.make_user_context(default_value=None)
 def attention_backend(name: str | None) -> Iterator[None]:
     """A context manager inside which models use an attention kernel from another library.
 
-    Not every kernel supports all inputs. If the inputs aren't supported then we fall back to quaxlike's own
-    attention and emit a [`quaxlike.kernels.KernelFallbackWarning`][] that gives the reason. Note that these
-    kernels have their own backward kernels, and so only support reverse-mode autodifferentiation (`jax.grad`,
-    `jax.vjp`).
+    If the kernel doesn't support its inputs then we fall back to quaxlike's own attention and emit a
+    [`quaxlike.kernels.KernelFallbackWarning`][] that gives the reason. Note that these kernels have their own
+    backward kernels, and so only support reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
 
     **Arguments:**
 
-    - `name`: one of `"cudnn"`, for the kernel in `jax.nn.dot_product_attention` (NVIDIA GPUs); `"splash"`,
-        for JAX's splash attention (TPUs, or CPUs if you don't mind that it is slowly interpreted there); or
-        None, for quaxlike's own attention.
+    - `name`: either `"cudnn"`, for the kernel in `jax.nn.dot_product_attention` (NVIDIA GPUs); `"splash"`,
+        for JAX's splash attention (TPUs, or slowly interpreted on CPUs); or None for quaxlike's own
+        attention.
 
     **Raises:** `ValueError` for any other name.
 
@@ -70,8 +69,7 @@ def attention_backend(name: str | None) -> Iterator[None]:
 class Case(NamedTuple):
     """The inputs to an attention layer. Queries have shape `(tokens, heads, size)`.
 
-    Note that if queries and keys belong to different tokens, as is the case with a cache, then none of the
-    kernels apply.
+    Note that none of the kernels apply if queries and keys belong to different tokens, e.g. with a cache.
     """
 
     query: Array

@@ -1,8 +1,8 @@
 """Softmax attention on a single device, either with all scores materialised or blockwise in linear memory.
 
 The latter attends from blocks of queries to blocks of keys using a running softmax (Milakov and Gimelshein,
-2018, as in Dao et al., FlashAttention, 2022). In the backward pass we recompute the blocks, which means that
-we don't store the scores of all (query, key) pairs there either.
+2018, as in Dao et al., FlashAttention, 2022). The backward pass recomputes them, which means that we never
+store the scores of all (query, key) pairs.
 """
 
 import dataclasses
@@ -78,8 +78,7 @@ class Sight(NamedTuple):
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
         """Materialises the mask as a matrix of shape `(tokens, seen)`.
 
-        `first` is the position of the first key. (This is nonzero if the keys are only one block out of
-        many.)
+        `first` is the position of the first key, which is nonzero if the keys are one of many blocks.
         """
         distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
         mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
@@ -88,8 +87,8 @@ class Sight(NamedTuple):
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
         """Returns whether the keys from `first` to `last` are outside the window of every query.
 
-        Note that this only depends on positions. These aren't batched, which means that passing the result to
-        `lax.cond` still results in an actual branch under `jax.vmap` (rather than a `select` of both sides).
+        Note that this only depends on positions. These aren't batched, so under `jax.vmap` a `lax.cond` on
+        the result is still a branch rather than a `select`.
         """
         return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
 
@@ -126,7 +125,7 @@ class Sums(NamedTuple):
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
     def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
-        """Returns the weighted mean of the values. Call this once all keys have been added."""
+        """Returns the weighted mean of the values, once all keys have been added."""
         out = self.total / self.positive_weight[..., None]
         return jnp.moveaxis(out, 2, 0).astype(dtype)
 
@@ -138,8 +137,7 @@ class Sums(NamedTuple):
 def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
     """Computes attention for queries of shape `(tokens, kv_heads, group, size)`.
 
-    Each group of query heads shares one key head. Small inputs use a single softmax over all scores, and
-    large ones use the blockwise algorithm.
+    Each group of query heads shares one key head.
 
     **Arguments:**
 
@@ -153,8 +151,8 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
 class _Products(NamedTuple):
     """The two products in attention.
 
-    - `scores` multiplies queries by keys, with an output of shape `(kv_heads, group, tokens, seen)`.
-    - `means` multiplies the resulting weights by values.
+    `scores` multiplies queries by keys, which results in shape `(kv_heads, group, tokens, seen)`. `means`
+    multiplies weights by values.
     """
 
     scores: Callable[[Array, Array], Array]

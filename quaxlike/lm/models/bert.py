@@ -118,7 +118,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """A BERT encoder. This returns one vector for each token. (Pooling them is left to the caller.)"""
+    """A BERT encoder, which returns one vector for each token. (Pooling them is left to the caller.)"""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder

@@ -23,12 +23,12 @@ class AbstractClassifier(eqx.Module):
     @property
     @abc.abstractmethod
     def head_parts(self) -> tuple[str, ...]:
-        """The submodules that were added to the underlying encoder or decoder. These are trained in full."""
+        """The submodules that were added to the underlying encoder or decoder, and so are trained in full."""
 
     @property
     @abc.abstractmethod
     def layer_list(self) -> Any:
-        """The layers. This is either a list, or a single layer with arrays stacked along a leading axis."""
+        """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
 
     def entries(self) -> dict[str, Any]:
         """Returns the entries of `config.json` that describe the classification head."""

@@ -88,7 +88,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """Computes the hidden states of the tokens at position `start` onwards, and updates the memory.
+        """Computes the hidden states of the tokens at position `start` onwards and updates the memory.
 
         `seen` is False for padding. If there is a memory (see `Decoder.memory`) then it covers all positions
         in there, and otherwise only those in `ids`. It's okay for `ids` to end in padding, but it must then
@@ -178,15 +178,15 @@ class AbstractDecoder(Part, roles="model"):
 
     @property
     def layers(self) -> Any:
-        """The layers. This is either a list, or a single layer with arrays stacked along a leading axis."""
+        """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
         return self.body.part("layers")
 
     def stacked(self: _D) -> _D:
         """Stacks all layers into a single one, which is then scanned over. See [`quaxlike.stack_layers`][].
 
         This compiles much faster, so it's what `quaxlike.lm.finetune` uses. For generation you should prefer
-        a list: a scan has to copy the weights of each layer out of the stack, and if there's just one token
-        then this is more expensive than the matrix-vector products themselves.
+        a list, because a scan copies the weights of each layer out of the stack. If there's just one token
+        then this copy is more expensive than the matrix-vector products themselves.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
@@ -256,7 +256,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: False for padding, which may be on either side and is not counted towards positions.
+        - `seen`: False for padding, which can be on either side and isn't counted towards positions.
         """
         return self.logits(self.hidden(ids, seen))
 

@@ -1,4 +1,4 @@
-"""Decoders with a classification head, for either texts or tokens. This is also how we do reward models."""
+"""Decoders with a classification head for either texts or tokens. Reward models are done this way too."""
 
 from typing import Any, ClassVar
 

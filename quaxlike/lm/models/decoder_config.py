@@ -51,7 +51,7 @@ _OF_WHOLE = (
 def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
     """Warns about entries that we don't read, either in the `whole` file or in the decoder's part (`config`).
 
-    Any such entry might change what the model computes, so ignoring it silently would be dangerous.
+    Any of these might change what the model computes, so we shouldn't just ignore them.
     """
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
@@ -105,9 +105,9 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
-    """The factor by which to multiply the output of each block before adding it to the residual stream."""
+    """The factor to multiply the output of each block by, before adding it to the residual stream."""
     attention_multiplier: float | int = 0
-    """The factor by which to multiply attention scores. If this is 0 then we use 1/sqrt(head_dim)."""
+    """The factor to multiply attention scores by. 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
     """The number by which to divide the logits."""
     num_local_experts: int = 0
@@ -122,7 +122,7 @@ class DecoderConfig(Config):
     body_name: str = ""
     """The module path of the decoder inside transformers' model, if it is only one part of that."""
     head: str = ""
-    """The suffix of the class name in transformers. This is empty for a causal language model."""
+    """The suffix of the class name in transformers, which is empty for a causal language model."""
     labels: Labels = UNNAMED
     """The labels of a classifier."""
     token_classification_bias: bool = True

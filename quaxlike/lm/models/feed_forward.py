@@ -100,11 +100,11 @@ class Experts(eqx.Module):
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Applies its chosen experts to each token, and computes the weighted sum over their outputs.
+        """Applies the chosen experts to each token and computes the weighted sum over their outputs.
 
         If the experts are sharded evenly over a mesh (see [`quaxlike.lm.expert_parallel`][]), then each
         device applies its own experts to all tokens, and the results are combined in a single all-reduce.
-        Only activations are communicated this way, and never weights.
+        In this way we only ever communicate activations, not weights.
         """
         count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
         axis = None if mesh is None else expert_axis(mesh, count)

@@ -1,8 +1,8 @@
 """Gated DeltaNet: linear attention using the delta rule with decay.
 
 Each layer has a state of fixed size, so unlike in attention the cost per token doesn't depend on how many
-tokens came before. For each token we first ask what value the state predicts for the key and correct this
-towards the actual value, and then read from the state.
+tokens came before. For each token we first look up the value that the state predicts for its key, correct
+this towards the actual value, and then read from the state.
 
 Yang et al., Gated Delta Networks (2024), as in Qwen3-Next and Qwen3.5.
 """
@@ -38,8 +38,7 @@ class RecurrentState(AbstractMemory):
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
     places: int = eqx.field(static=True)
-    """The capacity that is reported as `room`. (This exists only for consistency with the caches of other
-    layers, since the state itself always has the same size.)"""
+    """The capacity of the caches in other layers, for reporting as `room`. (The state has a fixed size.)"""
     layer: Int[Array, ""] | None = None
 
     @property
@@ -219,7 +218,7 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
     """Counts how many tokens precede each token in the same text.
 
-    If a text started in an earlier call then we don't know the exact number, and return a large one instead.
+    If a text started in an earlier call then there is no way to tell, so we return a large number.
     """
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])

@@ -51,7 +51,7 @@ class Part(eqx.Module):
         self.config = config
 
     def part(self, role: str) -> Any:
-        """Returns the submodule with this role, whatever it is called in this architecture."""
+        """Returns the submodule with this role, whatever its name."""
         return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
@@ -68,7 +68,7 @@ class Part(eqx.Module):
 def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
     """Creates a subclass that has the same name and some additional fields.
 
-    We need this because only fields are part of the PyTree, and so just setting an attribute isn't enough.
+    Only fields are part of the PyTree, so just setting an attribute isn't enough.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     namespace["__annotations__"] = dict.fromkeys(names, Any)
@@ -107,7 +107,7 @@ def norm(config: DecoderConfig, size: int) -> Any:
 
 
 def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out"]:
-    """Applies a layer to each token, in whichever way is fastest for this kind of layer."""
+    """Applies a layer to each token."""
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
@@ -118,10 +118,10 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight. If both are arrays then we use what's fastest on CPUs."""
+    """Computes `x @ w.T` for any type of weight. For plain arrays we do whatever is fastest on CPUs."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
 def has_values(*arrays: Any) -> bool:
-    """Returns whether any of `arrays` is a Value. This also detects the tracers for them inside `quaxify`."""
+    """Returns whether any of `arrays` is a Value, or inside `quaxify` the tracer for one."""
     return any(is_value(value_of(x)) for x in arrays)

@@ -23,7 +23,7 @@ _M = TypeVar("_M", bound="AbstractMemory")
 
 
 class AbstractMemory(eqx.Module):
-    """Abstract base class for whatever a mixer has to keep between calls. For attention this is the KV cache.
+    """Abstract base class for the state of a mixer between calls. For attention this is the KV cache.
 
     If layers are scanned over, then the arrays must be part of the scan's carry. For this reason they are
     stacked over all layers, and `layer` is the index into the stack. Otherwise `layer` is None.

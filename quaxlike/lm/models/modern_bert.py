@@ -51,7 +51,7 @@ class ModernBertConfig(Config):
     """Whether embeddings differ from those in the checkpoint. See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window. This covers `local_attention / 2` tokens on either side."""
+    """Whether each layer uses a sliding window, which has `local_attention / 2` tokens on either side."""
     ropes: tuple[Rope, ...] = ()
     """The rotary embeddings. The first is for layers without a window, and the second for those with one."""
 

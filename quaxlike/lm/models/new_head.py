@@ -43,7 +43,7 @@ def with_classifier(
 
     - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. If a decoder has an output layer
         then this is dropped.
-    - `labels`: the names of the labels. Pass a single one for a reward model, or any other scalar regression.
+    - `labels`: the names of the labels. Pass a single one for a reward model or any other scalar regression.
     - `key`: a PRNG key for initialising the new weights, which are normal with standard deviation `std`.
         (Biases start at zero.)
     - `of_tokens`: whether to classify individual tokens rather than the whole text. Default: False.
@@ -100,7 +100,7 @@ def with_classifier(
             )
     dtype = next(iter(named_arrays(model).values())).dtype
     started: dict[str, Any] = {}
-    # Anything that we didn't take from the existing model is still abstract, and has yet to be initialised.
+    # Anything that we didn't take from the existing model is still abstract, so initialise it.
     for name, x in named_arrays(new).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             key, own = jax.random.split(key)

@@ -124,6 +124,6 @@ def _modes(path: Path) -> tuple[str, ...]:
 def mean_pooled(x: _Tokens, seen: _Seen) -> _Sentence:
     """Computes the mean over all non-padding tokens and then normalises it to unit length.
 
-    This is a common sentence embedding, and is what `Pooling` does by default.
+    This is a common sentence embedding. It's also what `Pooling` does by default.
     """
     return Pooling()(x, seen)

@@ -1,9 +1,8 @@
 """Ring attention, i.e. context parallelism: the tokens are sharded over one axis of a mesh.
 
 Each device keeps the queries for its own tokens, whilst keys and values are passed around a ring of devices.
-After one full rotation every device has attended to every key by means of a running softmax, but at no point
-did it have to store more than two shards. The backward pass does a second rotation, this time passing around
-cotangents as well.
+After one full rotation every device has attended to every key, using a running softmax, and at no point did
+it store more than two shards. The backward pass does a second rotation that includes cotangents.
 
 See Ring Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
@@ -29,9 +28,8 @@ def of_ring(
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
-        # Make all operands device-varying right here. This means that the cotangents of replicated operands
-        # are summed at this point, and not inside the `lax.cond` below, where not every device would take
-        # part in the collective.
+        # Make all operands device-varying up front, so that the cotangents of replicated operands are summed
+        # here. Inside the `lax.cond` below, not every device would take part in that collective.
         return ring(*vary_alike(operands))
 
     own: Any = jax.P(axis)
@@ -46,7 +44,7 @@ def of_ring(
 class _Ring:
     """Attention over a ring of `count` devices. This must be called inside a `shard_map`.
 
-    All operands must vary over `axis`; see `of_ring`.
+    All operands must vary over `axis`.
     """
 
     def __init__(self, axis: str, count: int, scores: Any) -> None:
@@ -89,10 +87,9 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # This is the VJP of the softmax. The cotangent of a score is its weight, times the difference between
-        # the cotangent of that weight and the weighted mean of all of those. Conveniently, this mean equals
-        # the inner product of the output with its cotangent, so we don't need another pass over the keys to
-        # compute it.
+        # This is the VJP of the softmax: the cotangent of a score is its weight multiplied by the cotangent
+        # of that weight minus their weighted mean. Conveniently, this mean is also the inner product of the
+        # output with its cotangent, so computing it doesn't need another pass over the keys.
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
@@ -121,8 +118,7 @@ class _Ring:
                 return dqueries, dkeys
 
             dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
-            # Pass the cotangents on together with their keys and values, so that they end up where those
-            # started.
+            # Pass on the cotangents together with their keys and values, so that they return to the owner.
             return (dqueries, self._passed(keys), self._passed(dkeys)), None
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
@@ -172,6 +168,6 @@ class _Ring:
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)
 
     def _passed(self, tree: Any) -> Any:
-        """Passes arrays on to the next device in the ring. This is a collective permute."""
+        """Passes arrays on to the next device in the ring, using a collective permute."""
         along = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, along), tree)

@@ -136,7 +136,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """Returns how much to scale each frequency. This goes from 0 for high frequencies to 1 for low ones."""
+    """Returns how much to scale each frequency, from 0 for the high ones to 1 for the low ones."""
 
     def at(turns: float | int) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

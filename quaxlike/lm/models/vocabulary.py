@@ -27,7 +27,7 @@ def embeddings() -> tuple[str, ...]:
 
 
 def is_of_tokens(name: str) -> bool:
-    """Returns whether a name is that of an embedding or output layer. Their arrays have one row per token."""
+    """Returns whether a name belongs to an embedding or output layer, whose arrays have a row per token."""
     layer, _, field = name.rpartition(".")
     return field in ("weight", "bias") and layer.rpartition(".")[2] in (*embeddings(), "lm_head")
 
@@ -149,7 +149,7 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
 
 
 def with_new_embeddings(node: Any, n: int) -> Any:
-    """Updates the static fields of a model for a vocabulary of size `n`, and marks its embeddings as new."""
+    """Updates the static fields of a model for a vocabulary of size `n` and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
 

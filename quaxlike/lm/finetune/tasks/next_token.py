@@ -1,4 +1,4 @@
-"""Causal language modelling. This also has anything that is shared by tasks for decoders that write texts."""
+"""Causal language modelling, plus whatever is shared by all tasks for decoders that write texts."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders that write texts. (Those in sentence-transformers just embed them.)"""
+    """A task for decoders that write texts, rather than embedding them as in sentence-transformers."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"

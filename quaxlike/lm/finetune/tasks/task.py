@@ -54,13 +54,13 @@ class AbstractTask(eqx.Module):
         """Prepares a model for the task. For example, this might replace its last layer.
 
         Also returns the settings, to which we add anything that we had to infer from the data. So if you call
-        this again with the new settings then you get the same model. `config` is that of the checkpoint.
+        this again with the new settings then you get the same model. `config` comes from the checkpoint.
         """
         return model, data
 
     @classmethod
     def trained_in_full(cls, model: PyTree) -> tuple[str, ...]:
-        """Returns those parts of the model that are trained in full, in addition to any adapters."""
+        """Returns the parts of the model that are trained in full, in addition to any adapters."""
         return ()
 
     @classmethod
@@ -74,14 +74,14 @@ class AbstractTask(eqx.Module):
 
     @abc.abstractmethod
     def layers(self, model: PyTree) -> Any:
-        """Returns the layers of a model. This is either a list, or a single layer that is stacked."""
+        """Returns the layers of a model, either as a list or as a single stacked layer."""
 
     def unused(self, model: PyTree) -> tuple[str, ...]:
-        """Returns those parts of the model that the task doesn't use. There is no point in adapting these."""
+        """Returns the parts of the model that the task doesn't use, so that we don't adapt them."""
         return ()
 
     def teacher(self, settings: TrainSettings, config: Mapping[str, Any], devices: Devices) -> PyTree:
-        """Loads the teacher, if there is one. `config` is that of the checkpoint that we train."""
+        """Loads the teacher, if there is one. `config` comes from the checkpoint that we train."""
         return None
 
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
