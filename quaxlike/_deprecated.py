@@ -98,7 +98,7 @@ class _Moved(importlib.abc.InspectLoader):
         warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
-        """Returns source code that runs the new command. Without this, `python -m` would fail."""
+        """Returns source code that runs the new command. Used by `python -m` with the old path."""
         old, new = (name.removesuffix(".__main__") for name in (fullname, self.new))
         command = new.rpartition(".")[2]
         said = f"`python -m {old}` is `{_PACKAGE} {command}` now, or `python -m {new}`."

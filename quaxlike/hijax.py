@@ -101,7 +101,7 @@ class ValueType(HiType):
     # Leaves
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """Returns the type of each leaf and whether it's present. (Tangents lack leaves such as integers.)"""
+        """Returns the type of each leaf and whether it's present. (Tangents lack e.g. integer leaves.)"""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:
@@ -177,8 +177,8 @@ class HiValue:
     """Base class for the hijax types that are created by [`as_hitype`][quaxlike.hijax.as_hitype].
 
     You can get the underlying Value from the attribute `value`. (Inside a transform its leaves will be
-    tracers.) Operators, `shape`, `dtype` and `ndim` are all as for the Value, except that operators return
-    hijax types again.
+    tracers.) Operators, `shape`, `dtype` and `ndim` are all as for the Value. If an operator returns a Value
+    then this is wrapped as a hijax type again.
     """
 
     value: Any

@@ -146,7 +146,7 @@ def _named(step: int, state: PyTree) -> dict[str, Any]:
 
 
 def _bare(state: PyTree) -> PyTree:
-    """Returns the state without anything that is determined by the settings, so needn't be saved."""
+    """Returns the state without anything that the settings determine, which we don't need to save."""
     return jtu.tree_map(without_numbers, state, is_leaf=is_value)
 
 

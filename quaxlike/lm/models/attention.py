@@ -1,8 +1,8 @@
 """Attention for all architectures, along with its key-value cache.
 
 The cache must be updated in-place, as otherwise we would copy all of it for every token, which costs more
-than the attention itself. Note that XLA only updates a buffer in-place if nothing reads the old buffer
-afterwards: this is what the barrier in `Memory._written` is for.
+than the attention itself. Note that XLA only updates a buffer in-place if nothing else reads the old buffer,
+which is what the barrier in `Memory._written` ensures.
 """
 
 import dataclasses

@@ -55,7 +55,7 @@ def kind_for(model: PyTree, train: TrainSettings, data: DataSettings) -> type[Ab
 
 
 def task_for(model: PyTree, train: TrainSettings, data: DataSettings) -> AbstractTask:
-    """Creates the task. You must have prepared the model using `begun` before."""
+    """Creates the task. The model should already have been prepared using `begun`."""
     return kind_for(model, train, data).of(model, train, data)
 
 
