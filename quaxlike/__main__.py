@@ -1,4 +1,4 @@
-"""The command-line interface: `quaxlike COMMAND …`, or `python -m quaxlike COMMAND …`."""
+"""The command-line interface. Use it as `quaxlike COMMAND …` or `python -m quaxlike COMMAND …`."""
 
 import importlib
 import sys
@@ -10,10 +10,10 @@ from ._checked import did_you_mean
 class _Command(NamedTuple):
     module: str  # defines `main(arguments, prog)`
     about: str
-    first: tuple[str, ...] = ()  # passed before the user's arguments
+    first: tuple[str, ...] = ()  # passed before any arguments from the user
 
 
-#: Each command's module is only imported when it is run, since importing JAX takes seconds.
+#: We only import the module of the command that is being run, because importing JAX takes seconds.
 COMMANDS = {
     "finetune": _Command("quaxlike.lm.finetune.__main__", "trains an adapter of a checkpoint"),
     "generate": _Command("quaxlike.lm.generate.__main__", "continues texts with a checkpoint"),
@@ -25,7 +25,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Returns its exit status, or 2 if there is no such command."""
+    """Runs a command and returns its exit status. If there is no such command then this is 2."""
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: quaxlike COMMAND …\n")

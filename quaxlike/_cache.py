@@ -1,7 +1,7 @@
 """The user's cache folder.
 
-This contains code that is executed by later runs, so we refuse to use it if anyone else has write access:
-they could otherwise run arbitrary code as this user.
+Later runs execute code from this folder. If anyone else could write to it, then they could run arbitrary code
+as this user. For this reason we refuse to use the folder unless the user is the only one with write access.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ def _folder() -> Path | None:
         return Path(given) / "quaxlike"
     try:
         home = Path.home()
-    except RuntimeError:  # no home directory is known for this user
+    except RuntimeError:  # the system doesn't know of any home directory for this user
         return None
     return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "quaxlike"
 
@@ -32,8 +32,8 @@ NO_FOLDER = "this user has no home folder; set XDG_CACHE_HOME to a folder that o
 
 
 def why_not_own(*paths: Path) -> str | None:
-    """Explains why other users might be able to write to one of `paths`; None if they can't."""
-    if not hasattr(os, "getuid"):  # on Windows, each user has their own cache
+    """Explains why other users might be able to write to one of `paths`. Returns None if they can't."""
+    if not hasattr(os, "getuid"):  # Windows, where the cache folder is private to each user
         return None
     for path in paths:
         info = path.stat()
@@ -47,17 +47,20 @@ def why_not_own(*paths: Path) -> str | None:
 
 
 def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
-    """Enables JAX's persistent compilation cache for a command, and reports its location.
+    """Turns on JAX's persistent compilation cache for a command and reports where it is.
 
-    Must be called before JAX compiles anything. Unless `where` is given, the user's own JAX settings
-    (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) take precedence. Compiled programs use the
-    processor's instruction set, which isn't part of JAX's cache key, so we use a separate folder for each
-    kind of processor in case several machines share a home directory.
+    This must be called before JAX compiles anything. The user's own JAX settings
+    (`JAX_COMPILATION_CACHE_DIR`, `JAX_ENABLE_COMPILATION_CACHE`) take precedence, except over an explicit
+    `where`.
+
+    Note that each kind of processor gets a separate folder. This is because compiled programs use the
+    instruction set of the processor but JAX's cache key doesn't include it, which would be a problem if
+    several machines share a home directory.
 
     **Arguments:**
 
-    - `where`: a folder, or `"off"`. Default: a subfolder of the user's cache folder. If that is unusable then
-        the reason is reported instead.
+    - `where`: a folder, or `"off"`. Default: a subfolder of the user's cache folder. If we can't use this for
+        some reason, then we report that reason rather than raising an error.
 
     **Raises:** `OSError` if `where` cannot be used.
     """
@@ -86,13 +89,13 @@ def keep_programs(where: str | None, tell: Callable[[str], None]) -> None:
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # By default JAX only caches slow compilations, but many small ones still add up to seconds.
+        # By default JAX only caches slow compilations. However we do many fast ones, which add up to seconds.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tell(f"Compiled programs are kept for later runs in {folder}")
 
 
 def _processor() -> str:
-    """Returns an identifier for the kind of processor, including its instruction set."""
+    """Returns an identifier for this kind of processor, which includes its instruction set."""
     told = [platform.machine(), platform.processor()]
     if (info := Path("/proc/cpuinfo")).exists():
         lines = {line.strip() for line in info.read_text(errors="replace").splitlines()}

@@ -1,8 +1,8 @@
-"""Better error messages for invalid arguments of public functions, derived from their annotations.
+"""Better error messages if a public function is called with invalid arguments.
 
-Arguments are only checked once a call has already failed, so that successful calls and tracing aren't slowed
-down. Errors raised by quaxlike itself must be passed on unchanged, since they are more specific than anything
-we can derive from annotations.
+We derive these messages from the function's annotations. To avoid slowing down either tracing or successful
+calls, arguments are only checked once a call has already failed. (If quaxlike itself raised the error then we
+pass it on unchanged, because it will be more specific than anything we could derive from an annotation.)
 """
 
 import difflib
@@ -41,14 +41,15 @@ def checked(fn: Callable[_P, _T]) -> Callable[_P, _T]: ...
 @overload
 def checked(*, options: Sequence[str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]: ...
 def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
-    """Makes the error of a failing function name the argument that doesn't match its annotation.
+    """Wraps a function, so that its errors name the argument that doesn't match its annotation.
 
-    There is no overhead for successful calls. Errors raised by quaxlike itself are passed on unchanged.
+    There is no overhead if the call succeeds. Errors that quaxlike itself has raised are passed on unchanged.
 
     **Arguments:**
 
-    - `options`: names of arguments to check before the call, because an invalid value would not fail, or
-        would only fail much later, e.g. `"no"` is truthy. See `check_option`.
+    - `options`: the names of arguments that should be checked before the call. Use this if the call wouldn't
+        fail for an invalid value (for example, `"no"` is truthy), or would only fail much later on. See
+        `check_option`.
     """
     if fn is None:
         return functools.partial(checked, options=options)
@@ -72,7 +73,7 @@ def checked(fn: Any = None, *, options: Sequence[str] = ()) -> Any:
 def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kwargs: Any) -> None:
     try:
         given = inspect.signature(fn).bind(*args, **kwargs).arguments
-    except TypeError:  # the arguments don't match the signature, so the call itself will raise
+    except TypeError:  # don't handle arguments that don't match the signature, as the call itself will raise
         return
     hints = typing.get_type_hints(fn)
     for option in options:
@@ -81,10 +82,10 @@ def _check_options(fn: Callable[..., Any], options: Sequence[str], args: Any, kw
 
 
 def check_option(function: str, option: str, value: Any, hint: Any) -> None:
-    """Raises an error unless the value of an option matches its annotation.
+    """Raises an error if the value of an option doesn't match its annotation.
 
-    Integers must be at least 1, and other numbers must be finite and positive. If the option is a mapping to
-    numbers, then each of its values is checked.
+    We also check the range. Integers must be at least 1, and all other numbers must be finite and positive.
+    If the option is a mapping to numbers, then this applies to each of its values.
     """
     origin, kinds = typing.get_origin(hint), typing.get_args(hint)
     given: Any = value
@@ -120,7 +121,7 @@ def check_option(function: str, option: str, value: Any, hint: Any) -> None:
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
-    """Returns whether the innermost frame is a `raise` statement in quaxlike."""
+    """Returns whether the innermost frame is a `raise` statement in quaxlike, i.e. the error is ours."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
@@ -130,7 +131,7 @@ def _is_ours(traceback: TracebackType | None) -> bool:
 
 
 def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Returns an error message for the first argument that doesn't match its annotation, if any."""
+    """Returns an error message for the first argument that doesn't match its annotation, or None."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
         hints = typing.get_type_hints(fn)
@@ -153,7 +154,7 @@ def _wrong_argument(fn: Callable[..., Any], args: Any, kwargs: Any) -> str | Non
 
 
 def _wanted(name: str, value: Any, hint: Any) -> str | None:
-    """Describes what an argument should have been; None if it matches its annotation."""
+    """Describes what an argument should have been, or returns None if it does match its annotation."""
     from beartype.door import is_bearable  # slow to import
 
     if isinstance(value, np.ndarray) and value.dtype.kind in "OSU":
@@ -169,7 +170,7 @@ def _fits(test: Callable[[Any], Any], value: Any) -> bool:
         return test(value) is not False
     except (AttributeError, TypeError, ValueError):
         return False
-    except Exception:  # the annotation refers to names that only exist for type checkers
+    except Exception:  # the annotation uses names that are only defined for type checkers
         return True
 
 
@@ -179,7 +180,7 @@ def _is_key(x: Any) -> bool:
     )
 
 
-# Parameters whose annotations are wider than what the function actually accepts.
+# Some parameters have an annotation that is wider than what the function actually accepts.
 _BY_NAME: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(["key", "rng"], ("a key of `jax.random`", _is_key)),
     **dict.fromkeys(["dtype", "out_dtype"], ("a dtype", lambda x: jax.numpy.zeros(0, x))),
@@ -197,7 +198,7 @@ def _words(hint: Any) -> str:
 
 
 def as_array(x: Any) -> jax.Array:
-    """Converts `x` to a JAX array. This is used as a converter for the fields of public types.
+    """Converts `x` to a JAX array. Use this as the converter for a field of a public type.
 
     **Raises:** `TypeError` if `x` cannot be converted.
     """
@@ -216,7 +217,7 @@ def did_you_mean(
     cutoff: float = 0.6,
     show: Callable[[str], str] = repr,
 ) -> str:
-    """Returns a suggestion of similar names to append to an error message; empty if nothing is similar."""
+    """Returns a suggestion of similar names to append to an error message, or an empty string."""
     near = dict.fromkeys(map(show, difflib.get_close_matches(name, list(known), n, cutoff)))
     return f" Did you mean {' or '.join(near)}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""Names and modules that have moved. Their old names still work for one release, but emit a warning."""
+"""Names and modules that have moved. The old names keep working for one more release, but emit a warning."""
 
 import functools
 import importlib
@@ -12,10 +12,10 @@ from typing import Any
 _PACKAGE = __name__.partition(".")[0]
 _REMOVED_IN = "0.3"
 
-#: Maps old modules to their new locations. This includes their submodules.
+#: Maps the old locations of modules to their new locations. An entry also covers all of the submodules.
 _MODULES = {
     "arrays.adapters": "adapters",
-    # Each of these used to contain several methods. They must remain importable for the sake of old pickles.
+    # Each of these used to contain several methods. We need to keep them importable because of old pickles.
     **dict.fromkeys(
         (f"arrays.adapters.{x}" for x in ("low_rank", "products", "rotated", "scaled")), "adapters"
     ),
@@ -43,7 +43,7 @@ _MODULES = {
     "models.loading": "lm.loading",
     "models.to_gguf": "lm.to_gguf",
 }
-#: Old packages that have since been split up. Names not listed here moved to the module under "".
+#: Old packages that were split up. Any name that isn't listed here has moved to the module under "".
 _PACKAGES = {
     "interop": {
         "": "lm",
@@ -62,7 +62,7 @@ _PACKAGES = {
 
 
 def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """Finds the spec for a module's old path; None if it hasn't moved."""
+    """Finds the spec for the old path of a module, or returns None if it hasn't moved."""
     package, _, name = fullname.partition(".")
     new = _moved(name)
     if new is None:
@@ -74,7 +74,7 @@ def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _moved(name: str) -> str | None:
-    """Returns the new path of a module; None if it hasn't moved."""
+    """Returns the new path of a module, or None if it hasn't moved."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         old = ".".join(parts[:n])
@@ -85,7 +85,7 @@ def _moved(name: str) -> str | None:
 
 
 class _Moved(importlib.abc.InspectLoader):
-    """Imports a module under its old name, such that both names refer to the same module object."""
+    """Imports a module under its old name. Afterwards both names refer to the same module object."""
 
     def __init__(self, new: str) -> None:
         self.new = new
@@ -98,7 +98,7 @@ class _Moved(importlib.abc.InspectLoader):
         warn(module.__name__, self.new)
 
     def get_source(self, fullname: str) -> str:
-        """Returns source code that runs the new command, so that `python -m` works with the old path."""
+        """Returns source code that runs the new command. Used by `python -m` with the old path."""
         old, new = (name.removesuffix(".__main__") for name in (fullname, self.new))
         command = new.rpartition(".")[2]
         said = f"`python -m {old}` is `{_PACKAGE} {command}` now, or `python -m {new}`."
@@ -110,7 +110,7 @@ class _Moved(importlib.abc.InspectLoader):
 
 
 class _OldPackage(importlib.abc.Loader):
-    """Creates an old package whose names are now spread over several modules."""
+    """Creates a stand-in for an old package, whose names are now spread over several modules."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -131,7 +131,7 @@ def _name_of_package(package: str, name: str) -> Any:
 
 
 def moved_name(old: str, new: str) -> Any:
-    """Returns the object at `new`, and warns that `old` is deprecated. Both are paths within quaxlike."""
+    """Returns the object at `new` and warns that `old` is deprecated. Both are paths inside quaxlike."""
     module, _, name = new.rpartition(".")
     found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)
     warn(f"{_PACKAGE}.{old}", f"{_PACKAGE}.{new}")
@@ -139,9 +139,10 @@ def moved_name(old: str, new: str) -> Any:
 
 
 def warn(old: str, new: str) -> None:
-    """Emits a deprecation warning for an old name, attributed to the user's line of code.
+    """Warns that an old name is deprecated, attributing this warning to a line of the user's code.
 
-    That is, to the innermost frame outside of quaxlike, the import system, and jaxtyping's annotation checks.
+    By default we would be blamed, or one of the libraries in between. So we look for the innermost frame that
+    isn't in quaxlike, the import system, or jaxtyping's annotation checks.
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and _is_ours(frame):

@@ -1,8 +1,11 @@
 """Atomic file writes.
 
-A file only appears under its final name once it is complete, so that killing a process never leaves behind a
-corrupt checkpoint. To do this we write to a temporary file in the same folder, holding a lock on it, and then
-rename it. A temporary file that isn't locked has been abandoned, and can be deleted by anyone.
+A file only appears under its final name once it is complete. In particular this means that killing a process
+never leaves behind a corrupt checkpoint.
+
+To do this we first write to a temporary file in the same folder and then rename it. The process that is
+writing the file also holds a lock on it: if a temporary file isn't locked then it has been abandoned, so
+anyone can delete it.
 """
 
 import contextlib
@@ -26,7 +29,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Adds the filename to errors that lack one, e.g. if the disk is full."""
+    """A context manager that adds the filename to errors without one, e.g. if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -39,9 +42,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file for writing, which replaces `path` at the end of the block.
 
-    If an error is raised then the temporary file is deleted, and `path` is left untouched. The permissions of
-    the existing file (if any) are kept, and if `path` is a symbolic link then its target is replaced. This
-    also cleans up temporary files left behind by killed processes.
+    If an error is raised then we delete the temporary file and leave `path` as it was. If `path` already
+    exists then the new file has the same permissions, and if it's a symbolic link then we replace the target
+    of the link. Any temporary files that were left behind by killed processes are deleted as well.
     """
     target = Path(os.path.realpath(path))
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -60,24 +63,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _temporary(target: Path, mode: int | None) -> BinaryIO:
-    """Creates a file alongside `target`, which stays locked until it is closed."""
+    """Creates a temporary file alongside `target`, which stays locked until it is closed."""
 
     def create(name: str, flags: int) -> int:
-        # Never grant wider permissions than the final ones, as others could open the file in the meantime.
+        # Others could open the file in the meantime, so never grant more than the final permissions.
         return os.open(name, flags, 0o666 if mode is None else mode)
 
     while True:
         name = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         file = open(name, "xb", opener=create)  # noqa: SIM115 (the caller closes it)
         lock(file)
-        if name.exists():  # otherwise, another process took it for abandoned before we locked it
+        if name.exists():  # if not, then another process deleted it just before we managed to lock it
             return file
         file.close()
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes temporary files that are no longer locked."""
-    if fcntl is None:  # without locks, we can't tell which files are abandoned
+    """Removes any temporary files that are no longer locked, i.e. whose process is gone."""
+    if fcntl is None:  # there is no way to tell which files are abandoned without locks
         return
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in [entry for entry in entries if _TEMPORARY.fullmatch(entry.name)]:
@@ -87,9 +90,10 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def lock(file: Any) -> bool:
-    """Locks an open file or folder until it is closed. Returns False if another process holds the lock.
+    """Locks an open file or folder until it is closed. Returns False if the lock is held by another process.
 
-    Always returns True if locks aren't supported by the operating system or the file system.
+    If locks aren't supported here (which depends on the operating system and the file system), then this
+    always returns True.
     """
     if fcntl is None:
         return True
@@ -103,7 +107,7 @@ def lock(file: Any) -> bool:
 
 
 def lock_folder(path: Path) -> contextlib.ExitStack | None:
-    """Locks a folder until the returned stack is closed. Returns None if another process holds the lock."""
+    """Locks a folder until the returned stack is closed. Returns None if another process has locked it."""
     held = contextlib.ExitStack()
     if fcntl is not None:
         folder = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Lazy imports, and redirects for modules that have moved."""
+"""Lazy imports, along with redirects for modules that have moved."""
 
 import importlib
 import importlib.abc
@@ -13,14 +13,14 @@ def lazily(
     namespace: dict[str, Any],
     names: Mapping[str, Iterable[str]] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Creates the `__getattr__` and `__dir__` of a package whose submodules are imported lazily.
+    """Creates the `__getattr__` and `__dir__` functions for a package whose submodules are imported lazily.
 
     **Arguments:**
 
-    - `package`: the package's `__name__`.
+    - `package`: the `__name__` of the package.
     - `modules`: the submodules to import on first use.
-    - `namespace`: the package's `globals()`, used to cache what has been imported.
-    - `names`: maps submodules to the names that should be imported from them on first use.
+    - `namespace`: the `globals()` of the package, in which we cache anything that has been imported.
+    - `names`: maps each submodule to those of its names that should also be available from the package.
     """
     known = frozenset(modules)
     sources = {name: module for module, each in (names or {}).items() for name in each}
@@ -41,7 +41,7 @@ def lazily(
 
 
 class OlderPaths(importlib.abc.MetaPathFinder):
-    """An import hook for modules that have moved from one of `paths`, as listed in `_deprecated`."""
+    """An import hook for modules that used to be at one of `paths`. See `_deprecated` for where they went."""
 
     def __init__(self, *paths: str) -> None:
         self._paths = paths
@@ -54,6 +54,6 @@ class OlderPaths(importlib.abc.MetaPathFinder):
         return find_spec(fullname)
 
     def install(self) -> None:
-        # This must come before Python's own finders, which would import a second copy of any moved submodule.
+        # Insert this before Python's own finders, which would import moved submodules a second time.
         if not any(isinstance(finder, OlderPaths) for finder in sys.meta_path):
             sys.meta_path.insert(0, self)

@@ -1,9 +1,11 @@
 """Values as hijax types, so that `jax.jit`, `jax.grad`, `jax.vmap` and loops treat them as a single operand.
 
-[`as_hitype`][quaxlike.hijax.as_hitype] converts a Value type to a JAX `HiType`. Its instances can be passed
-to a plain `jax.jit` without needing `quaxify`, and their operators dispatch to the Value's rules.
+[`as_hitype`][quaxlike.hijax.as_hitype] converts a Value type to a JAX `HiType`. You can then pass instances
+of this to a plain `jax.jit`, without having to use `quaxify` anywhere: operators on them dispatch to the
+rules that the Value has.
 
-Experimental, as is hijax itself: <https://docs.jax.dev/en/latest/hijax_types.html>. Requires JAX 0.11.
+Note that this is experimental, as is hijax itself (<https://docs.jax.dev/en/latest/hijax_types.html>). It
+requires JAX 0.11.
 """
 
 import dataclasses
@@ -45,14 +47,14 @@ __all__ = ["HiTangent", "HiValue", "LeafAxes", "as_hitype", "quaxify"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafAxes(MappingSpec):
-    """An entry of `in_axes` or `out_axes` for `jax.vmap`, specifying an axis for each leaf. (Or None, for
-    leaves that aren't mapped over.)
+    """An entry of `in_axes` or `out_axes` for `jax.vmap`, which specifies an axis for each leaf of a value.
 
-    `axis_size` must also be passed to `jax.vmap`, since JAX only infers it from arrays.
+    You can use None for leaves that aren't mapped over. Note that JAX can only infer the size of the axis
+    from arrays, so you must also pass `axis_size` to `jax.vmap`.
 
     **Arguments:**
 
-    - `axes`: one axis per leaf. Default: each leaf's leading axis.
+    - `axes`: one axis per leaf. Default: the leading axis of every leaf.
     """
 
     axes: tuple[int | None, ...] | None = None
@@ -63,10 +65,10 @@ class LeafAxes(MappingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ValueType(HiType):
-    """The type shared by all Values with a given pytree structure, or by their tangents."""
+    """The type shared by all Values that have a given pytree structure, or by their tangents."""
 
     treedef: Any
-    avals: tuple[Any, ...]  # one per leaf
+    avals: tuple[Any, ...]  # one for each leaf
     is_tangent: bool = False
 
     def __repr__(self) -> str:
@@ -99,7 +101,7 @@ class ValueType(HiType):
     # Leaves
 
     def leaves(self) -> list[tuple[Any, bool]]:
-        """Returns each leaf's type, and whether it's present. (Tangents lack non-differentiable leaves.)"""
+        """Returns the type of each leaf and whether it's present. (Tangents lack e.g. integer leaves.)"""
         return [(a, not self.is_tangent or has_tangent(a)) for a in self.avals]
 
     def lo_ty(self) -> list[Any]:
@@ -118,7 +120,8 @@ class ValueType(HiType):
     # Derivatives
 
     def to_tangent_aval(self) -> Any:
-        # Values that don't form a vector space, or that have non-differentiable leaves, need a separate type.
+        # A Value can be its own tangent if it forms a vector space and all of its leaves are differentiable.
+        # For any others we need a separate type.
         is_space = self.value_class.linear and all(map(has_tangent, self.avals))
         return self if is_space else dataclasses.replace(self, is_tangent=True)
 
@@ -159,8 +162,8 @@ class ValueType(HiType):
 class HiTangent:
     """The tangent or cotangent of a [`HiValue`][quaxlike.hijax.HiValue].
 
-    `value` has the same structure as the original Value, with None in place of non-differentiable leaves
-    (e.g. integer codes). This matches the convention of `equinox.filter_grad`.
+    Here `value` has the same structure as the original Value, except that any non-differentiable leaf (e.g.
+    integer codes) is None. This is the same convention as in `equinox.filter_grad`.
     """
 
     def __init__(self, value: Any, of: ValueType) -> None:
@@ -171,11 +174,11 @@ class HiTangent:
 
 
 class HiValue:
-    """Base class for the hijax types created by [`as_hitype`][quaxlike.hijax.as_hitype].
+    """Base class for the hijax types that are created by [`as_hitype`][quaxlike.hijax.as_hitype].
 
-    The underlying Value is available as `value`; inside a transform its leaves are tracers. Operators,
-    `shape`, `dtype` and `ndim` behave as they do for the Value, and any Value that an operator returns is
-    wrapped into a hijax type again.
+    You can get the underlying Value from the attribute `value`. (Inside a transform its leaves will be
+    tracers.) Operators, `shape`, `dtype` and `ndim` are all as for the Value. If an operator returns a Value
+    then this is wrapped as a hijax type again.
     """
 
     value: Any
@@ -187,7 +190,7 @@ class HiValue:
         leaves, treedef = jtu.tree_flatten(value)
         if not any(isinstance(x, Tracer) for x in leaves):
             return _instance(cls, value)
-        # Inside a transform we must return a tracer, rather than an actual instance.
+        # Inside a transform we must return a tracer rather than an actual instance.
         return Wrap(ValueType(treedef, tuple(jax.typeof(x) for x in leaves)))(*leaves)
 
     def __repr__(self) -> str:
@@ -219,7 +222,7 @@ def _type_of(x: HiValue) -> ValueType:
 
 @functools.cache
 def as_hitype(cls: Any) -> type[HiValue]:
-    """Creates a hijax type from a Value type, either one of ours or your own.
+    """Creates a hijax type from a Value type. This can be one of ours, or one that you have written.
 
     **Arguments:**
 
@@ -227,8 +230,8 @@ def as_hitype(cls: Any) -> type[HiValue]:
 
     **Returns:**
 
-    A subclass of [`HiValue`][quaxlike.hijax.HiValue], which can be called on a Value to create an instance.
-    The result is cached, so that the same `cls` always returns the same class.
+    A subclass of [`HiValue`][quaxlike.hijax.HiValue]. To create an instance, call it on a Value.  The result
+    is cached, so you get the same class if you call this function again.
 
     !!! example
 
@@ -262,7 +265,8 @@ def _is_hi(x: Any) -> bool:
 def quaxify(fn: Callable[..., Any]) -> Callable[..., Any]:
     """As [`quaxlike.quaxify`][], but for hijax types.
 
-    `fn` is called with the underlying Values, and any Values it returns are wrapped as hijax types again.
+    That is, `fn` is called with the underlying Values. If it returns any Values then these are wrapped as
+    hijax types again.
     """
 
     @functools.wraps(fn)
@@ -283,7 +287,7 @@ def _install_operators() -> None:
         forward = quaxify(plain)
         reverse = quaxify(lambda x, y, plain=plain: plain(y, x))
         setattr(HiValue, f"__{name}__", forward)
-        # JAX looks up the operators of a tracer as attributes of its type, using names with an underscore.
+        # JAX finds the operators of a tracer as attributes of its type, which start with an underscore.
         setattr(ValueType, f"_{name}", staticmethod(forward))
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
             setattr(HiValue, f"__r{name}__", reverse)
@@ -310,7 +314,7 @@ ValueType.value = aval_property(_value)  # pyright: ignore[reportAttributeAccess
 
 
 class _Leafwise(HiPrim):
-    """Base class for the linear primitives that convert between a hijax value and its leaves."""
+    """Base class for the two linear primitives, which convert between a hijax value and its leaves."""
 
     def __init__(self, kind: ValueType) -> None:
         self.kind = kind
@@ -322,7 +326,7 @@ class _Leafwise(HiPrim):
 
 
 class Unwrap(_Leafwise):
-    """Unpacks a hijax value into its leaves."""
+    """Unpacks a hijax value into its leaves; the inverse of `Wrap`."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = (kind,), kind.lo_ty()
@@ -353,7 +357,7 @@ class Unwrap(_Leafwise):
 
 
 class Wrap(_Leafwise):
-    """Packs leaves into a hijax value."""
+    """Packs leaves into a hijax value; the inverse of `Unwrap`."""
 
     def __init__(self, kind: ValueType) -> None:
         self.in_avals, self.out_aval = tuple(kind.lo_ty()), kind

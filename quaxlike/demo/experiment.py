@@ -1,7 +1,8 @@
-"""The experiment: training on upright digits, then adapting to rotated ones in full, by LoRA and by QLoRA.
+"""The experiment. We train on upright digits, then adapt to rotated ones in full, by LoRA and by QLoRA.
 
-All methods share a single training loop. A filter spec determines which arrays to train, and types determine
-how they are stored. The digits are those included in scikit-learn.
+Note that all of these methods share a single training loop. The only differences are the filter spec, which
+determines the arrays to train, and the types, which determine how arrays are stored. The digits come with
+scikit-learn, so there is nothing to download.
 """
 
 import functools
@@ -21,20 +22,20 @@ import quaxlike as ql
 
 from .model import VisionTransformer
 
-#: The weights to adapt with LoRA and quantise to NF4. (In attention and MLPs, but not embedding or head.)
+#: The weights to adapt with LoRA and quantise to NF4, i.e. attention and MLPs but not embedding or head.
 ADAPTED = r"blocks\.\d+\.(attention\.\w+_proj|up|down)\.weight"
 RANK = 8
 
 
 class Digits(NamedTuple):
-    """Greyscale images with values in [0, 1], along with the digit shown by each."""
+    """Greyscale images with values in [0, 1], along with the digit that each of them shows."""
 
     images: Float[np.ndarray, "n 8 8"]
     labels: Int[np.ndarray, " n"]
 
 
 class Task(NamedTuple):
-    """A training set and a held-out set."""
+    """A training set, together with a held-out set to evaluate on."""
 
     train: Digits
     test: Digits
@@ -43,7 +44,7 @@ class Task(NamedTuple):
 def load_tasks(seed: int) -> tuple[Task, Task]:
     """Loads two tasks: upright digits, and the same digits rotated by 90 degrees anticlockwise.
 
-    Both hold out the same 30% of the 1,797 images.
+    The same 30% of the 1,797 images are held out in both.
     """
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)
@@ -59,7 +60,7 @@ def load_tasks(seed: int) -> tuple[Task, Task]:
 
 
 class Fit(NamedTuple):
-    """A trained model, along with the loss at each step and the total time in seconds."""
+    """A trained model, along with the loss of each step and how many seconds the training took."""
 
     model: VisionTransformer
     losses: list[float]
@@ -69,7 +70,7 @@ class Fit(NamedTuple):
 def loss(
     model: VisionTransformer, images: Float[Array, "n 8 8"], labels: Int[Array, " n"]
 ) -> Float[Array, ""]:
-    """Computes the mean cross-entropy. Using `ql.quaxify` means this works for any type of weight."""
+    """Computes the mean cross-entropy. We always wrap this in `ql.quaxify`, so any type of weight works."""
     logits = jax.vmap(model)(images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -95,9 +96,9 @@ def fit(
     on_step: Callable[[float], None],
     batch_size: int = 64,
 ) -> Fit:
-    """Trains the selected arrays using AdamW, with a warm-up followed by a cosine schedule.
+    """Trains the selected arrays. We use AdamW with a warm-up, followed by a cosine schedule.
 
-    `on_step` is called with the loss of each step.
+    After each step `on_step` is called with the loss.
     """
     start = time.perf_counter()
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 10, steps)
@@ -127,7 +128,7 @@ def fit(
 
 
 class Adaptation(NamedTuple):
-    """A method of adapting a model: which weights get a new type, and which arrays to train."""
+    """A method of adapting a model. That is, how to change the types of weights and which arrays to train."""
 
     name: str
     prepare: Callable[[VisionTransformer, PRNGKeyArray], VisionTransformer]
@@ -136,7 +137,7 @@ class Adaptation(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of training. `before` and `after` are the predictions for held-out digits."""
+    """The result of training. `before` and `after` are what was predicted for the held-out digits."""
 
     name: str
     fit: Fit
@@ -148,17 +149,17 @@ class Result(NamedTuple):
 
     @property
     def accuracy_before(self) -> float:
-        """The accuracy on held-out digits, before training."""
+        """The accuracy on the held-out digits before training."""
         return float(np.mean(self.before == self.labels))
 
     @property
     def accuracy(self) -> float:
-        """The accuracy on held-out digits, after training."""
+        """The accuracy on the held-out digits after training."""
         return float(np.mean(self.after == self.labels))
 
     @property
     def training_bytes(self) -> dict[str, int]:
-        """The memory required for training, excluding activations. AdamW stores two moments per parameter."""
+        """The memory that training needs, without activations. (AdamW has two moments per parameter.)"""
         return {
             "weights": ql.summary(self.fit.model).stored_bytes,
             "gradients": self.trainable_bytes,
@@ -188,7 +189,7 @@ def run(
     seed: int,
     on_step: Callable[[float], None],
 ) -> Result:
-    """Adapts a model to a task. Raises an error if this would materialise any weights."""
+    """Adapts a model to a task. If any weights are materialised along the way then this raises an error."""
     prepared = method.prepare(model, jax.random.key(seed))
     spec = method.trainable(prepared)
     with ql.on_materialise("error"):

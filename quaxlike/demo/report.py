@@ -1,4 +1,4 @@
-"""The results, as tables (costs, accuracy, rules) and as a figure (losses, memory, predictions)."""
+"""Presents the results in tables (costs, accuracy, rules) and in a figure (losses, memory, predictions)."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,7 +43,7 @@ def results_table(pretraining: Result, adapted: list[Result]) -> Table:
 
 
 def rules_table(adapted: list[Result], digits: Digits) -> Table:
-    """Tabulates the rules used by each model, including any operations that materialised a weight."""
+    """Tabulates which rules each model used. Any operation that materialised a weight is listed below."""
     table = Table(
         title="Which rules multiply by the new weights, in one evaluation of the loss", title_justify="left"
     )
@@ -68,13 +68,13 @@ def rules_table(adapted: list[Result], digits: Digits) -> Table:
 
 Images = Float[np.ndarray, "n 8 8"]
 
-# These colours also differ in lightness, so that they work for greyscale prints and colour-blind readers.
+# These colours differ in lightness too. This means they also work in greyscale and for colour-blind readers.
 _COLOURS = ("#1b4965", "#2a9d8f", "#e76f51")
 _RIGHT, _WRONG = "#2b8a3e", "#c92a2a"
 
 
 def _smooth(losses: list[float]) -> Float[np.ndarray, " steps"]:
-    """Computes an exponential moving average, initialised to the first loss."""
+    """Computes an exponential moving average, which is initialised to the first loss."""
     smoothed = np.empty(len(losses))
     mean = losses[0]
     for i, value in enumerate(losses):
@@ -94,7 +94,7 @@ def _draw_losses(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
-    """Draws the memory used by each method, broken down into parts and relative to the first method."""
+    """Draws the memory used by each method, split into its parts and compared with the first method."""
     places = np.arange(len(adapted))[::-1]
     memory = [result.training_bytes for result in adapted]
     start = np.zeros(len(adapted))
@@ -113,9 +113,9 @@ def _draw_memory(ax: Axes, adapted: list[Result]) -> None:
 
 
 def _shown(result: Result, number: int) -> list[int]:
-    """Selects which digits to show: one that is still misclassified (if any), and then one per class.
+    """Selects which digits to show. First one that is still misclassified (if any), and then one per class.
 
-    Showing more than one mistake would suggest that this is representative of the error rate.
+    (We could show more of the mistakes, but that would suggest a much higher error rate.)
     """
     wrong = np.flatnonzero(result.after != result.labels)[:1].tolist()
     firsts = [np.flatnonzero((result.labels == label) & (result.after == label))[:1] for label in range(10)]
@@ -123,7 +123,7 @@ def _shown(result: Result, number: int) -> list[int]:
 
 
 def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Images) -> None:
-    """Draws digits both upright and rotated, with their predictions before and after training."""
+    """Draws digits both upright and rotated, along with what was predicted before and after training."""
     for i, column in zip(_shown(result, axes.shape[1]), axes.T, strict=False):
         label, was, now = result.labels[i], result.before[i], result.after[i]
         colour = _RIGHT if now == label else _WRONG
@@ -144,8 +144,8 @@ def _draw_digits(axes: np.ndarray, result: Result, upright: Images, turned: Imag
 def save_figure(path: Path, adapted: list[Result], upright: Images, turned: Images) -> None:
     """Saves the figure as a PNG.
 
-    All methods are compared against the first one. The predictions shown are those of the last method, for
-    `upright` images that the models see as `turned`.
+    All methods are compared against the first one. The predictions are those of the last method: `upright`
+    and `turned` show the same digits, but the models only see the latter.
     """
     figure = Figure(figsize=(11, 7.2), dpi=130, layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[2, 1.15], squeeze=False)[:, 0]

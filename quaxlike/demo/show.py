@@ -1,4 +1,4 @@
-"""The demonstration itself, with progress bars whilst training, followed by tables and a figure."""
+"""The demonstration itself. We show progress bars whilst training, then the tables and the figure."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from .report import results_table, rules_table, save_figure
 
 
 def show(*, seed: int, steps: int, output: Path) -> None:
-    """Trains a model and adapts it in three ways. Prints tables, and saves `demo.png` to a directory."""
+    """Trains a model and adapts it in three ways, then prints tables and saves `demo.png` to a directory."""
     console = Console()
     upright, rotated = experiment.load_tasks(seed)
     model = VisionTransformer(key=jax.random.key(seed))

@@ -1,6 +1,6 @@
-"""Language models: checkpoints of other programs, decoders, generation and fine-tuning.
+"""Language models: loading checkpoints from other programs, decoders, generation and fine-tuning.
 
-Everything here knows what a token is. The rest of quaxlike does not import it.
+This is the only part of quaxlike that is specific to text. Nothing else in quaxlike imports it.
 """
 
 from typing import TYPE_CHECKING

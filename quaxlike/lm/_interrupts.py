@@ -1,8 +1,8 @@
-"""Handling of Ctrl-C and SIGTERM, at points chosen by the program.
+"""Handles Ctrl-C and SIGTERM, but only at points that are chosen by the program.
 
-By default, Python can raise `KeyboardInterrupt` anywhere. Inside NumPy conversions it is turned into a
-different error; inside callbacks or destructors it is printed and then ignored; and it isn't raised at all
-whilst waiting for a device or for compilation.
+By default, Python can raise `KeyboardInterrupt` anywhere, and this is not always a good thing. If it happens
+inside a NumPy conversion then it is turned into some other error. Inside a callback or a destructor it is
+printed and then ignored. And whilst we wait for a device or for compilation, it isn't raised at all.
 """
 
 import contextlib
@@ -13,22 +13,22 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-_requested = 0  # the signal's number
+_requested = 0  # the number of the pending signal
 
 
 def interrupt_requested() -> int:
-    """Returns the number of the pending signal, or 0 if there is none."""
+    """Returns the number of the signal that is pending, or 0 if there is none."""
     return _requested
 
 
 def take_interrupt() -> None:
-    """Raises `KeyboardInterrupt`, with the signal's number as argument, if one is pending."""
+    """Raises `KeyboardInterrupt` if a signal is pending. Its argument is the number of this signal."""
     if _requested:
         raise KeyboardInterrupt(_requested)
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Returns the exit status corresponding to an interrupt, using the same convention as shells."""
+    """Returns the exit status for an interrupt. We use the same convention as shells."""
     return 128 + (error.args[0] if error.args else signal.SIGINT)
 
 
@@ -43,13 +43,13 @@ def interrupts_deferred(
 
     **Arguments:**
 
-    - `last_words`: its `str` is printed if the process is terminated before `take_interrupt` is called.
-    - `patience`: how many interrupts can be pending. The next one terminates the process immediately, with
-        status 130, or 143 for SIGTERM. Files must therefore be written atomically, just as if the process
-        could be killed. Default: 1.
+    - `last_words`: printed (using `str`) if the process is terminated before `take_interrupt` is called.
+    - `patience`: the number of interrupts that can be pending. If there is another one after that, then it
+        terminates the process immediately with status 130, or 143 for SIGTERM. For this reason you should
+        write files atomically, just as if the process could be killed. Default: 1.
     - `signals`: the signals to handle. Default: Ctrl-C.
 
-    This has no effect outside the main thread, as other threads can't handle signals.
+    Note that this does nothing outside the main thread, because other threads can't handle signals.
     """
     global _requested
     if threading.current_thread() is not threading.main_thread():
@@ -60,8 +60,8 @@ def interrupts_deferred(
         global _requested
         _requested = number
 
-    # The handler above only runs once the main thread is back in Python, but this thread is notified
-    # immediately.
+    # Python only runs the handler above once the main thread is back in the interpreter, which can take a
+    # long time. So we also have a separate thread, which is notified immediately.
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     watching = threading.Thread(target=_watch, args=(receiver, last_words, patience, {*signals}), daemon=True)

@@ -1,4 +1,4 @@
-"""Adapter folders, in either PEFT's format or our own for types that PEFT doesn't support."""
+"""Reads an adapter from a folder, either in PEFT's format or (for types that PEFT lacks) in our own."""
 
 import importlib
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from ..files.json_text import read_json_file
 from .peft import load_adapter
 from .peft.config import files_of
 
-#: The filename for our own format.
+#: The name of the file in our own format.
 OWN_FILE = "adapters.safetensors"
 
 
 def holds_own(folder: Path) -> bool:
-    """Returns whether a folder contains an adapter in our own format, rather than in PEFT's."""
+    """Returns whether a folder has an adapter in our own format. (PEFT's takes precedence.)"""
     return not files_of(folder).config_path().is_file() and (folder / OWN_FILE).is_file()
 
 
 def read_adapter(folder: Path, model: Any) -> Any:
-    """Loads the adapter in a folder onto a model.
+    """Adds the adapter from a folder to a model.
 
-    **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. Also `CheckpointError` if `run.json`
-    refers to a module with custom adapter types which can't be found.
+    **Raises:** the same errors as [`quaxlike.lm.peft.load_adapter`][]. In addition, `CheckpointError` if
+    `run.json` names a module with a type of the user's own, and there is no such module.
     """
     if not holds_own(folder):
         return load_adapter(folder, model)
@@ -35,23 +35,23 @@ def read_adapter(folder: Path, model: Any) -> Any:
 
 
 def module_of_user(name: str, error: Callable[[str], Exception]) -> ModuleType:
-    """Imports a user's module, raising `error(message)` if there is no module with this name."""
+    """Imports a user's module. If there is no module of this name, then this raises `error(message)`."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{name}.".startswith(f"{missing.name}."):
-            raise  # the module exists, but imports another one that doesn't
+            raise  # the module does exist, but something that it imports doesn't
         problem = f"there is no module {missing.name!r}. Run the command in its folder, or install it."
         raise error(problem) from None
 
 
 def _types_in(folder: Path) -> list[type]:
-    """Imports the custom adapter types that were used by the training run in this folder."""
+    """Imports the user's own adapter types that were used by the run in this folder."""
     about = folder / "run.json"
     given = read_json_file(about, "the settings of the run").get("adapter") if about.is_file() else None
     if not isinstance(given, str) or given in METHODS:
         return []
-    if Path(given).is_dir():  # the run continued training an existing adapter
+    if Path(given).is_dir():  # the run started from another adapter, so look there
         return _types_in(Path(given))
 
     def error(problem: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""4-bit checkpoints in the format used by bitsandbytes and transformers."""
+"""4-bit checkpoints, in the format used by bitsandbytes and transformers."""
 
 import os
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ __all__ = ["Checkpoint", "Weights", "load", "open_checkpoint", "save"]
 
 @jtu.register_pytree_with_keys_class
 class Weights(dict[str, Any]):
-    """The weights of a 4-bit checkpoint as a dict, along with how they were stored in the file.
+    """The weights of a 4-bit checkpoint, by name. This also records how each of them was stored in the file.
 
-    **Attributes:** `storage` and `metadata`, as for `Checkpoint`.
+    **Attributes:** `storage` and `metadata`, both as in `Checkpoint`.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class Weights(dict[str, Any]):
 
 @checked
 def load(path: str | os.PathLike[str]) -> Weights:
-    """Loads a checkpoint. 4-bit weights remain packed.
+    """Reads a checkpoint into memory. 4-bit weights are left packed.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, a `.safetensors.index.json` file, or a folder containing either of these.
+    - `path`: either a `.safetensors` file, a `.safetensors.index.json`, or a folder that has one of these.
 
-    **Returns:** a dict from names in the file to `jax.Array`, `NF4Array` or `FP4Array`. 64-bit arrays are
-    returned as NumPy arrays unless `jax_enable_x64` is set.
+    **Returns:** a dictionary from the names in the file to `jax.Array`, `NF4Array` or `FP4Array`. Arrays with
+    64-bit dtypes are returned as NumPy arrays, unless you have set `jax_enable_x64`.
 
-    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if the checkpoint is damaged
-    or incomplete. The error message includes the file and the entry.
+    **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is corrupt or
+    incomplete, in which case the message includes the file and the entry.
 
     !!! example
 
@@ -70,33 +70,34 @@ def load(path: str | os.PathLike[str]) -> Weights:
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint for lazy loading, in which each weight is only read when it is accessed.
+    """Opens a checkpoint without reading its weights. Each weight is only read once you access it.
 
     **Arguments:**
 
-    - `path`: as for `load`.
+    - `path`: as in `load`.
 
     **Returns:** a mapping from names in the file to arrays.
 
-    **Raises:** as for `load`, except that errors for an individual weight are raised when it is accessed.
+    **Raises:** as in `load`, except that errors about a single weight are only raised once you access it.
     """
     return Checkpoint(open_tensors(path))
 
 
 @checked
 def save(path: str | os.PathLike[str], mapping: Mapping[str, Any], *, quant_storage: Any = None) -> None:
-    """Saves a checkpoint for use with bitsandbytes and transformers.
+    """Writes a checkpoint that can be read by bitsandbytes and transformers.
 
-    Saving the output of `load` reproduces the original file byte for byte. The file is written atomically.
+    If `mapping` comes from `load`, then what we write is the same byte for byte. Note that the file only
+    appears under this name once it is complete.
 
     **Arguments:**
 
     - `path`: the file to write.
-    - `mapping`: maps names to arrays, including `NF4Array`s and `FP4Array`s.
-    - `quant_storage`: the dtype used for the packed codes in the file. Defaults to that of the file that
-        `mapping` was loaded from, or otherwise to uint8.
+    - `mapping`: arrays, `NF4Array`s and `FP4Array`s by name.
+    - `quant_storage`: the dtype that the file uses for packed codes. Default: the same as in the file that
+        `mapping` was loaded from, or uint8 if it wasn't loaded.
 
-    **Raises:** `CheckpointError` if a value can't be stored, in which case no file is written.
+    **Raises:** `CheckpointError` if there is a value that cannot be stored. No file is written in this case.
     """
     path = Path(path)
     tensors = tensors_of(path, mapping, quant_storage)

@@ -1,4 +1,4 @@
-"""Command-line interface for converting a checkpoint to safetensors or GGUF."""
+"""The command that converts a checkpoint, either to safetensors or to GGUF."""
 
 import sys
 from pathlib import Path
@@ -14,9 +14,10 @@ another. Weights that no format of transformers holds are written in quaxlike's 
 
 
 def _dense_where_rounded(model: Any, scheme: Any) -> Any:
-    """Materialises any quantised arrays that will be quantised again.
+    """Materialises those arrays that we are about to quantise again.
 
-    Otherwise, adapters would be merged into quantised weights, which would round the result twice.
+    Without this, an adapter would be merged into weights that are still quantised, which means that the
+    result would be rounded twice.
     """
     from ..core.values import is_value, materialise
     from ..surgery.quantize import choices_of, is_recipe
@@ -28,7 +29,7 @@ def _dense_where_rounded(model: Any, scheme: Any) -> Any:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.convert") -> int:
-    """Runs the command, returning 2 if reading, converting or writing the checkpoint fails."""
+    """Runs the command. Returns 2 if anything goes wrong when reading, converting or writing."""
     parser = Parser(prog=prog, description=_ABOUT)
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory or a GGUF file")
     parser.add_argument("target", type=Path, metavar="OUT", help="a directory, or a file that ends in .gguf")

@@ -1,7 +1,7 @@
-"""The special tokens at the start and end of texts, and the tokens at which generation stops.
+"""The special tokens at the start and end of a text, and the tokens at which to stop generating.
 
-These must be shared by `finetune`, `generate` and `chat`, since otherwise a model might be trained to produce
-one end token, whilst generation waits for another.
+It is important that `finetune`, `generate` and `chat` agree about these. Otherwise, we might train a model to
+end its texts with one token, but then wait for a different one when generating.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from .tokenizer import read_special_tokens, read_templates
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """The special tokens that a checkpoint uses around texts."""
+    """The special tokens that go around texts in a checkpoint."""
 
     begin: list[int]
-    """Tokens added by the tokeniser at the start of a text."""
+    """The tokens that the tokeniser adds at the start of a text."""
     end: list[int]
-    """Tokens added by the tokeniser at the end of a text."""
+    """The tokens that the tokeniser adds at the end of a text."""
     ends: list[int]
-    """Tokens at which generation stops. Models are trained to produce the first one, except after answers."""
+    """The tokens at which to stop. Models are trained to produce the first one, except after answers."""
     answer: list[int]
-    """The special token written by the chat template after each answer, if any."""
+    """The special token that the chat template writes after each answer. (Empty if there is none.)"""
     differ: str = ""
-    """A warning for the user, if the checkpoint's files contradict each other."""
+    """A warning for the user, in case the files of the checkpoint contradict each other."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer, folder: Path, config: Mapping[str, Any]) -> "Marks":
-        """Reads a checkpoint's special tokens.
+        """Reads the special tokens of a checkpoint.
 
-        The tokens around a text are taken only from `tokenizer.json`. As in transformers, `add_bos_token` and
-        `add_eos_token` are ignored if this file exists. The tokens at which to stop are taken from the first
-        of these to specify any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
+        The tokens around a text only come from `tokenizer.json`. If this file exists then `add_bos_token` and
+        `add_eos_token` are ignored, as in transformers. The tokens at which to stop come from the first of
+        these to have any: `generation_config.json`, `config.json`, `tokenizer_config.json` (or
         `special_tokens_map.json`), and finally the tokens at the end of a text.
 
-        **Raises:** `CheckpointError` if any of them isn't a token.
+        **Raises:** `CheckpointError` if one of them isn't a token.
         """
         special = read_special_tokens(folder)
         numbers = {name: tokenizer.number(token) for name, token in special.items()}
@@ -64,15 +64,15 @@ class Marks:
         return cls(begin, end, ends, _end_of_answers(tokenizer, folder), differ)
 
     def begun(self, ids: Sequence[int]) -> list[int]:
-        """Adds the start tokens (but no end tokens) to a prompt, unless it already begins with them."""
+        """Adds the start tokens (but no end tokens) to a prompt, unless it begins with them already."""
         own = next((n for n in range(len(self.begin), 0, -1) if [*ids[:n]] == self.begin[-n:]), 0)
         return [*self.begin[: len(self.begin) - own], *ids]
 
     def finished(self, ids: Sequence[int], *, answer: bool = False) -> list[int]:
-        """Adds the end token that the model is trained to produce, unless the text already ends with it.
+        """Adds the end token that we train the model to produce. Does nothing if this is already there.
 
-        For answers, this is the chat template's, provided that generation stops there. For example, Llama 3.1
-        uses `<|eot_id|>`, which is the last of three such tokens.
+        For answers, this is the end token of the chat template, provided that generation would stop there.
+        For example, Llama 3.1 uses `<|eot_id|>` even though two others come before it.
         """
         if ids and ids[-1] in (self.ends or self.end[-1:]):
             return [*ids]
@@ -82,9 +82,9 @@ class Marks:
         return [*ids, *usual]
 
     def around(self, ids: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """Adds the tokens at the start and end of a text, which is truncated such that at most `most` remain.
+        """Adds the tokens at the start and end of a text, which is truncated to `most` tokens in total.
 
-        Also returns whether the text was truncated.
+        Also returns whether we had to truncate it.
         """
         if self.end and [*ids[-len(self.end) :]] == self.end:
             ids = ids[: -len(self.end)]
@@ -94,16 +94,16 @@ class Marks:
 
 
 def _end_of_answers(tokenizer: TextTokenizer, folder: Path) -> list[int]:
-    """Returns the special token written by the chat template after an answer."""
+    """Returns the special token that the chat template writes after an answer, if there is one."""
     if "default" not in read_templates(folder)[0]:
         return []
     try:
-        from .chat import ChatTemplate  # avoids requiring jinja2 if there's no template
+        from .chat import ChatTemplate  # this requires jinja2, so only import it if there is a template
 
         text, spans = ChatTemplate(folder).learned(
             [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         )
-    except (ModuleNotFoundError, CheckpointError, ValueError):  # no jinja2, or the template rejects this
+    except (ModuleNotFoundError, CheckpointError, ValueError):  # no jinja2, or a template that rejects this
         return []
     start, end = spans[-1]
     ids = tokenizer.encode(text[start:end].rpartition("answer")[2], special=False).ids

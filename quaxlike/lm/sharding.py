@@ -1,7 +1,8 @@
-"""Tensor and expert parallelism for decoders.
+"""Tensor parallelism and expert parallelism for decoders.
 
-The first and last projections of each block are sharded over the same features, so that each device's outputs
-of the former are exactly its inputs to the latter. This means that only one all-reduce is needed per block.
+In each block, the first and the last projections must be sharded over the same features. The outputs that a
+device computes for the first ones are then exactly the inputs that it needs for the last one, which means
+that a block only needs a single all-reduce.
 """
 
 import dataclasses
@@ -25,9 +26,9 @@ from ..surgery.records import layouts
 from ..surgery.trees import layer_of, leaves_with_path, named_arrays, owner_of, path_of
 from .families import names_of
 
-# How to shard each layer, by the last components of its name in transformers, Equinox and Flax. (Names that
-# are specific to an architecture are looked up in `FAMILIES`.) "out" and "in" shard a layer along its outputs
-# and inputs respectively.
+# How to shard layers, by the last components of their names in transformers, Equinox and Flax. (Decoders in
+# the table of architectures can have other names.) We shard "out" layers along their outputs, and "in" layers
+# along their inputs.
 _KINDS = {
     "out": (
         *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query", "key", "value"),
@@ -41,7 +42,7 @@ _KINDS = {
     ),
     "vocabulary": ("lm_head", "embed_out", "embed_tokens", "word_embeddings", "embed_in"),
 }
-# Stacks of matrices or biases with one entry per expert, optionally with further axes for stacked layers.
+# Stacks of matrices and biases that have one entry for each expert. The layers themselves can be stacked too.
 _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 
 
@@ -49,29 +50,31 @@ _EXPERTS = re.compile(r"(.*\.)?experts\.\w+")
 def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> NamedRule:
     """Creates a rule for tensor parallelism, as in Megatron-LM.
 
-    In each attention and feed-forward block, the first projections (queries, keys and values; gate and up)
-    are sharded along their outputs and the last projection along its inputs, so that a single all-reduce
-    suffices to combine the results. Embeddings and the output head are sharded along the vocabulary. Experts
-    are not split but distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], over a separate
-    axis if the mesh has one. All other linear layers are sharded along their outputs. Embeddings and these
-    other layers are replicated if their sizes aren't divisible. Biases are sharded like the outputs, and
-    norms are replicated.
+    In each attention or feed-forward block, we shard the first projections (queries, keys and values; or gate
+    and up) along their outputs and the last projection along its inputs. A single all-reduce then combines
+    the results. Embeddings and the output head are sharded along the vocabulary, and any other linear layers
+    along their outputs, except that these are replicated if their sizes don't allow it. Biases are sharded in
+    the same way as outputs, and norms are replicated.
 
-    The type of each layer is inferred from its class (for Equinox) and its name (for transformers).
+    Experts are distributed, as in [`expert_parallel`][quaxlike.lm.expert_parallel], rather than split. If the
+    mesh has a separate axis for this then we use that one.
+
+    Note that layers are recognised by their class (in Equinox) or by their name (in transformers).
 
     **Arguments:**
 
-    - `model`: the model, which can be quantised or adapted. Its arrays can be `jax.ShapeDtypeStruct`s.
-    - `mesh`: the mesh, which can be an abstract mesh.
-    - `axis`: the mesh axis to shard over. Defaults to "model", "tensor" or "tp" if the mesh has an axis with
-        one of these names, and otherwise to the last axis.
+    - `model`: the model, which can be quantised and can have adapters. Its arrays can be
+        `jax.ShapeDtypeStruct`s.
+    - `mesh`: the mesh, which can be abstract.
+    - `axis`: the axis of the mesh to shard over. Default: "model", "tensor" or "tp" if the mesh has an axis
+        of that name, and otherwise its last axis.
 
-    **Returns:** a rule for [`shard`][quaxlike.sharding.shard] and [`specs_for`][quaxlike.sharding.specs_for].
-    This can be used with the model, with its parts after `eqx.partition`, and with any other pytree that has
-    the same names and shapes, such as an optimiser state.
+    **Returns:** a rule, which you can pass to [`shard`][quaxlike.sharding.shard] and
+    [`specs_for`][quaxlike.sharding.specs_for]. It works for this model, for the parts that `eqx.partition`
+    splits it into, and for any tree with the same names and shapes, such as an optimiser state.
 
-    **Raises:** `ValueError` if the mesh does not have such an axis, or if the blocks of a projection can't be
-    divided evenly, in which case the error message suggests a number of devices.
+    **Raises:** `ValueError` if there is no such axis in the mesh, or if the projections in a block can't be
+    divided evenly. In the latter case the message suggests how many devices to use.
 
     !!! example
 
@@ -99,24 +102,23 @@ def tensor_parallel(model: PyTree, mesh: Any, *, axis: str | None = None) -> Nam
 
 
 def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
-    """Creates a rule for expert parallelism, in which experts are distributed over devices.
+    """Creates a rule for expert parallelism, i.e. for distributing experts over devices.
 
-    Each device applies its own experts to all of the tokens in its group, and the results are combined with
-    one all-reduce over the group. Everything else is replicated. [`quaxlike.lm.models.Decoder`][] infers the
-    mesh from the types of its arrays. To also shard the remaining weights, pass this rule as `over` to
-    [`fsdp`][quaxlike.sharding.fsdp]: `fsdp(mesh, over=expert_parallel(model, mesh))`.
+    Each device applies its own experts to all tokens in its group. The results are then combined by a single
+    all-reduce over the group. Everything else is replicated. To shard that as well, use `fsdp(mesh,
+    over=expert_parallel(model, mesh))` with [`fsdp`][quaxlike.sharding.fsdp]. Note that
+    [`quaxlike.lm.models.Decoder`][] finds the mesh in the types of its arrays, so you don't need to pass it.
 
     **Arguments:**
 
-    - `model`: the model, which can be quantised or adapted. Its arrays can be `jax.ShapeDtypeStruct`s.
-        Experts are those arrays (stacks of matrices) found under `experts`.
-    - `mesh`: the mesh, which can be an abstract mesh. It must have an axis called "expert" or "ep", or
+    - `model`: the model, which can be quantised and can have adapters. Its arrays can be
+        `jax.ShapeDtypeStruct`s. Its experts are the stacks of matrices below `experts`.
+    - `mesh`: the mesh, which can be abstract. It must have an axis that is called "expert" or "ep", or
         failing that "model", "tensor" or "tp".
 
     **Returns:** a rule, as for [`tensor_parallel`][quaxlike.lm.tensor_parallel].
 
-    **Raises:** `ValueError` if the mesh does not have such an axis, or if the experts can't be divided
-    evenly.
+    **Raises:** `ValueError` if there is no such axis in the mesh, or if the experts can't be divided evenly.
 
     !!! example
 
@@ -155,18 +157,20 @@ def expert_parallel(model: PyTree, mesh: Any) -> NamedRule:
 
 
 def divides_layers(mesh: Any) -> Callable[[PyTree, Any], NamedRule] | None:
-    """Chooses a rule based on the mesh's axis names. None if these include neither tensor nor expert axes."""
+    """Chooses a rule based on the axis names of a mesh. Returns None if no axis is for layers or experts."""
     if set(MODEL_AXES) & set(mesh.shape):
         return tensor_parallel
     return expert_parallel if set(EXPERT_AXES) & set(mesh.shape) else None
 
 
 def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedRule:
-    """Returns the default rule.
+    """Creates the default rule for a mesh.
 
-    This combines `tensor_parallel` over an axis called "model", "tensor" or "tp", `expert_parallel` over an
-    axis called "expert" or "ep", and (if `fully`) `fsdp` over all other axes. Layers are recognised by their
-    class if they are found in `model` in the same format, and otherwise by the names of their weights.
+    This means `tensor_parallel` over an axis named "model", "tensor" or "tp", and `expert_parallel` over an
+    axis named "expert" or "ep". If `fully` is set then it also means `fsdp` over all other axes.
+
+    Layers are recognised by their classes in `model`. If there is no model, or if a weight has another format
+    there, then we can only go by its name.
     """
     by_layers: NamedRule | None = None
     if rule_for := divides_layers(mesh):
@@ -182,7 +186,7 @@ def usual_rule(mesh: Any, model: PyTree = None, *, fully: bool = True) -> NamedR
 
 
 def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
-    """Creates a rule that distributes experts and, given an axis, shards all other layers over it."""
+    """Creates a rule that distributes experts and (if there is an axis) shards all other layers."""
     of_experts = expert_axis(mesh)
     specs: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -208,7 +212,7 @@ def _by_kinds(model: PyTree, mesh: Any, axis: str | None) -> NamedRule:
 
 @dataclasses.dataclass(frozen=True)
 class _ByName:
-    """The specs of a model's arrays. Can be applied to any tree whose names end with the model's names."""
+    """The specs for the arrays of a model, or of any tree in which their names have a prefix."""
 
     specs: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -223,10 +227,9 @@ class _ByName:
 
 
 def _with_parts(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the name of an array or Value and, recursively, of the parts of Values.
+    """Yields an array or Value, followed recursively by the parts of the Value.
 
-    We need the parts since `eqx.partition` removes some of them, in which case the others appear on their
-    own.
+    This is because after `eqx.partition`, some parts are missing and others appear by themselves.
     """
     yield name, x
     if is_value(x):
@@ -251,7 +254,7 @@ def _if_it_fits(name: str, leaf: Any, spec: jax.P, mesh: Any, needed: bool, othe
 
 
 def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str]) -> tuple[str | None, bool]:
-    """Returns how to shard a layer ("out", "in", "vocabulary" or None), and whether this is mandatory."""
+    """Returns how to shard a layer ("out", "in", "vocabulary" or None), and whether this is required."""
     owner, around = owner_of(model, path), owner_of(model, path[:-2])
     if isinstance(around, eqx.nn.MLP):
         index = path[-2].idx
@@ -268,7 +271,7 @@ def _kind(model: PyTree, path: Sequence[Any], name: str, kinds: Mapping[str, str
 
 
 def _layout(name: str, leaf: Any, kind: str | None, axis: str, layout: Layout | None) -> jax.P:
-    """Returns the spec for an array, given how to shard its layer and the layer's layout."""
+    """Returns the spec for an array, given the kind and layout of its layer."""
     ndim = len(leaf.shape)
     if name.endswith(("bias", ".b")):
         n_out = 1 if layout is None or not layout.is_known else len(layout.out_axes)

@@ -1,4 +1,4 @@
-"""A checkpoint's tokeniser. Requires `tokenizers`."""
+"""The tokeniser of a checkpoint. This requires `tokenizers`."""
 
 import contextlib
 import functools
@@ -16,9 +16,9 @@ from .tokenizer import read_tokenizer
 
 
 class TextTokenizer:
-    """A checkpoint's tokeniser, with padding and truncation disabled.
+    """The tokeniser of a checkpoint. Padding and truncation are disabled.
 
-    **Raises:** as `read_tokenizer`, and `CheckpointError` if the file isn't a valid tokeniser.
+    **Raises:** as in `read_tokenizer`, and `CheckpointError` if the file isn't a valid tokeniser.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -36,17 +36,17 @@ class TextTokenizer:
             self._tokenizer.no_truncation()
 
     def number(self, token: str) -> int | None:
-        """Returns the id of a token, or None if there is no such token."""
+        """Returns the id of a token, or None if it isn't in the vocabulary."""
         return self._tokenizer.token_to_id(token)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The id of each token, without added tokens."""
+        """Maps each token to its id. (Except for added tokens.)"""
         return self._tokenizer.get_vocab(with_added_tokens=False)
 
     @functools.cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The special tokens added by the tokeniser at the start and end of a text."""
+        """The special tokens that the tokeniser adds at the start and at the end of a text."""
         if self._tokenizer.post_processor is None:
             return [], []
         for text in itertools.chain("a0.", self._tokenizer.get_vocab()):
@@ -57,16 +57,16 @@ class TextTokenizer:
         return [], []
 
     def encode(self, text: str, *, special: bool = True) -> Any:
-        """Encodes a text, and adds special tokens around it if `special` is True.
+        """Encodes a text. If `special` is True then this also adds special tokens around it.
 
-        Raises `ValueError` for invalid Unicode, and `CheckpointError` for a corrupt tokeniser.
+        Raises `ValueError` if the text isn't Unicode, and `CheckpointError` if the tokeniser is corrupt.
         """
-        text.encode()  # raises an error for lone surrogates
+        text.encode()  # raises an error if there are lone surrogates
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.encode(text, add_special_tokens=special)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Decodes tokens. Raises `CheckpointError` if the tokeniser is corrupt."""
+        """Decodes tokens to a text. Raises `CheckpointError` if the tokeniser is corrupt."""
         with self._as_file_errors("the tokeniser is damaged"):
             return self._tokenizer.decode(tokens)
 
@@ -75,7 +75,7 @@ class TextTokenizer:
         try:
             yield
         except BaseException as error:
-            # `tokenizers` raises bare Exceptions, and also Rust panics, which aren't subclasses of Exception.
+            # `tokenizers` raises bare Exceptions, but also Rust panics, which aren't even Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise file_error(self._file, None, f"{problem}: {error}") from None
@@ -85,11 +85,11 @@ _MAX_GROWTH = 100_000
 
 
 def _growth(described: str) -> float:
-    """Returns a bound on how many times longer a text can be after normalisation."""
+    """Returns a bound on how many times longer a text can get when it is normalised."""
     try:
         described = json.loads(described)
     except (ValueError, RecursionError):
-        return 1.0  # `tokenizers` will raise a better error
+        return 1.0  # don't raise here, as we get a better error from `tokenizers`
     waiting = [described.get("normalizer")] if isinstance(described, dict) else []
     growth = 1.0
     while waiting:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tokeniser, chat templates and special tokens, as strings."""
+"""Reads the tokeniser, chat templates and special tokens of a checkpoint, all of them as strings."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .gguf.metadata import as_python
 from .gguf.tokenizer import tokenizer_of
 
 _SETTINGS = "tokenizer_config.json"
-# What special tokens are called in GGUF files.
+# The names that special tokens have in GGUF files.
 _TOKENS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator",
     "pad_token": "padding", "cls_token": "cls", "mask_token": "mask",
@@ -24,16 +24,17 @@ _TOKENS = {
 
 @checked
 def read_tokenizer(path: str | os.PathLike[str]) -> str:
-    """Reads a checkpoint's tokeniser, as accepted by `tokenizers.Tokenizer.from_str`.
+    """Reads the tokeniser of a checkpoint. You can pass the result to `tokenizers.Tokenizer.from_str`.
 
     **Arguments:**
 
-    - `path`: a folder with `tokenizer.json`, or a GGUF file, whose vocabulary is converted to this format.
+    - `path`: either a folder with `tokenizer.json`, or a GGUF file. The latter has a vocabulary in another
+        format, so we convert it.
 
     **Returns:** the contents of `tokenizer.json`.
 
     **Raises:** `FileNotFoundError` if there is no tokeniser. `CheckpointError` if the file isn't text, or if
-    the GGUF vocabulary is unsupported.
+    we don't support the vocabulary of the GGUF file.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"
@@ -46,12 +47,12 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
 
 
 def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Reads the chat templates ("default", "tool_use", …) and special tokens ("bos_token", …), both by name.
+    """Reads chat templates ("default", "tool_use", …) and special tokens ("bos_token", …), both by name.
 
     `directory` is either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
     in `tokenizer_config.json`.
 
-    **Raises:** `CheckpointError` if a template or token isn't text.
+    **Raises:** `CheckpointError` if one of the templates or tokens isn't text.
     """
     path, settings = directory / _SETTINGS, _settings_of(directory)
     found = settings.get("chat_template") or []
@@ -71,7 +72,7 @@ def read_templates(directory: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Reads the special tokens, by name ("bos_token", …). Raises as `read_templates`."""
+    """Reads the special tokens, by name ("bos_token", …).  Raises the same errors as `read_templates`."""
     return _special_tokens(directory / _SETTINGS, _settings_of(directory))
 
 
@@ -88,9 +89,9 @@ def _special_tokens(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _settings_of(directory: Path) -> dict[str, Any]:
-    """Reads the tokeniser's settings, either from `tokenizer_config.json` or from a GGUF file.
+    """Reads the settings of a tokeniser, either from `tokenizer_config.json` or from a GGUF file.
 
-    Any special tokens missing from these are read from `special_tokens_map.json`.
+    If there are special tokens missing from this, then we look for them in `special_tokens_map.json`.
     """
     path = directory / _SETTINGS
     if not path.is_file() and holds_gguf(directory):
@@ -104,7 +105,7 @@ def _settings_of(directory: Path) -> dict[str, Any]:
 
 
 def _of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts tokeniser settings in GGUF metadata to the names used in `tokenizer_config.json`."""
+    """Converts GGUF metadata about the tokeniser to the names that `tokenizer_config.json` has for them."""
     key = "tokenizer.chat_template"
     templates = {
         name.removeprefix(f"{key}."): text for name, text in metadata.items() if name.startswith(f"{key}.")

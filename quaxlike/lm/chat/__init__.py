@@ -1,4 +1,4 @@
-"""Rendering of conversations using chat templates. Requires jinja2."""
+"""Renders conversations as text using chat templates. This requires jinja2."""
 
 from .template import ChatTemplate, Rendered
 

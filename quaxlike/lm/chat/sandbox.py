@@ -1,8 +1,8 @@
-"""A sandbox for chat templates. This extends jinja2's by bounds on the size of any text, list or number.
+"""A sandbox for chat templates. On top of jinja2's own, this bounds the size of any text, list or number.
 
-Templates are untrusted programs. If the result of an operation could be much larger than its operands, then
-its size is checked before performing the operation, since otherwise a short template could exhaust memory. We
-don't limit how long a template can run for.
+Templates are untrusted programs, and without any bounds a short one could exhaust our memory. So if the
+result of an operation can be much larger than its operands, then we check its size before we perform the
+operation. (There is no limit on how long a template can run for.)
 """
 
 import functools
@@ -15,9 +15,9 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX = 1 << 23  # the maximum number of characters in a text, or of elements in a list
-_MAX_BITS = 1 << 16  # the maximum size of an integer, since powers could otherwise exhaust memory
-# Operations whose result can be much larger than their operands.
+_MAX = 1 << 23  # the maximum length of a text in characters, or of a list in elements
+_MAX_BITS = 1 << 16  # the maximum size of an integer, as powers could exhaust memory too
+# Operations with a result that can be much larger than their operands.
 _PADDING = (
     "center",
     "ljust",
@@ -34,7 +34,7 @@ _FORMATTING = ("format", "format_map")
 
 
 class _Parts(list[str]):
-    """The parts of a text that is being stored by a template, e.g. via `{% set %}`."""
+    """The parts of a text that is being stored by a template. For example, this happens in `{% set %}`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class _Parts(list[str]):
 
 class _Generator(CodeGenerator):
     def buffer(self, frame: Frame) -> None:
-        """Begins a text that will be stored by the template."""
+        """Begins a text that the template is going to store."""
         frame.buffer = self.temporary_identifier()
         self.writeline(f"{frame.buffer} = environment.parts()")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Compiles concatenation, i.e. `a ~ b`."""
+        """Compiles concatenation, which is written as `a ~ b`."""
         self.write("environment.concatenated((")
         for argument in node.nodes:
             self.visit(argument, frame)
@@ -66,7 +66,7 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """A jinja2 environment in which operations raise `SecurityError` if their result would be too large."""
+    """A jinja2 environment that raises `SecurityError` if the result of an operation would be too large."""
 
     code_generator_class = _Generator
     parts = _Parts
@@ -74,9 +74,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, *, tojson: Callable[..., str], **options: Any) -> None:
         super().__init__(**options)
-        # This generates texts of any length.
+        # Remove this, since it can generate texts of any length.
         del self.globals["lipsum"]
-        self.filters["tojson"] = tojson  # unlike jinja2's own, this doesn't escape HTML
+        self.filters["tojson"] = tojson  # jinja2's own version would escape HTML
         self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})
 
     @staticmethod
@@ -90,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function or method, after checking its arguments."""
+        """Calls a function or method, but not before checking its arguments."""
         name, method = getattr(__obj, "__name__", ""), getattr(__obj, "__wrapped__", __obj)
         own = getattr(method, "__self__", None)
         text = (own,) if isinstance(own, str | bytes) else ()
@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return _checked(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Evaluates one of `intercepted_binops`, after checking its operands."""
+        """Evaluates one of `intercepted_binops`, but not before checking its operands."""
         if operator == "%":
             _check_arguments("format" if isinstance(left, str | bytes) else "", (left, right), {})
         elif isinstance(left, int | float) and isinstance(right, int | float):
@@ -113,10 +113,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter such that its results are bounded. The context (if it takes one) isn't checked."""
+    """Wraps a filter so that its result is bounded. We don't check the context, if it takes one."""
     skipped = int(hasattr(function, "jinja_pass_arg"))
 
-    @functools.wraps(function)  # this also copies the attributes used by jinja2
+    @functools.wraps(function)  # also copies some attributes that jinja2 needs
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(name, args[skipped:], kwargs)
         return _checked(function(*args, **kwargs))
@@ -125,7 +125,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises an error if a function or method would return too large a result for these arguments."""
+    """Raises an error if a function or method would return something too large for these arguments."""
     if name == "translate":
         raise SecurityError("translate is not supported")
     if not args:
@@ -138,7 +138,7 @@ def _check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     elif name in _FORMATTING and isinstance(first, str | bytes):
         text = first.decode("latin-1") if isinstance(first, bytes) else first
         _check(max((int(digits[:9]) for digits in re.findall(r"\d+", text)), default=0))
-        if re.search(r"%[^%a-zA-Z]*\*|\{[^{}]*\{", text):  # the width is itself an argument
+        if re.search(r"%[^%a-zA-Z]*\*|\{[^{}]*\{", text):  # the width is one of the arguments itself
             _check(max(numbers, default=0))
     elif name == "replace" and len(others) >= 2 and isinstance(first, str):
         _check((len(first) // max(_size(others[0], 1), 1) + 1) * _size(others[1], 1))

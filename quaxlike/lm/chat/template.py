@@ -1,8 +1,8 @@
-"""Conversion of conversations to text, using a checkpoint's chat template.
+"""Converts conversations to text, using the chat template of a checkpoint.
 
-Templates are rendered in the same way as in transformers (`utils/chat_template_utils.py`), i.e. in a jinja2
-sandbox with `raise_exception`, `strftime_now` and loop controls, and with `{% generation %}` marking text
-that is to be written by the model. In addition, our sandbox limits the size of texts.
+We render templates in the same way as transformers (`utils/chat_template_utils.py`). That is, we use a jinja2
+sandbox that has `raise_exception`, `strftime_now` and loop controls, and in which `{% generation %}` marks
+any text that the model is supposed to write. In addition, our sandbox limits the size of texts.
 """
 
 import datetime
@@ -20,32 +20,33 @@ from ...files.errors import CheckpointError, shortened
 from ..tokenizer import read_templates
 from .sandbox import Sandbox
 
-_MAX_CHARACTERS = 1 << 23  # per conversation
+_MAX_CHARACTERS = 1 << 23  # for each conversation
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, bool], str]
 
-# Substituted for the content of a message, to find out where the template inserts it.
+# We substitute this for the content of a message, to find out where the template puts it.
 _PROBE = "\ue000probe\ue001"
 
 
 class Rendered(NamedTuple):
-    """A conversation that has been rendered as text."""
+    """A conversation that was rendered as text."""
 
     text: str
     written: list[tuple[int, int]]
-    """The (start, end) of each span of characters written by the assistant."""
+    """The (start, end) of each span of characters that was written by the assistant."""
 
 
 class ChatTemplate:
-    """A checkpoint's chat template.
+    """The chat template of a checkpoint.
 
     **Arguments:**
 
     - `directory`: either a GGUF file, or a folder with `chat_template.jinja` or with an entry `chat_template`
-        in `tokenizer_config.json`. There can be additional named templates (in `additional_chat_templates/`,
-        or as a list in `tokenizer_config.json`), of which `tool_use` is used for conversations with tools.
+        in `tokenizer_config.json`. There can be more templates with names, which are found in
+        `additional_chat_templates/` or as a list in `tokenizer_config.json`. The only one that we use is
+        `tool_use`, for conversations with tools.
 
-    **Raises:** `CheckpointError` if there is no template, or if it is invalid.
+    **Raises:** `CheckpointError` if there is no template, or if it isn't valid.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,7 +61,7 @@ class ChatTemplate:
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
             self._names = {name: _names_in(environment, text) for name, text in sources.items()}
-        except Exception as error:  # templates compile to Python, which might be invalid or too deeply nested
+        except Exception as error:  # they compile to Python, which can be invalid or nested too deeply
             problem = f"{type(error).__name__}: {shortened(str(error))}"
             raise CheckpointError(f"The chat template in {directory} is damaged: {problem}") from None
 
@@ -76,12 +77,12 @@ class ChatTemplate:
 
         **Arguments:**
 
-        - `messages`: dictionaries with entries `"role"`, `"content"`, and any others used by the template.
-        - `tools`: JSON schemas of the functions that the assistant can call.
-        - `add_generation_prompt`: whether to end with the prompt for the assistant's next answer.
-        - `variables`: any additional variables used by the template.
+        - `messages`: dictionaries with `"role"`, `"content"` and anything else that the template uses.
+        - `tools`: the JSON schemas of the functions that the assistant can call.
+        - `add_generation_prompt`: whether to end with the prompt for the next answer of the assistant.
+        - `variables`: any additional variables that the template uses.
 
-        **Raises:** `ValueError` if the template rejects the conversation, including the reason it gives.
+        **Raises:** `ValueError` if the template rejects the conversation. The message includes its reason.
         """
         template = self._templates[self._named(tools)]
         spans: list[tuple[int, int]] = []
@@ -102,20 +103,21 @@ class ChatTemplate:
                 blocks.append(block)
                 if (length := length + len(block) + 1) > _MAX_CHARACTERS:
                     raise ValueError(f"it makes more than {_MAX_CHARACTERS:,} characters of it")
-        except Exception as error:  # templates can raise anything
+        except Exception as error:  # a template can raise anything
             raise ValueError(
                 f"the chat template rejects this conversation: {shortened(str(error))}"
             ) from None
         return Rendered("".join(blocks), spans)
 
     def learned(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Rendered:
-        """Renders a conversation, and finds the spans to train on.
+        """Renders a conversation and finds the spans to train on.
 
-        These are all of the assistant's turns, except those with `"weight": 0`. If they aren't marked by the
-        template, then each span starts after the prompt and goes up to the end of the turn.
+        By default these are all of the assistant's turns, but you can exclude a turn by giving it `"weight":
+        0`. Not every template marks these turns. If it doesn't, then we use the text from after the prompt
+        until the end of the turn.
 
-        **Raises:** `ValueError` as in `render`, for weights other than 0 and 1, or for an entry that isn't
-        used by the template and isn't in `WITHOUT_EFFECT`.
+        **Raises:** `ValueError` as in `render`; for weights other than 0 and 1; or for an entry that the
+        template doesn't use, unless it is in `WITHOUT_EFFECT`.
         """
         wanted = [_is_learned(i, message) for i, message in enumerate(messages)]
         messages = [{key: x for key, x in message.items() if key != "weight"} for message in messages]
@@ -143,11 +145,11 @@ class ChatTemplate:
         return Rendered(whole.text, [x for x in marked if all(apart(x, other) for other in left_out)])
 
     def _check_used(self, messages: Messages, text: str, options: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for any entry that isn't used by the template."""
+        """Raises `ValueError` if there are any entries that the template doesn't use."""
         names = self._names[self._named(options.get("tools"))]
 
         def passed_over(name: str, messages: Messages, options: Mapping[str, Any]) -> bool:
-            """Returns whether `name` has no effect, in that the text is the same without it."""
+            """Returns whether `name` has no effect, which is to say that the text is the same without it."""
             if name in names:
                 return False
             try:
@@ -174,7 +176,7 @@ class ChatTemplate:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
 
-#: Entries of messages that can be present even if a template doesn't use them, along with the reason.
+#: Messages can have these entries even if a template doesn't use them. Each is followed by the reason.
 WITHOUT_EFFECT = {
     "id": "it names the message, not what is said",
     "name": "it tells speakers of one role apart; most templates write the role alone",
@@ -184,7 +186,10 @@ WITHOUT_EFFECT = {
 
 
 def _names_in(environment: Sandbox, source: str) -> set[str]:
-    """Collects a superset of the keys read by a template: all of its variables, attributes and strings."""
+    """Collects the names of all variables, attributes and strings in a template.
+
+    This is a superset of the keys that the template reads.
+    """
     tree = environment.parse(source)
     return (
         {node.name for node in tree.find_all(nodes.Name)}
@@ -214,7 +219,7 @@ def _environment() -> Sandbox:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`, which reports the span of the enclosed text."""
+    """The tag `{% generation %}…{% endgeneration %}`. This reports the span of the text in between."""
 
     tags = {"generation"}  # noqa: RUF012 (as in jinja2)
 
@@ -230,7 +235,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    # Unlike jinja2's own filter, this doesn't escape HTML.
+    # jinja2's own filter would escape HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -241,18 +246,19 @@ def _raise(message: str) -> None:
 # -------------------------------------------------------------------------------------------------
 # Locating the assistant's answers in the text of a conversation.
 #
-# This is awkward since few templates mark answers, and many render a turn differently depending on the turns
-# after it. For example Qwen3 writes an empty block of thoughts only in the last answer, other templates drop
-# the thoughts of all previous answers, and Llama 3 ends every text with the header for another answer. Hence
-# we locate each answer in the full text, since that's what we train on.
+# This is awkward. Few templates mark the answers, and many of them render a turn differently depending on
+# what comes after it. For example, Qwen3 only writes an (empty) block of thoughts in the last answer; other
+# templates drop the thoughts of all but the last answer; and Llama 3 ends every text with the header for yet
+# another answer. So we can't just render each turn by itself. Instead we locate each answer in the full text,
+# which is also what we train on.
 # -------------------------------------------------------------------------------------------------
 
 
 def _find_answers(render: Render, messages: Messages) -> list[tuple[int, int]]:
     """Returns the (start, end) of each answer in the text of a conversation.
 
-    Answers start at the end of their prompt, and end at the end of their turn. The arguments of `render` are
-    the messages, and whether to append a prompt. Raises `ValueError` if an answer cannot be located.
+    An answer starts at the end of its prompt and ends at the end of its turn. We call `render` with the
+    messages, and with whether to append a prompt. Raises `ValueError` if we cannot locate one of the answers.
     """
     whole, closing = render(messages, False), _closing(render, messages)
     spans, after = [], 0
@@ -276,21 +282,21 @@ class _NotFoundError(Exception):
 
 
 def _closing(render: Render, messages: Messages) -> str:
-    """Returns any text that a template writes after the last message, if independent of the prompt."""
+    """Returns any text that a template writes after the last message, if it doesn't depend on the prompt."""
     if render(messages, True) != render(messages, False):
         return ""
     try:
         return render([], False)
-    except ValueError:  # the template requires messages
+    except ValueError:  # the template needs at least one message
         return ""
 
 
 def _start(render: Render, messages: Messages, i: int, whole: str, after: int) -> int:
-    """Finds the start of an answer, by matching the full text against the prompt."""
+    """Finds the start of an answer by comparing the full text with the prompt."""
     prompt = render(messages[:i], True) if i else ""
     if whole.startswith(prompt) and len(prompt) >= after:
         return len(prompt)
-    # Both the text and the prompt contain the end of the previous message, followed by the answer's header.
+    # Both the text and the prompt contain the end of the previous message, and then the answer's header.
     end, end_in_prompt = (
         _content_end(render, messages, i - 1, False),
         _content_end(render, messages[:i], i - 1, True),
@@ -308,7 +314,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
         alone = alone[: -len(closing)]
     if whole.startswith(alone) and len(alone) > start:
         return len(alone)
-    # The start of the answer (i.e. its thoughts) can be missing from the text if there are later turns.
+    # If there are later turns, then the text can lack the beginning of the answer (i.e. its thoughts).
     answer = alone[_start(render, messages[: i + 1], i, alone, 0) :]
     for dropped in range(len(answer)):
         if whole.startswith(answer[dropped:], start):
@@ -319,7 +325,7 @@ def _end(render: Render, messages: Messages, i: int, whole: str, start: int, clo
 
 
 def _content_end(render: Render, messages: Messages, i: int, prompt: bool) -> int:
-    """Finds the end of a message's content. The text after this must be independent of the content."""
+    """Finds the end of the content of a message. We require that the text after it doesn't depend on it."""
     if i < 0 or not isinstance(messages[i].get("content"), str):
         raise _NotFoundError
     text = render(messages, prompt)

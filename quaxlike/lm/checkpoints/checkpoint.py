@@ -1,4 +1,4 @@
-"""`read` and `open_checkpoint`, which read a checkpoint after detecting its format."""
+"""`read` and `open_checkpoint`, for reading a checkpoint in whichever format it is."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from ..formats.format import OF_ALL, Format, dense_rows, rows_of_weight
 from ..gguf.container import GgufFile, holds_gguf, open_gguf
 from ..sharding import usual_rule
 
-# Tensors that only concern activations and caches, and so aren't needed to read weights.
+# Tensors that are only about activations and caches. We don't need them to read the weights.
 _SKIPPED = (
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".input_global_scale"),
     *(".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
@@ -39,18 +39,19 @@ _SKIPPED = (
 
 
 class Checkpoint(Mapping[str, Any]):
-    """A checkpoint's weights, by their unquantised names. Weights are only read when they are looked up.
+    """The weights of a checkpoint, by their unquantised names. We only read a weight when you look it up.
 
     **Attributes:**
 
-    - `config`: the contents of `config.json`, if there is one. For GGUF files, derived from the metadata.
-    - `metadata`: the string entries of a safetensors header, or the key-value pairs of a GGUF file. Numbers
-        that have no corresponding Python type are NumPy scalars.
-    - `format`: the format that was detected, e.g. "gptq", "gguf" or "safetensors".
-    - `quantises_embeddings`: whether embeddings are quantised too, in which case no weight determines
-        activations' dtype.
-    - `longest_axis`: the size of the longest axis of any stored tensor. Since codes can be packed, the axes
-        of weights are at most 32 times as long.
+    - `config`: the contents of `config.json`, if there is one.  GGUF files have metadata instead, which is
+        converted.
+    - `metadata`: the strings in the header of a safetensors file, or the key-value pairs of a GGUF file. If
+        there is no Python type for a number then it is a NumPy scalar.
+    - `format`: the format that we detected, e.g. "gptq", "gguf" or "safetensors".
+    - `quantises_embeddings`: whether embeddings are quantised as well. If so, there is no weight from which
+        to infer the dtype of activations.
+    - `longest_axis`: the size of the longest axis amongst all stored tensors. Since several codes can be
+        packed together, an axis of a weight can be up to 32 times as long as this.
     """
 
     def __init__(
@@ -72,14 +73,14 @@ class Checkpoint(Mapping[str, Any]):
         self.quantises_embeddings = quantises_embeddings
         self.config = config
         self.metadata = metadata
-        # Ignore empty tensors, since even in a small file these can have arbitrarily long axes.
+        # Don't count empty tensors. Even in a small file, the other axes of these could be arbitrarily long.
         self.longest_axis = max((max(shape, default=1) for shape in shapes if 0 not in shape), default=0)
 
     def __getitem__(self, name: str) -> Any:
         return self._as_asked(self._weights[name]())
 
     def rows(self, name: str) -> RowReader:
-        """Returns a reader for a single weight, which reads individual rows if the format supports this."""
+        """Returns a reader for a single weight. For some formats this can read individual rows."""
         if name not in self._rows:
             return RowReader(None, lambda: self[name])
         rows = self._rows[name]()
@@ -91,12 +92,12 @@ class Checkpoint(Mapping[str, Any]):
         return dataclasses.replace(value, logical_dtype=jnp.dtype(self._dtype))
 
     def standing_for(self, dtype: DTypeLike) -> "Checkpoint":
-        """Returns a copy of this checkpoint that uses another dtype for block arrays."""
+        """Returns a copy of this checkpoint in which block arrays have another dtype."""
         out = copy.copy(self)
         out._dtype = dtype
         return out
 
-    def __contains__(self, name: object) -> bool:  # avoids reading the weight
+    def __contains__(self, name: object) -> bool:  # the default would read the weight
         return name in self._weights
 
     def __iter__(self) -> Iterator[str]:
@@ -114,31 +115,32 @@ def read(
     mesh: jax.sharding.Mesh | None = None,
     sharding: SpecRule | None = None,
 ) -> dict[str, Any]:
-    """Reads a checkpoint in any of the supported formats.
+    """Reads a checkpoint in any of the formats that we support.
 
-    That is, in GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, or
-    plain safetensors.
+    These are GPTQ, AWQ, compressed-tensors, FP8, MXFP4, NVFP4, bitsandbytes, HQQ, torchao, MLX, GGUF, and
+    plain safetensors. You don't need to say which one it is, since this is detected automatically.
 
     **Arguments:**
 
     - `path`: either a single file, or a folder with a GGUF file or with `config.json` and safetensors files.
-    - `dtype`: the dtype of block arrays. Default: float32, which represents their values exactly. (Except
-        that bitsandbytes' files specify the dtype of 4-bit weights.)
-    - `mesh`: a mesh over one or many processes. Weights are read one at a time, with each process keeping
-        only the shards belonging to its own devices. For plain tensors and formats that store rows
-        (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX), it only reads the rows it needs. Default:
-        the default device.
-    - `sharding`: a rule for sharding the weights, as in [`quaxlike.sharding.specs_for`][]. That is, either a
-        dictionary of regular expressions, or a rule such as [`quaxlike.sharding.fsdp`][] or
-        [`quaxlike.lm.tensor_parallel`][]. Default: `tensor_parallel` over any axis named `"model"`,
-        `"tensor"` or `"tp"`, and `fsdp` over all others.
+    - `dtype`: the dtype of block arrays. Default: float32, which can represent their values exactly. (Except
+        that for 4-bit weights, files from bitsandbytes specify the dtype themselves.)
+    - `mesh`: a mesh over one or many processes. Weights are read one at a time, and each process only keeps
+        the shards for its own devices. It also only reads the rows that it needs, if these are plain tensors
+        or if the format stores rows (bitsandbytes without nested scales, int8, FP8, MXFP4, MLX). Default:
+        just use the default device.
+    - `sharding`: how to shard the weights over `mesh`. This is a rule as in
+        [`quaxlike.sharding.specs_for`][], i.e. either a dictionary of regular expressions, or something like
+        [`quaxlike.sharding.fsdp`][] or [`quaxlike.lm.tensor_parallel`][]. Default: `tensor_parallel` over any
+        axis that is named `"model"`, `"tensor"` or `"tp"`, and `fsdp` over all other axes.
 
-    **Returns:** a dictionary mapping the names used by the unquantised checkpoint (e.g. "….q_proj.weight") to
-    arrays and quantised arrays, with shape (out, in). Codes and scales are exactly those in the file.
+    **Returns:** a dictionary from the names that the unquantised checkpoint would use (e.g.
+    "….q_proj.weight") to arrays and quantised arrays. All of these have shape (out, in). Codes and scales are
+    exactly as in the file.
 
     **Raises:** `FileNotFoundError` if `path` does not exist. `CheckpointError` if it is corrupt,
-    inconsistent, or in an unsupported format; the message includes the file and the entry. `ValueError` if
-    `sharding` isn't compatible with a weight, or is given without a mesh.
+    inconsistent, or in a format that we don't support; the message includes the file and the entry.
+     `ValueError` if `sharding` isn't compatible with a weight, or if you pass it without a mesh.
 
     !!! example
 
@@ -164,16 +166,16 @@ def read(
 
 @checked
 def open_checkpoint(path: str | os.PathLike[str], *, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Opens a checkpoint, such that weights are only read when accessed.
+    """Opens a checkpoint without reading its weights. Each weight is only read once you access it.
 
-    Use this rather than [`quaxlike.lm.read`][] if you only need some weights, or if they don't fit into
+    Use this rather than [`quaxlike.lm.read`][] if you don't need all weights, or if they don't fit into
     memory.
 
     **Arguments:** as in `read`.
 
-    **Returns:** a mapping from names to arrays, with attributes `config`, `metadata` and `format`.
+    **Returns:** a mapping from names to arrays. It also has attributes `config`, `metadata` and `format`.
 
-    **Raises:** as in `read`, except that errors about an individual weight are only raised when accessing it.
+    **Raises:** as in `read`, except that errors about a single weight are only raised once you access it.
     """
     path = Path(path)
     opened, (config, settings) = consistent(lambda: _opened(path), lambda: _configs(path), path)
@@ -194,7 +196,7 @@ def _of_tensors(
     format, settings = _format_of(tensors, settings)
     found = format.weights(tensors, settings) if format is not None else {}
     if format is not None:
-        layers = {name.rpartition(".")[0] for name in tensors}  # MLX specifies settings per layer
+        layers = {name.rpartition(".")[0] for name in tensors}  # MLX has additional settings for each layer
         entries = {name: x for name, x in settings.items() if name not in layers}
         warn_of_unknown(
             f"The quantisation config of {tensors.path}", entries,
@@ -229,7 +231,7 @@ def _of_tensors(
 
 
 def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | None, Mapping[str, Any]]:
-    """Returns the format (None for a plain checkpoint), and its settings, which might be in the header."""
+    """Returns the format (None if nothing is quantised) and its settings, which can also be in the header."""
     if not settings and "quantization_config" in tensors.metadata:
         text = tensors.metadata["quantization_config"]
         settings = read_json(tensors.path, text, "the quantisation config in the header")
@@ -244,7 +246,10 @@ def _format_of(tensors: Tensors, settings: Mapping[str, Any]) -> tuple[Format | 
 
 
 def _check_plain(tensors: Tensors, name: str, format: Format) -> None:
-    """Raises an error unless a tensor that isn't part of a quantised weight is a plain weight or buffer."""
+    """Raises an error if a tensor that no quantised weight uses doesn't look like a plain one either.
+
+    For example, these could be the codes of a weight whose scales are missing.
+    """
     if name.endswith(tuple(itertools.chain.from_iterable(format.codes for format in FORMATS))):
         raise tensors.error(name, f"belongs to no weight of the format {format.name!r}")
     dtype = tensors.info[name].dtype
@@ -261,7 +266,7 @@ def _opened(path: Path) -> GgufFile | Tensors:
 
 
 def _configs(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Reads the `config.json` alongside a checkpoint, and its quantisation settings."""
+    """Reads the `config.json` that belongs to a checkpoint, along with its quantisation settings."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.name not in _USUAL and not path.name.startswith("model-"):
         return {}, {}

@@ -1,4 +1,4 @@
-"""`write` and `save_like`, which write weights to checkpoints that other programs can read."""
+"""`write` and `save_like`, for writing weights to checkpoints that other programs can read."""
 
 import contextlib
 import json
@@ -30,26 +30,28 @@ def write(
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes weights to a checkpoint, such that [`quaxlike.lm.read`][] restores them bit for bit.
+    """Writes weights to a checkpoint, so that [`quaxlike.lm.read`][] restores them bit for bit.
 
-    This is intended for weights that don't belong to one of our models. For those, as returned by
-    [`quaxlike.lm.load`][], use [`quaxlike.lm.save`][].
+    Use this for weights that don't belong to one of our models. If they do, i.e. if you got them from
+    [`quaxlike.lm.load`][], then you want [`quaxlike.lm.save`][] instead.
 
     **Arguments:**
 
-    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4, this can also be a folder, to
-        which `model.safetensors` and `config.json` are written.
+    - `path`: the file to write. For bitsandbytes, compressed-tensors and mxfp4 this can also be a folder, in
+        which case we write `model.safetensors` and `config.json`.
     - `mapping`: arrays and quantised arrays, by their names in transformers.
-    - `format`: `"gguf"` supports arrays with llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` supports
-        `NF4Array` and `FP4Array`; `"compressed-tensors"` (vLLM) supports `Int8Array`, and arrays with `fp8`
-        or with integers and floating-point scales; `"mxfp4"` (GPT-OSS) supports arrays with this codec;
-        `"safetensors"` supports every type in quaxlike. Plain arrays are always written as-is.
-    - `config`: the model's `config.json`, which is written to the folder, or converted to GGUF metadata.
-    - `metadata`: for GGUF, additional key-value pairs, for example those of a tokeniser or copied from
-        another file. Known keys have a fixed type. For all others, NumPy scalars and arrays keep their dtype.
+    - `format`: plain arrays are always written as they are. For quantised arrays, `"gguf"` supports
+        llama.cpp's codecs `q8_0` and `q4_0`; `"bitsandbytes"` supports `NF4Array` and `FP4Array`;
+        `"compressed-tensors"` (vLLM) supports `Int8Array`, and arrays with `fp8` or with integers and
+        floating-point scales; `"mxfp4"` (GPT-OSS) supports arrays with this codec; and `"safetensors"`
+        supports every type in quaxlike.
+    - `config`: the `config.json` of the model.  We write this to the folder, or convert it to GGUF metadata.
+    - `metadata`: only for GGUF, any additional key-value pairs. For example, these could describe a
+        tokeniser, or be copied from another file. A known key always has the same type, but for any others we
+        keep the dtype of NumPy scalars and arrays.
 
-    **Raises:** `ValueError` for an unknown format. `CheckpointError` if the format doesn't support a value,
-    in which case nothing is written.
+    **Raises:** `ValueError` if the format is unknown. `CheckpointError` if there is a value that the format
+    doesn't support, in which case nothing is written.
 
     !!! example
 
@@ -88,14 +90,14 @@ def _write_folder(
     header: Mapping[str, str] = {"format": "pt"},
     last: Callable[[], None] = lambda: None,
 ) -> None:
-    if path.suffix == ".safetensors":  # there's no config.json to describe how to read a single file
+    if path.suffix == ".safetensors":  # a single file has no config.json, so put the settings in its header
         metadata = {"quantization_config": json.dumps(settings)} if settings else {}
         write_tensors(path, tensors, {**header, **metadata})
         return
     path.mkdir(parents=True, exist_ok=True)
     config = dict(config)
     before = config.pop("quantization_config", None) or {}
-    config.pop("quantization", None)  # as read by MLX
+    config.pop("quantization", None)  # this is what MLX reads
     if settings:
         same = before.get("quant_method") == settings["quant_method"]
         config["quantization_config"] = {**before, **settings} if same else settings
@@ -105,15 +107,17 @@ def _write_folder(
 def save_like(
     source: Path, directory: Path, mapping: Mapping[str, Any], config: Mapping[str, Any], own: bool = False
 ) -> None:
-    """Writes weights to a folder, along with any other files that are part of the checkpoint `source`.
+    """Writes weights to a folder, along with the other files of the checkpoint `source`.
 
-    The format is determined by the types of the weights, unless `own` is set, which forces our own format and
-    supports every type. We copy the tokeniser, chat templates, generation settings, and modules of
-    sentence-transformers. Existing files are replaced or removed, as weights must never end up alongside
-    another model's tokeniser.
+    These are the tokeniser, chat templates, generation settings, and modules of sentence-transformers. Note
+    that any existing files of this kind are replaced or removed, as we must never leave the weights of one
+    model next to the tokeniser of another.
 
-    **Raises:** `CheckpointError` if no format supports a type, or if one of the files to copy isn't a regular
-    file inside the folder. In either case nothing is written.
+    The types of the weights determine the format. If `own` is set then we instead use our own format, which
+    supports every type.
+
+    **Raises:** `CheckpointError` if no format supports one of the types, or if one of the files to copy isn't
+    a regular file inside the folder. In both cases nothing is written.
     """
     formats = set() if own else {_format_of(directory, name, x) for name, x in mapping.items() if is_value(x)}
     if len(formats) > 1:
@@ -129,7 +133,7 @@ def save_like(
         written = _writers()[next(iter(formats), "bitsandbytes")](directory, mapping)
     copies, modules = companion_files(source), module_folders(source)
     directory.mkdir(parents=True, exist_ok=True)
-    for module in modules:  # modules need their folder even if they have no files
+    for module in modules:  # a module needs a folder, even one without any files
         (directory / module).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stage_copies(copies, directory, stack)
@@ -137,7 +141,7 @@ def save_like(
 
 
 def is_published(mapping: Mapping[str, Any]) -> bool:
-    """Returns whether transformers is able to read these weights, in any of the formats that it supports."""
+    """Returns whether transformers can read these weights, in any one of the formats that it supports."""
     values = [x for x in mapping.values() if is_value(x)]
     found = {next((format.name for format in FORMATS if format.accepts(x)), None) for x in values}
     return len(found) < 2 and None not in found

@@ -1,3 +1,4 @@
-"""`python -m quaxlike.lm.finetune`: QLoRA fine-tuning of a local checkpoint, producing a PEFT adapter."""
+"""`python -m quaxlike.lm.finetune`, which fine-tunes a local checkpoint by QLoRA. The result is a PEFT
+adapter."""
 
 __all__: list[str] = []

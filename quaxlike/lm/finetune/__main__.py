@@ -44,12 +44,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finetune") -> int:
-    """Runs the command. Exits with status 2 if it cannot start, 130 after Ctrl-C, and 143 after SIGTERM."""
+    """Runs the command. Exits with status 2 if it cannot start, 130 after Ctrl-C, or 143 after SIGTERM."""
     parser = _parser(prog)
     arguments = vars(parser.parse_args(argv))
     for several in ("target", "train_tokens"):
         arguments[several] = tuple(arguments.get(several, ()))
-    if arguments.get("adapter") == "lora":  # equivalent to the default, which has its own options
+    if arguments.get("adapter") == "lora":  # this is the default, for which there are more options
         del arguments["adapter"]
     try:
         settings = settings_of(**arguments)
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.finet
         parser.error(f"{of_lora} cannot be used with --adapter: these are options of LoRA")
     if train.invocation is not None:
         for option, value in {"dora": train.dora, "merge": run.merge}.items():
-            if value:  # these require weights to be the same for all tokens
+            if value:  # these only work if all tokens use the same weights
                 parser.error(f"--{option} cannot be used with --invocation")
     several = {run.coordinator, run.process_id, run.num_processes}
     if None in several and len(several) > 1:
@@ -106,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, settings: Settings, saved: Saved) -> i
     except KeyboardInterrupt as error:
         console.print(f"{saved}", markup=False)
         return status_of(error)
-    except (RuntimeError, ValueError) as error:  # for a broken connection, XLA raises any of several types
+    except (RuntimeError, ValueError) as error:  # XLA raises various types if a connection breaks
         if settings.run.coordinator is not None:
             error.add_note(
                 "If another process is gone, start all of them again with the same commands: they resume "

@@ -1,4 +1,4 @@
-"""`--adapter`: use a custom adapter type in place of LoRA, or continue training an existing adapter."""
+"""`--adapter`, for using your own type of adapter, or for continuing to train an existing adapter."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +22,10 @@ _WANTED = "`make(w, *, key, layout)`, which returns an AdaptedArray on the weigh
 
 
 def make_of(text: str) -> Callable[..., Any]:
-    """Looks up a function that creates adapters, as accepted by `quaxlike.adapt`.
+    """Looks up a function that creates adapters. You can then pass this to `quaxlike.adapt`.
 
-    `text` is either the name of a method, or `MODULE:NAME` for a function, or a class with a `make` method.
+    `text` is either the name of one of our methods or `MODULE:NAME`, which can be a function or a class with
+    a method called `make`.
 
     **Raises:** `FinetuneError` if there is no such function.
     """
@@ -58,16 +59,18 @@ def make_of(text: str) -> Callable[..., Any]:
 
 
 def is_own(settings: TrainSettings) -> bool:
-    """Returns whether PEFT's format is unable to represent the adapter."""
+    """Returns whether the adapter needs our own format because PEFT's is unable to represent it."""
     if isinstance(settings.adapter, Path):
         return holds_own(settings.adapter)
     return settings.adapter is not None and settings.adapter not in METHODS
 
 
 def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
-    """Reads the configuration of the adapter to continue training; None if it is in our own format.
+    """Reads the configuration of the adapter that we should continue to train.
 
-    **Raises:** `FinetuneError` if there is none, or if it is inconsistent with the settings.
+    Returns None if the adapter is in our own format, since that has no such configuration.
+
+    **Raises:** `FinetuneError` if there is no adapter, or if it isn't consistent with the settings.
     """
     file = files_of(folder).config_path()
     if not file.is_file() and not (folder / OWN_FILE).is_file():
@@ -85,14 +88,14 @@ def config_of(folder: Path, settings: TrainSettings) -> AdapterConfig | None:
 
 
 def continued(model: Any, folder: Path) -> Any:
-    """Loads the adapter in a folder, with its trainable arrays cast to float32."""
+    """Loads the adapter from a folder. Its trainable arrays are cast to float32, as for a new adapter."""
     model = read_adapter(folder, model)
     trained, frozen = eqx.partition(model, trainable(model))
     return eqx.combine(jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen)
 
 
 def types_of(model: Any) -> list[type]:
-    """Returns the types of all adapters in a model that aren't defined by quaxlike."""
+    """Returns the types of all adapters in a model, apart from those that quaxlike itself defines."""
     types = (type(x) for x in named_arrays(model).values() if isinstance(x, AdaptedArray))
     return list(dict.fromkeys(cls for cls in types if not cls.__module__.startswith("quaxlike.")))
 

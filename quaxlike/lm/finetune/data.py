@@ -1,4 +1,4 @@
-"""Tokenised batches, read from JSON lines."""
+"""Tokenised batches, which are read from files with one JSON object per line."""
 
 import bisect
 import functools
@@ -14,12 +14,12 @@ from ..folders.companions import hint_for
 from ..tokenizer import read_templates
 from .settings import FinetuneError, open_data
 
-#: The minimum number of tokens in a row.
+#: Rows have at least this many tokens.
 LEAST_LENGTH = 16
 
 
 class Tokens:
-    """A checkpoint's tokeniser, which truncates texts to `max_length` tokens."""
+    """The tokeniser of a checkpoint, for use in training. Texts are truncated to `max_length` tokens."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], max_length: int) -> None:
         path = directory / "tokenizer.json"
@@ -42,11 +42,11 @@ class Tokens:
         self.marks = Marks.of(self._tokenizer, directory, config)
 
     def ids(self, text: str) -> list[int]:
-        """Encodes a text, without adding special tokens."""
+        """Encodes a text without any special tokens."""
         return self._encoded(text).ids
 
     def _encoded(self, text: str) -> Any:
-        """Encodes a text. Raises an error for tokens without an embedding, e.g. Gemma 3's image token."""
+        """Encodes a text. If a token has no embedding then this is an error (e.g. Gemma 3's image token)."""
         encoding = self._tokenizer.encode(text, special=False)
         if (last := max(encoding.ids, default=0)) >= self._size:
             token = encoding.tokens[encoding.ids.index(last)]
@@ -56,7 +56,7 @@ class Tokens:
         return encoding
 
     def spans(self, text: str, written: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """Encodes a text without special tokens, and returns whether each token overlaps any of the spans."""
+        """Encodes a text without special tokens. Also returns whether each token overlaps with a span."""
         encoding = self._encoded(text)
         learned = [False] * len(encoding.ids)
         for start, end in written:
@@ -69,8 +69,11 @@ class Tokens:
         return encoding.ids, learned
 
     def cut_words(self, words: Sequence[str]) -> tuple[list[int], list[int | None], bool]:
-        """As `cut`, but encodes words separated by spaces. Also returns the position of each word's first
-        token; None if that was truncated, or is part of the previous word."""
+        """As `cut`, but for words, which are joined by spaces before encoding them.
+
+        Also returns the position of the first token in each word. This is None if that token was truncated,
+        or if it's already part of the previous word.
+        """
         encoding = self._encoded(" ".join(words))
         ids, was_cut = self.marks.around(encoding.ids, self.max_length)
         before = len(self.marks.begun(encoding.ids)) - len(encoding.ids)
@@ -96,7 +99,10 @@ class Tokens:
         return "default" in read_templates(self._directory)[0]
 
     def cut(self, text: str) -> tuple[list[int], bool]:
-        """Encodes a text, and returns whether it was truncated. Special tokens at its end are kept."""
+        """Encodes a text, truncating it if necessary (but not any special tokens at its end).
+
+        Also returns whether it was truncated.
+        """
         return self.marks.around(self.ids(text), self.max_length)
 
 
@@ -105,20 +111,20 @@ class Example(NamedTuple):
 
     texts: tuple[list[int], ...]
     learned: list[bool] = []  # noqa: RUF012 (never mutated)
-    """Which tokens contribute to the loss; empty if the task is about whole texts."""
+    """Which tokens contribute to the loss. This is empty if the task is about whole texts."""
     label: int | tuple[float, ...] | list[int] = 0
-    """The index of its class, a number for each label, or the class index of each token."""
+    """Depending on the task: the index of the class, a number for each label, or a class index per token."""
     was_cut: bool = False
     segments: list[int] = []  # noqa: RUF012
-    """Each token's segment id, starting from 1, if several texts are packed into a row."""
+    """The segment id of each token, starting from 1. Only used if several texts are packed into a row."""
 
 
 class Batch(NamedTuple):
-    """A batch of examples, padded to equal length."""
+    """A batch of examples, which have been padded to equal length."""
 
     ids: Int[Array | np.ndarray, "examples texts tokens"]
     segments: Int[Array | np.ndarray, "examples texts tokens"]
-    """Each token's segment id, starting from 1; 0 for padding."""
+    """The segment id of each token, starting from 1 because 0 means padding."""
     learned: Bool[Array | np.ndarray, "examples texts tokens"]
     """Which tokens contribute to the loss."""
     labels: Shaped[Array | np.ndarray, "examples *labels"]
@@ -130,24 +136,25 @@ class Batch(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """The examples in a file, and how many of them were modified or dropped."""
+    """The examples in a file, along with how many of its rows we had to modify or drop."""
 
     examples: list[Example]
     cut: int
     """The number of texts that were truncated."""
     empty: int
-    """The number of examples dropped because truncation left nothing to train on."""
+    """The number of examples that were dropped because truncation left nothing to train on."""
     without_answer: int
-    """The number of rows dropped because they contain nothing to train on."""
+    """The number of rows that were dropped because there was nothing to train on in the first place."""
 
 
 def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | None]) -> Examples:
-    """Reads a file with one JSON object per line, skipping empty lines.
+    """Reads a file that has one JSON object per line. Empty lines are skipped.
 
-    `encode` maps an object to an example, or to None if it contains nothing to train on.
+    `encode` converts each object to an example. If no part of it that we could train on is left after
+    truncation then it should return None.
 
-    **Raises:** `FileNotFoundError` if there is no such file. `FinetuneError`, with the file name and line
-    number, if a line isn't a JSON object or isn't suitable for the model.
+    **Raises:** `FileNotFoundError` if there is no such file. `FinetuneError` if a line isn't a JSON object,
+    or if it's not suitable for the model; the message includes the file and the number of the line.
     """
     examples: list[Example] = []
     empty = without_answer = 0
@@ -157,7 +164,7 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
                 continue
             try:
                 fields = json.loads(line)
-            except json.JSONDecodeError as error:  # its own message uses a different line number
+            except json.JSONDecodeError as error:  # don't use its message, which counts lines differently
                 raise FinetuneError(
                     f"{path}:{number}: not JSON: {error.msg}, at column {error.colno}"
                 ) from None
@@ -181,13 +188,13 @@ def read_examples(path: Path, encode: Callable[[Mapping[str, Any]], Example | No
 
 
 def length_for(examples: Sequence[Example], max_length: int) -> int:
-    """Returns the length to pad to. This is a power of two, to limit the number of compilations."""
+    """Returns the length to pad to. We use powers of two, so as not to compile too many programs."""
     longest = max(len(ids) for example in examples for ids in example.texts)
     return min(max_length, max(LEAST_LENGTH, 1 << (longest - 1).bit_length()))
 
 
 def collate(examples: Sequence[Example], max_length: int) -> Batch:
-    """Creates a batch, padded to `length_for(examples)`."""
+    """Collates examples into a batch, which is padded to `length_for(examples)`."""
     shape = (len(examples), len(examples[0].texts), length_for(examples, max_length))
     ids, segments, learned = (np.zeros(shape, dtype) for dtype in (np.int32, np.int32, bool))
     for i, example in enumerate(examples):
@@ -202,16 +209,17 @@ def collate(examples: Sequence[Example], max_length: int) -> Batch:
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
-    """Packs texts into rows of at most `length` tokens.
+    """Packs several texts into each row, using at most `length` tokens per row.
 
-    We use the best-fit decreasing heuristic: from longest to shortest, each text is added to the fullest row
-    that still has space for it.
+    Finding the smallest number of rows would be too expensive, so we use the best-fit decreasing heuristic.
+    That is, we go through the texts from longest to shortest, and add each one to the fullest row that still
+    has space for it.
     """
     rows: list[list[Example]] = []
     free: list[tuple[int, int]] = []  # (room, index) of each row, sorted
     for example in sorted(examples, key=lambda example: -len(example.texts[0])):
         needed = len(example.texts[0])
-        # Sorted by remaining space, so this is the fullest row in which the text still fits.
+        # `free` is sorted by remaining space, so this finds the fullest row in which there is enough of it.
         at = bisect.bisect_left(free, (needed, -1))
         room, row = free.pop(at) if at < len(free) else (length, len(rows))
         if row == len(rows):
@@ -231,9 +239,9 @@ def _packed(texts: Sequence[Example]) -> Example:
 
 
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Splits examples into a training set and a held-out set, both in their original order.
+    """Splits examples into a training set and a held-out set. Both stay in the original order.
 
-    If there is more than one example then at least one is held out, unless `share` is zero.
+    At least one example is held out, provided that there are several and that `share` isn't zero.
     """
     n = max(round(share * len(examples)), int(share > 0 and len(examples) > 1))
     chosen = set(np.random.default_rng(seed).permutation(len(examples))[:n].tolist())
@@ -244,9 +252,10 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
 
 
 def chosen_for(batch: int, n: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
-    """Selects the examples of a batch. Each epoch is a new permutation, without an incomplete last batch.
+    """Selects the examples of a batch. Each epoch is a new permutation, without any incomplete batch.
 
-    This is a pure function of its arguments, so that a stopped run can resume from anywhere.
+    Importantly, there is no state in here. The result depends only on the arguments, which means that a
+    stopped run can be resumed from anywhere.
     """
     epoch, at = divmod(batch, n // size)
     order = np.random.default_rng([seed, epoch + 1]).permutation(n)

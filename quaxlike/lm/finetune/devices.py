@@ -1,7 +1,8 @@
-"""The devices of a run: either a single one, or a mesh over one or many processes.
+"""The devices of a run, which can be a single one or a mesh over one or many processes.
 
-All processes run the same program, and each collective waits for every process to reach it. Hence decisions
-that affect control flow (e.g. stopping or resuming) must be the same in all processes, or else they deadlock.
+All processes run the same program, and a collective has to wait until every process has reached it. So you
+must be careful with anything that affects control flow, such as whether to stop or resume: if the processes
+don't all decide the same way then they deadlock.
 """
 
 import math
@@ -26,17 +27,17 @@ _Tree = TypeVar("_Tree")
 
 
 def join(settings: RunSettings) -> None:
-    """Connects this process to all others. Must be called before any use of JAX.
+    """Connects this process to all others. This must be called before you use JAX in any way.
 
-    JAX terminates all processes if one of them is unresponsive for 20 seconds, or exits more than a minute
-    before the others, since they can't continue without its devices.
+    If one of the processes doesn't respond for 20 seconds, or exits more than a minute before the others,
+    then JAX terminates all of them. (They couldn't continue without its devices.)
 
-    **Raises:** `FinetuneError` if the coordinator cannot be reached.
+    **Raises:** `FinetuneError` if we can't reach the coordinator.
     """
     if settings.coordinator is None:
         return
     try:
-        jax.config.update("jax_enable_preemption_service", False)  # otherwise JAX handles SIGTERM itself
+        jax.config.update("jax_enable_preemption_service", False)  # or else JAX handles SIGTERM itself
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             settings.coordinator, settings.num_processes, settings.process_id,
@@ -51,12 +52,12 @@ def join(settings: RunSettings) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns whether this is the process that prints, and writes results, on behalf of all processes."""
+    """Returns whether this process is the one that prints and writes results on behalf of all others."""
     return jax.process_index() == 0
 
 
 class Follower:
-    """Used in place of the run directory and the metrics in processes that don't write anything."""
+    """A stand-in for the run directory and the metrics. Used in processes that don't write anything."""
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
         return 0, state
@@ -74,7 +75,7 @@ class Follower:
 
 
 class Gathered(eqx.Module):
-    """Wraps a fully sharded layer, such that its arrays are gathered each time it is called."""
+    """Wraps a fully sharded layer, so that its arrays are only gathered at the time that it's called."""
 
     layer: Any
     mesh: jax.sharding.Mesh = eqx.field(static=True)
@@ -86,11 +87,13 @@ class Gathered(eqx.Module):
 
 
 class Devices:
-    """The devices of a run, and how arrays are sharded over them.
+    """The devices of a run, and how to shard arrays over them.
 
-    Mesh axes named model, tensor or tp are used for tensor parallelism, and all others for data parallelism.
-    In addition, expert or ep is used for expert parallelism, and seq, context or cp for context parallelism.
-    Raises `FinetuneError` if the mesh doesn't match `devices`, which default to all that are available.
+    Axes of the mesh that are named model, tensor or tp are used for tensor parallelism. All others are used
+    for data parallelism. In addition, expert or ep is used for expert parallelism, and seq, context or cp is
+    used for context parallelism.
+
+    By default we use all devices that are available. Raises `FinetuneError` if the mesh doesn't match them.
     """
 
     def __init__(self, settings: RunSettings, devices: Sequence[Any] | None = None) -> None:
@@ -112,7 +115,7 @@ class Devices:
         self._tokens = next((name for name in SEQUENCE_AXES if name in self.mesh.shape), None)
 
     def check_batch(self, size: int, max_length: int) -> None:
-        """Raises `FinetuneError` if a batch cannot be sharded evenly."""
+        """Raises `FinetuneError` if there is no way to shard a batch evenly."""
         if self.mesh is None:
             return
         if self._tokens is not None:
@@ -131,12 +134,12 @@ class Devices:
             )
 
     def rule(self, name: str, leaf: Any) -> Any:
-        """Returns the partition spec with which to read a weight."""
+        """Returns the partition spec for a weight, for use whilst the checkpoint is being read."""
         assert self.mesh is not None
         return usual_rule(self.mesh, fully=self._fsdp)(name, leaf)
 
     def place(self, model: _Tree) -> _Tree:
-        """Places a model on the mesh. This also determines the sharding used by the other methods."""
+        """Places a model on the mesh. Call this first, as it determines how anything else is sharded."""
         if self.mesh is None:
             return model
         if rule_for := divides_layers(self.mesh):
@@ -144,13 +147,13 @@ class Devices:
         return self.place_along(model)
 
     def place_along(self, tree: _Tree) -> _Tree:
-        """Places a tree with the same names as the model, e.g. an optimiser state."""
+        """Places a tree that has the same names as the model, such as an optimiser state."""
         return tree if self.mesh is None else shard(tree, self.mesh, self._rule(self._by_layers))
 
     def batch(self, batch: _Tree) -> _Tree:
-        """Places a batch on the mesh. Each process only places the rows belonging to its own devices.
+        """Places a batch on the mesh. Each process only places the rows that belong to its own devices.
 
-        With context parallelism, arrays that have a token axis are also sharded along it.
+        If there is context parallelism then arrays with a token axis are sharded along this axis as well.
         """
         if self.mesh is None:
             return batch
@@ -158,13 +161,14 @@ class Devices:
         return jax.tree.map(lambda x: self._put(x, specs.get(x.ndim, jax.P(self._axes))), batch)
 
     def replicate(self, tree: _Tree) -> _Tree:
-        """Replicates small arrays over all devices."""
+        """Replicates arrays over all devices. Use this for arrays that are small."""
         return self._put(tree, jax.P()) if self.mesh is not None else tree
 
     def gather_weights(self, model: _Tree, layers: Callable[[_Tree], Any]) -> _Tree:
-        """Gathers the weights of a model, inside a training step.
+        """Gathers the weights of a model, for use inside a training step.
 
-        Quantised weights are gathered while still packed. Scanned layers are gathered one at a time.
+        We gather quantised weights before they are unpacked, as this means far less communication. If layers
+        are scanned over then they are gathered one at a time.
         """
         if self.mesh is None or not self._fsdp:
             return model
@@ -175,31 +179,31 @@ class Devices:
         return eqx.tree_at(layers, rest, Gathered(stacked, self.mesh), is_leaf=lambda x: x is None)
 
     def reshard_state(self, state: _Tree) -> _Tree:
-        """Reapplies the sharding of the state, inside a training step."""
+        """Reapplies the sharding of the state, for use inside a training step."""
         return state if self.mesh is None else constrain(state, self.mesh, self._rule(self._by_layers))
 
     def replicate_outputs(self, outputs: _Tree) -> _Tree:
-        """Replicates outputs, inside a training step, so that they can be read from every process."""
+        """Replicates outputs so that every process can read them. Call this inside a training step."""
         return outputs if self.mesh is None else constrain(outputs, self.mesh, None)
 
     def on_host(self, tree: _Tree) -> _Tree:
-        """Copies a tree to host memory in every process. Must be called by all processes together."""
+        """Copies a tree to host memory in every process. All processes must call this together."""
         if self.mesh is None:
             return tree
-        # Arrays sharded over several processes can't be read by any one of them.
+        # If an array is sharded over several processes then no single one of them is able to read it.
         gather = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(self.mesh, jax.P()))
         return jax.tree.map(
             lambda x: x if not isinstance(x, jax.Array) else jnp.asarray(np.asarray(gather(x))), tree
         )
 
     def broadcast_from_main(self, tree: _Tree) -> _Tree:
-        """Broadcasts the main process's value, bit for bit. Must be called by all processes together."""
+        """Broadcasts the value in the main process, bit for bit. All processes must call this together."""
         if jax.process_count() == 1:
             return tree
         leaves, structure = jax.tree.flatten(tree)
         kinds = [type(leaf) for leaf in leaves]
         arrays = [np.asarray(leaf) for leaf in leaves]
-        # Send raw bytes, since JAX implements broadcasting as a sum, for which e.g. -0.0 becomes 0.0.
+        # JAX implements broadcasting as a sum, which turns e.g. -0.0 into 0.0. So we send raw bytes.
         raw = [np.frombuffer(x.tobytes(), np.uint8) for x in arrays]
         sent = jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(raw))
         out = [
@@ -210,10 +214,10 @@ class Devices:
         return jax.tree.unflatten(structure, out)
 
     def take_interrupt(self) -> None:
-        """Raises `KeyboardInterrupt` in every process if any of them was interrupted.
+        """Raises `KeyboardInterrupt` in every process if any one of them was interrupted.
 
-        Must be called by all processes together, since if only one of them were to stop then the others would
-        wait for it forever, without having saved anything.
+        All processes must call this together. If only one of them were to stop, then all of the others would
+        wait for it forever and not save anything.
         """
         number = interrupt_requested()
         if jax.process_count() > 1:

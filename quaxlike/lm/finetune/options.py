@@ -1,4 +1,4 @@
-"""The command-line options, one for each setting of a run or of a task."""
+"""The options of the command line. There is one for each setting of a run or of a task."""
 
 import dataclasses
 from pathlib import Path
@@ -16,9 +16,9 @@ _OF_TASKS = {task.own.name: task.own for task in TASKS if task.own is not None}
 class CommandOption(NamedTuple):
     name: str
     default: Any
-    """The default value, or `dataclasses.MISSING` if the option is required."""
+    """The default value. If the option is required then this is `dataclasses.MISSING`."""
     of_argument: dict[str, Any]
-    """Keyword arguments for `argparse.ArgumentParser.add_argument`."""
+    """The keyword arguments to pass to `argparse.ArgumentParser.add_argument`."""
 
     @property
     def flag(self) -> str:
@@ -26,7 +26,7 @@ class CommandOption(NamedTuple):
 
 
 def options() -> list[CommandOption]:
-    """Returns all options, in the order used by `--help`."""
+    """Returns all options, in the order in which `--help` lists them."""
     fields = in_order([TrainSettings, DataSettings, RunSettings], _OF_TASKS.values())
     found = [CommandOption(field.name, field.default, {**field.metadata}) for field in fields]
     for option in found:
@@ -40,11 +40,12 @@ def options() -> list[CommandOption]:
 def settings_of(**values: Any) -> Settings:
     """Creates settings from the values of options.
 
-    Options of tasks other than the chosen one are ignored. If `adapter` is the name of a folder then it is
-    converted to a path, unless there is also a method of that name. Likewise for `quantize` and recipe files.
+    Options of any tasks other than the chosen one are ignored. If `adapter` is the name of a folder then this
+    is converted to a path, unless we have a method of that name. (The same goes for `quantize` and recipe
+    files.)
 
-    **Raises:** `FinetuneError` if an option specifies a file that isn't used by the chosen task, or if there
-    is no such scheme or recipe.
+    **Raises:** `FinetuneError` if an option specifies a file that the chosen task doesn't use, or if there is
+    no such scheme or recipe.
     """
 
     def taken(cls: Any) -> dict[str, Any]:

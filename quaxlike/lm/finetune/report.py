@@ -1,4 +1,4 @@
-"""Reporting of progress and metrics during a run."""
+"""Reports progress and metrics whilst a run is going on."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from .train import TrainingStep
 
 
 def console_on(file: Any = None) -> Console:
-    """Creates a console that only wraps long lines if it is a terminal."""
+    """Creates a console. Long lines are only wrapped if it's a terminal, and not if it's e.g. a file."""
     console = Console(file=file)
     console.soft_wrap = not console.is_terminal
     return console
@@ -35,17 +35,17 @@ def shown(run: Iterator[TrainingStep], console: Console, first: int, steps: int)
 
 
 class Metrics:
-    """Writes metrics as JSON lines, and optionally for TensorBoard. Resumed runs append to the same file."""
+    """Writes metrics as JSON lines, to which a resumed run appends. Optionally also for TensorBoard."""
 
     def __init__(self, directory: Path, tensorboard: bool) -> None:
         self._lines = directory / "metrics.jsonl"
-        if self._lines.exists():  # a killed run might have left an incomplete line
+        if self._lines.exists():  # if the run was killed then the last line might be incomplete
             with open(self._lines, "rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         self._events = TensorBoard(directory) if tensorboard else None
 
     def note(self, step: int, **entry: Any) -> None:
-        """Appends a line. Nested entries become scalars with names like `held_out/loss`."""
+        """Appends a line. For TensorBoard, nested entries become scalars such as `held_out/loss`."""
         with naming(self._lines), open(self._lines, "a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **entry}) + "\n")
         if self._events is not None:
@@ -57,10 +57,10 @@ class Metrics:
 
 
 class TensorBoard:
-    """Writes scalars to a new event file, i.e. `tensorflow.Event` messages stored as `TFRecord`s.
+    """Writes scalars to a new event file, which is a sequence of `tensorflow.Event`s in `TFRecord`s.
 
-    For the format, see TensorFlow's `core/util/event.proto`, `core/framework/summary.proto` and
-    `lib/io/record_writer.h`.
+    TensorFlow defines this format in `core/util/event.proto`, `core/framework/summary.proto` and
+    `lib/io/record_writer.h`. (It is simple enough that we don't need TensorFlow itself.)
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +72,7 @@ class TensorBoard:
         self._append(_field(2, step) + _field(5, b"".join(values)))
 
     def _append(self, event: bytes) -> None:
-        # This is the only field of type double. All other non-integer fields are floats.
+        # All non-integer fields are floats, except that this one is a double.
         data = b"\x09" + struct.pack("<d", time.time()) + event
         length = struct.pack("<Q", len(data))
         with naming(self._path), open(self._path, "ab") as file:
@@ -80,7 +80,7 @@ class TensorBoard:
 
 
 def _field(number: int, value: int | float | bytes) -> bytes:
-    """Encodes a single field of a protocol buffer: an integer, a float, or bytes."""
+    """Encodes one field of a protocol buffer, namely an integer, a float or bytes."""
     if isinstance(value, float):
         return bytes([number << 3 | 5]) + struct.pack("<f", value)
     if isinstance(value, int):
@@ -97,7 +97,7 @@ def _varint(n: int) -> bytes:
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """Computes a CRC-32C (Castagnoli) checksum, masked as required by `TFRecord`."""
+    """Computes a CRC-32C (Castagnoli) checksum. `TFRecord` requires these to be masked."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte

@@ -1,4 +1,4 @@
-"""Formats of training data for decoders, as used by published datasets."""
+"""The formats of training data for decoders, as found in published datasets."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ FORMS = (
 
 _NAMED = "it names the row"
 _ABOUT = "it says where the row is from, or what it is about"
-#: Entries that are ignored, along with why it is safe to do so.
+#: Entries that we ignore, along with the reason why this is safe to do.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("id", "idx", "index", "uid", "uuid", "prompt_id", "conversation_id"), _NAMED),
     **dict.fromkeys(("source", "dataset", "url", "title", "timestamp", "category", "language"), _ABOUT),
@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
 }
 _OF_MESSAGES = ("tools", "chat_template_kwargs")
 _OF_INSTRUCTION = ("instruction", "input", "system", "history")
-# Redundant entries: UltraChat repeats the first message, and Alpaca repeats the whole row as a text.
+# Entries that are redundant. UltraChat repeats the first message, and Alpaca repeats the whole row as a text.
 _TWICE = {"messages": ("prompt",), "instruction": ("text",)}
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -38,9 +38,9 @@ _ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
-    """Raises `ValueError` for an unused entry, unless it is null or listed in `WITHOUT_EFFECT`.
+    """Raises `ValueError` if there is an entry that we don't use, unless it's null or in `WITHOUT_EFFECT`.
 
-    Silently ignoring it might mean that the model isn't trained on what the user intended.
+    We could just ignore any such entry, but then the model might not be trained on what the user intended.
     """
     for name, value in fields.items():
         if value is not None and name not in used and name not in WITHOUT_EFFECT:
@@ -51,7 +51,7 @@ def check_entries(fields: Mapping[str, Any], used: Collection[str]) -> None:
 
 
 def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
-    """Returns a non-empty text. If this is missing then `forms` is included in the error message."""
+    """Returns a text, which must not be empty. If it is missing then the error message includes `forms`."""
     text = fields.get(name)
     if name not in fields:
         end = f". {forms}" if forms else ""
@@ -62,7 +62,7 @@ def text_of(fields: Mapping[str, Any], name: str, forms: str = "") -> str:
 
 
 def messages_of(fields: Mapping[str, Any], name: str = "messages") -> list[dict[str, Any]]:
-    """Parses a conversation in OpenAI's or ShareGPT's format, optionally encoded as JSON."""
+    """Parses a conversation in OpenAI's or ShareGPT's format, which is sometimes encoded as JSON."""
     found = _from_json(fields[name])
     messages = [*map(_from_json, found)] if isinstance(found, list) else []
     if not messages or not all(map(_is_message, messages)):
@@ -90,7 +90,7 @@ def _message(name: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses `"tools"` and `"chat_template_kwargs"`, which are variables for the chat template."""
+    """Parses `"tools"` and `"chat_template_kwargs"`, which become variables of the chat template."""
     found = _from_json(fields.get("chat_template_kwargs") or {})
     if not isinstance(found, dict) or found.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise ValueError(
@@ -104,10 +104,10 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normal(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
-    """Converts a row to one of three formats: messages, prompt and completion, or text.
+    """Converts a row to one of just three formats: messages, prompt and completion, or text.
 
-    ShareGPT conversations and Alpaca instructions are converted to messages. If there is no chat template
-    then instructions are converted to prompts instead, using Stanford Alpaca's format.
+    ShareGPT conversations and Alpaca instructions both become messages. However if there is no chat template,
+    then instructions become prompts in Stanford Alpaca's format instead.
     """
     fields = _without_nulls(fields)
     form = next((x for x in ("messages", "conversations", "instruction", "prompt") if x in fields), "text")
@@ -162,22 +162,22 @@ def _system(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 # Labelled words ------------------------------------------------------------------------------------
 
-#: The label for words to exclude from the loss, as in PyTorch.
+#: The label for any word that should be excluded from the loss. (This is the same value as in PyTorch.)
 NO_LABEL = -100
 _WORDS = ("tokens", "words")
 
 
 def has_words(fields: Mapping[str, Any]) -> bool:
-    """Returns whether a row is a list of words, with a label for each."""
+    """Returns whether a row consists of words that have one label each."""
     return any(isinstance(fields.get(name), list) for name in _WORDS)
 
 
 def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-    """Returns the words of a row and their labels, as in datasets for named entity or part-of-speech tagging.
+    """Returns the words of a row along with their labels. This is for named entity or part-of-speech tagging.
 
-    The labels are taken from the entry `"labels"`, or from `"tags"` or `"..._tags"` if there is just one of
-    these. If there are several, as in CoNLL-2003, then `"ner_tags"` is used, as in transformers'
-    `run_ner.py`.
+    The labels are in the entry `"labels"`, or failing that in `"tags"` or `"..._tags"`. Some datasets such as
+    CoNLL-2003 have several of the latter, in which case we use `"ner_tags"`. (So does `run_ner.py` in
+    transformers.)
     """
     fields = _without_nulls(fields)
     name = next((x for x in _WORDS if x in fields), None)
@@ -207,7 +207,7 @@ def words_of(fields: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
 
 
 def _check_prompt(fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Raises `ValueError` if there is a `"prompt"` that isn't contained in `messages`."""
+    """Raises `ValueError` if there is a `"prompt"` that says something other than `messages`."""
     if "prompt" not in fields:
         return
     prompt = fields["prompt"]
@@ -228,7 +228,7 @@ def _same(text: str, content: Any) -> bool:
 
 
 def _check_repeats(fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` unless `"text"` just repeats the rest of the row, as in Alpaca."""
+    """Raises `ValueError` unless `"text"` just repeats the rest of the row, as is the case in Alpaca."""
     if not fields.get("text"):
         return
     text = text_of(fields, "text")
@@ -244,7 +244,7 @@ def _check_repeats(fields: Mapping[str, Any]) -> None:
 
 
 def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[dict[str, Any]]:
-    """Converts an instruction to messages, or to Stanford Alpaca's prompt if there is no chat template."""
+    """Converts an instruction to messages, or without a chat template to Stanford Alpaca's prompt."""
     instruction, history = text_of(fields, "instruction"), _history(fields)
     given = text_of(fields, "input") if fields.get("input") else ""
     if has_template:
@@ -259,7 +259,7 @@ def _instruction(fields: Mapping[str, Any], has_template: bool) -> str | list[di
 
 
 def _history(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Converts previous turns, given as (question, answer) pairs in LLaMA-Factory's format, to messages."""
+    """Converts previous turns to messages. They are (question, answer) pairs, as in LLaMA-Factory."""
     found = _from_json(fields.get("history") or [])
     if not isinstance(found, list) or not all(map(_is_pair, found)):
         raise ValueError(
@@ -277,12 +277,14 @@ def _is_pair(x: Any) -> bool:
 
 
 def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str, Any]:
-    """Parses a row of preferences, such that prompt and answers are either all texts or all messages.
+    """Parses a row of preferences. In the result, the prompt and both answers are either texts or messages.
 
-    As in TRL, the prompt can be missing, or can be a text even if both answers are lists of messages. In
-    either case the prompt is taken to be the answers' common prefix, or if that is empty then the text is
-    used as the question. As in LLaMA-Factory, the prompt can also be a conversation or an Alpaca instruction,
-    and an answer can be a single message or a text.
+    If the answers are lists of messages then the prompt can be missing, or can be just a text. As in TRL, we
+    then take the prompt to be everything that the answers have in common at the start; if that's nothing,
+    then the text is the question.
+
+    We also support two things that LLaMA-Factory does: the prompt can be a conversation or an Alpaca
+    instruction, and an answer can be a single message or a text.
     """
     fields = _without_nulls(fields)
     chosen, rejected = (_answers(fields, name) for name in ("chosen", "rejected"))
@@ -315,13 +317,13 @@ def preference_of(fields: Mapping[str, Any], has_template: bool) -> Mapping[str,
 
 
 def _is_talk(value: Any) -> bool:
-    """Returns whether a value is a list of messages, optionally encoded as JSON. (And not any other JSON.)"""
+    """Returns whether a value is a list of messages, possibly as JSON. (Other JSON doesn't count.)"""
     found = _from_json(value)
     return not isinstance(value, str) or (isinstance(found, list) and any(map(_is_message, found)))
 
 
 def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
-    """Parses a text or a list of messages. A single message doesn't need to be wrapped in a list."""
+    """Parses an answer, which is a text or a list of messages. (A single message doesn't need a list.)"""
     found = fields.get(name)
     if _is_message(alone := _from_json(found)):
         return [_message(name, alone)]
@@ -333,7 +335,7 @@ def _answers(fields: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]
 
 
 def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Separates the prompt from the two continuations."""
+    """Separates the prompt from the two answers, for example if the answers include it."""
     if isinstance(prompt, list):
         n = len(prompt)
         both_repeat = all(x[:n] == prompt for x in (chosen, rejected))
@@ -342,7 +344,7 @@ def _parted(fields: Mapping[str, Any], prompt: Any, chosen: Any, rejected: Any) 
         return prompt, chosen, rejected
     pairs = enumerate(zip(chosen, rejected, strict=False))
     alike = next((i for i, (x, y) in pairs if x != y), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str):  # split at a space, since this belongs to the next word's token
+    if isinstance(chosen, str):  # split before a space, because it belongs to the token of the next word
         alike = max(chosen.rfind(" ", 0, alike), chosen.rfind("\n", 0, alike) + 1, 0)
     if alike:
         if prompt is not None and isinstance(chosen, list):

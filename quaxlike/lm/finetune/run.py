@@ -1,4 +1,4 @@
-"""A single fine-tuning run, from reading the checkpoint to writing the adapter."""
+"""A single fine-tuning run, all the way from reading the checkpoint to writing the adapter."""
 
 import contextlib
 import dataclasses
@@ -47,27 +47,27 @@ from .train import State, Training, steps_of, stored_for
 
 
 def merged(run: RunSettings) -> Path:
-    """Returns where to write the merged model: a folder in the output directory, or a GGUF file."""
+    """Returns where to write the merged model: either a folder in the output directory or a GGUF file."""
     return run.output / ("merged.gguf" if run.format == "gguf" else "merged")
 
 
 def adapter_file(train: TrainSettings, run: RunSettings) -> Path:
-    """Returns where to write the adapter: a folder in PEFT's format, or a file in our own."""
+    """Returns where to write the adapter: either a folder in PEFT's format or a file in our own."""
     file = run.output / OWN_FILE
     return file if is_own(train) or file.exists() else run.output
 
 
 def finetune(settings: Settings, console: Console, saved: Saved | None = None) -> dict[str, dict[str, float]]:
-    """Fine-tunes a checkpoint, and writes the adapter to `settings.run.output`.
+    """Fine-tunes a checkpoint and writes the adapter to `settings.run.output`.
 
-    If this folder contains a stopped run with the same settings, then that is resumed. `saved` is kept
-    up-to-date with the newest checkpoint on disk.
+    If this folder already has a stopped run that has the same settings, then we resume that run.  `saved` is
+    kept up-to-date with the newest checkpoint on disk, in case the run is interrupted.
 
-    **Returns:** the `"before"` and `"after"` metrics on held-out data.
+    **Returns:** the metrics on held-out data, both `"before"` and `"after"` training.
 
     **Raises:** `FileNotFoundError`, `FinetuneError`, `CheckpointError` or `UnsupportedConfigError` if the run
-    cannot start, in which case nothing is written. `KeyboardInterrupt` if an interrupt was requested, once
-    the current step has finished and been saved.
+    cannot start, in which case nothing is written. `KeyboardInterrupt` if an interrupt was requested; this
+    happens once the current step is complete and has been saved.
     """
     devices = Devices(settings.run)
     with contextlib.ExitStack() as held:
@@ -89,7 +89,7 @@ def _finetune(
     if isinstance(base, AbstractClassifier):
         config |= base.entries()
     if run.format == "gguf":
-        described(named_arrays(base), config, train.model)  # raises now rather than after hours of training
+        described(named_arrays(base), config, train.model)  # if this raises, do so before hours of training
     take_interrupt()
     limit = config.get("max_position_embeddings") or config.get("n_positions", 2048)
     max_length = data.max_length or min(256, limit)
@@ -104,7 +104,7 @@ def _finetune(
     if len(training) < train.batch_size:
         console.print(f"{data.data}: each batch holds all {len(training)} training examples.")
         train = dataclasses.replace(train, batch_size=len(training))
-        # With fewer rows per batch, each of them can have a larger share of --loss-chunk.
+        # A smaller batch means that each row can have a larger share of --loss-chunk.
         task = task_for(base, train, data)
     if run.eval_every and not held_out:
         raise FinetuneError("--eval-every has nothing to evaluate: set --held-out above 0, or --eval-data.")
@@ -118,7 +118,7 @@ def _finetune(
         console.print(
             f"Goes on with the adapter in {train.adapter}; the optimiser starts anew.", markup=False
         )
-    del base  # otherwise stacking would keep a second copy of every layer alive
+    del base  # if we kept this alive then stacking would need memory for two copies of every layer
     model, scanned = _scanned(model, train, console)
     train = dataclasses.replace(train, scan_layers=scanned)
     model = devices.place(model)
@@ -147,7 +147,7 @@ def _finetune(
 
     del model
     if isinstance(train.adapter, Path) and task.compares_with_start:
-        # The teacher shares the frozen weights. The trained ones must be copied, as each step donates them.
+        # The teacher can share the frozen weights, but not the trained ones, since each step donates them.
         teacher = eqx.combine(jax.tree.map(jnp.copy, params), frozen)
     job = Training(
         task, frozen, training, train,
@@ -167,7 +167,7 @@ def _finetune(
         if not devices.broadcast_from_main(before is not None):
             before = job.measure(params, held_out)
             directory.note(step=0, held_out=before)
-        # The previous run might have stopped after logging this step but before evaluating it.
+        # The previous run might have stopped just after logging this step, but before evaluating it.
         missing = any(x["step"] == first and "held_out" not in x for x in directory.entries())
         if devices.broadcast_from_main(missing and evaluates(first)):
             measured = job.measure(state.params, held_out)
@@ -188,7 +188,7 @@ def _finetune(
                 devices.take_interrupt()
                 if evaluates(step.number):
                     entry["held_out"] = job.measure(state.params, held_out)
-            except KeyboardInterrupt as error:  # save first, and let the resumed run evaluate
+            except KeyboardInterrupt as error:  # first save; the resumed run will evaluate
                 stop = error
             directory.note(step=step.number, **entry)
             metrics.note(
@@ -202,19 +202,19 @@ def _finetune(
         after = job.measure(state.params, held_out)
         metrics.note(steps, held_out=after)
     trained = eqx.combine(devices.on_host(state.params), frozen)
-    trained = trained.unstacked() if train.scan_layers else trained  # must be called by all processes
+    trained = trained.unstacked() if train.scan_layers else trained  # all processes must call this
     if is_main_process():
         take_interrupt()
         _save(trained, train, run, task, console)
         if run.merge:
             take_interrupt()
             _merge(trained, train, data, run)
-    devices.broadcast_from_main(True)  # a barrier: wait until all files are written
+    devices.broadcast_from_main(True)  # only used as a barrier, to wait until all files have been written
     return {"before": before or {}, "after": after}
 
 
 def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[PyTree, dict[str, Any]]:
-    """Loads the checkpoint. On a mesh it is quantised while reading, as it might not fit on one device."""
+    """Loads the checkpoint. On a mesh we quantise as we read, because it might not fit on a single device."""
     if devices.mesh is None:
         return load(train.model)
     shapes, _, weights = open_model(train.model)
@@ -226,7 +226,7 @@ def _base(train: TrainSettings, data: DataSettings, devices: Devices) -> tuple[P
         return load(train.model, quantize=options, mesh=devices.mesh, sharding=devices.rule)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # a weight can't be sharded evenly
+    except ValueError as error:  # there is a weight that we can't shard evenly
         raise FinetuneError(f"{error} (--block-size, --mesh)") from error
 
 
@@ -245,7 +245,7 @@ def _quantisation(settings: TrainSettings, exclude: Sequence[str]) -> dict[str, 
 
 
 def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, tokens: Tokens) -> list[int]:
-    """Returns the invocation tokens, or `[]` if adapters are always active."""
+    """Returns the invocation tokens. If adapters are always active then this is `[]`."""
     of_file: list[int] = []
     if isinstance(settings.adapter, Path):
         config = config_of(settings.adapter, settings)
@@ -255,7 +255,7 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
     if not task.invokes:
         raise FinetuneError("--invocation is for decoders that learn to continue texts.")
     if settings.invocation is None:
-        if run.merge:  # merged weights are the same for all tokens
+        if run.merge:  # a merged weight is the same for every token
             raise FinetuneError(
                 f"--merge cannot be used with the adapter in {settings.adapter}, which has invocation tokens."
             )
@@ -269,7 +269,7 @@ def _invocation(settings: TrainSettings, run: RunSettings, task: AbstractTask, t
 def _invoking(
     path: Path, examples: list[Example], invocation: Sequence[int], console: Console
 ) -> list[Example]:
-    """Drops examples without the invocation tokens, since the adapter would never be active on them."""
+    """Drops examples without the invocation tokens, because the adapter would never be active in them."""
     n = len(invocation)
 
     def stands(ids: Sequence[int]) -> bool:
@@ -346,10 +346,10 @@ def _adapted(
     if settings.quantize != "none" and not is_quantised(model):
         try:
             model = quantize(model, **_quantisation(settings, task.trained_in_full(model)))
-        except ValueError as error:  # the block size doesn't divide a weight
+        except ValueError as error:  # there is a weight that the block size doesn't divide
             raise FinetuneError(str(error)) from error
     in_full = task.trained_in_full(model)
-    # PEFT stores layers that are trained in full as dense arrays, so these can't remain quantised.
+    # If a layer is trained in full then PEFT stores a dense array for it, so it can't remain quantised.
     heads = {name: x for name, x in named_arrays(model).items() if name.split(".")[0] in in_full}
     model = replace(model, {name: materialise(x) for name, x in heads.items()})
     tokens = {}
@@ -388,8 +388,10 @@ def _adapted(
 
 
 def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[PyTree, bool]:
-    """Stacks the layers if this is required by the settings, or if they allow it and it is possible. Also
-    returns whether the layers were stacked."""
+    """Stacks the layers if the settings require this, or if it's possible and they don't forbid it.
+
+    Also returns whether the layers were stacked.
+    """
     wanted = settings.scan_layers
     if wanted is False or (wanted is None and not isinstance(model, AbstractDecoder)):
         return model, False
@@ -399,7 +401,7 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
         stacked = model.stacked()
         _check_rows(stacked)
         return stacked, True
-    except ValueError as error:  # layers have different structures, or a custom type doesn't support stacking
+    except ValueError as error:  # the layers differ in structure, or a custom type can't be stacked
         if wanted:
             raise FinetuneError(f"--scan-layers: {error}") from error
         console.print(f"Layers are compiled one by one: {error}", markup=False)
@@ -407,7 +409,10 @@ def _scanned(model: PyTree, settings: TrainSettings, console: Console) -> tuple[
 
 
 def _check_rows(model: AbstractDecoder) -> None:
-    """Raises `ValueError` if stacked adapters with dropout keys cannot be split into rows."""
+    """Raises `ValueError` if there are adapters which, once stacked, can't be split into rows again.
+
+    This can happen for custom types of adapter that have a key for dropout.
+    """
     for name, x in named_arrays(with_dropout_key(model, jax.random.key(0)).layers).items():
         if isinstance(x, AdaptedArray) and x.leading_axis() is NotImplemented:
             raise ValueError(
@@ -417,11 +422,11 @@ def _check_rows(model: AbstractDecoder) -> None:
 
 
 def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> None:
-    """Raises an error if we would train an adapter that can't be represented in any file."""
-    if train.adapter is not None:  # `_save` falls back to our own format
+    """Raises an error if we are about to train an adapter that none of our file formats can represent."""
+    if train.adapter is not None:  # `_save` can use our own format in this case
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # `_save` will emit these
+        with warnings.catch_warnings(action="ignore"):  # don't warn here, since `_save` will do so
             tensors_and_config(model, task_type=task.peft_type)
     except ValueError as error:
         raise FinetuneError(str(error)) from error
@@ -430,7 +435,7 @@ def _check_written(model: PyTree, train: TrainSettings, task: AbstractTask) -> N
 def _save(
     model: PyTree, train: TrainSettings, run: RunSettings, task: AbstractTask, console: Console
 ) -> None:
-    """Writes the adapter as PEFT's files, or as our own file if PEFT cannot represent it."""
+    """Writes the adapter in PEFT's format. If PEFT cannot represent it then we use our own format instead."""
     if not is_own(train):
         try:
             name = str(train.model)

@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning run, consisting of model, data and output."""
+"""The settings of a fine-tuning run, in three parts: the model, the data, and the output."""
 
 # ruff: noqa: RUF009 (calls that make fields)
 
@@ -16,11 +16,11 @@ from ...files.errors import ErrorAboutFiles
 
 
 class FinetuneError(ErrorAboutFiles):
-    """Raised if a run cannot start or continue. The message states the reason."""
+    """Raised if a run cannot start or continue. The message gives the reason."""
 
 
 def option(help: str, default: Any = dataclasses.MISSING, **of_argument: Any) -> Any:
-    """Declares a setting and its command-line argument. `of_argument` is passed on to `argparse`."""
+    """Declares a setting along with its command-line argument. `of_argument` is passed to `argparse`."""
     return dataclasses.field(default=default, metadata={"help": help, **of_argument})
 
 
@@ -29,17 +29,17 @@ SIZE, SHARE = number(int, 1), number(float, 0, 1)
 
 @dataclasses.dataclass(frozen=True)
 class TaskSettings:
-    """Base class for the settings of an individual task. Fields should be declared using `option`."""
+    """Base class for the settings of a single task. Declare the fields of a subclass using `option`."""
 
     name: ClassVar[str]
-    """The name of the task, as used by `--task`."""
+    """The name of the task, for `--task`."""
     about: ClassVar[str]
-    """A description of the task, for `--help`."""
+    """What the task is for, as shown by `--help`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings:
-    """The model, its adapters, and how to train them."""
+    """The model, its adapters, and how they are trained."""
 
     model: Path = option(
         "checkpoint directory: config.json, model.safetensors, tokenizer.json", type=Path, metavar="DIR"
@@ -116,7 +116,7 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """The training data, and which parts of it contribute to the loss."""
+    """The training data, along with which parts of it should contribute to the loss."""
 
     data: Path = option("training data; - is the standard input", type=Path, metavar="FILE.jsonl")
     eval_data: Path | None = option(
@@ -124,7 +124,7 @@ class DataSettings:
     )
     held_out: float | int = option("share of --data held out for evaluation, 0 for none", 0.1, type=SHARE)
     task: TaskSettings | None = option("(default: what it is made for)", None)
-    """The settings of the chosen task. If None, the task is inferred from the model."""
+    """The settings of the chosen task. If this is None then the task depends on the model."""
     max_length: int | None = option(
         "tokens per text; more are cut (default: 256, or the model's limit)", None, type=SIZE
     )
@@ -133,7 +133,7 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """The output and the devices of a run. None of these affect the trained weights."""
+    """The output and the devices of a run. Nothing in here affects the trained weights."""
 
     output: Path = option(
         "directory for the adapter, the log and the checkpoint of the run", type=Path, metavar="DIR"
@@ -181,8 +181,8 @@ class RunSettings:
     num_processes: int | None = option("the number of processes", None, type=SIZE, metavar="N")
 
 
-# The order of settings in `--help` and `run.json`. Options of tasks come after `task`, and any not listed
-# here come last.
+# The order of settings, both in `--help` and in `run.json`. The options of tasks come directly after `task`,
+# and anything that isn't listed here comes last.
 _ORDER = """
     model data output eval_data held_out task max_length quantize block_size target train_tokens adapter
     rank alpha dropout rslora dora freeze_a invocation lora_plus steps epochs batch_size accumulate
@@ -193,7 +193,7 @@ _ORDER = """
 
 
 def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Field[Any]]:
-    """Sorts the options of settings and tasks into the order used by the command line."""
+    """Sorts all options of settings and tasks, so that they are in the order of the command line."""
     places = {name: place for place, name in enumerate(_ORDER.split())}
     fields = [field for part in parts for field in dataclasses.fields(part)]
     fields.sort(key=lambda field: places.get(field.name, len(places)))
@@ -203,15 +203,18 @@ def in_order(parts: Iterable[Any], tasks: Iterable[Any]) -> list[dataclasses.Fie
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All of the settings of a run."""
+    """All settings of a run."""
 
     train: TrainSettings
     data: DataSettings
     run: RunSettings
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns all settings that affect the result, in a form that can be saved as JSON. A run can only be
-        resumed if these are equal."""
+        """Returns all settings that affect the result. This can be saved as JSON.
+
+        A run can only be resumed if these are the same as before. For any files we also include their
+        digests, in case they have been modified.
+        """
         task, parts = self.data.task, [self.train, self.data]
         tasks = [] if task is None else [task]
         values = {name: value for part in (*parts, *tasks) for name, value in vars(part).items()}
@@ -224,7 +227,7 @@ class Settings:
 
 
 def _digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, or of all file names and contents if this is a checkpoint folder."""
+    """Returns the SHA-256 of a file, or of all file names and contents for a checkpoint folder."""
     if not path.is_dir():
         with open_data(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -236,12 +239,13 @@ _read: dict[Path, bytes] = {}
 
 
 def is_stream(path: Path) -> bool:
-    """Returns whether a file can only be read once: i.e. a pipe, a device, or `-` for standard input."""
+    """Returns whether a file can only be read once. That is, a pipe, a device, or `-` for standard input."""
     return path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def open_data(path: Path) -> io.BufferedIOBase:
-    """Opens a data file. Since runs read their data twice, streams are buffered until `forget_streams`.
+    """Opens a data file. Runs read their data twice, so any streams are kept in memory until
+    `forget_streams`.
 
     **Raises:** `FileNotFoundError` if there is no such file.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, from which it is resumed if the same command is used again."""
+"""Checkpoints of a run. If you use the same command again, then the run is resumed from these."""
 
 import dataclasses
 import json
@@ -21,18 +21,18 @@ from .options import options
 from .settings import FinetuneError, Settings
 
 CHECKPOINT = "checkpoint.safetensors"
-_WRITER = "quaxlike"  # the entry of `run.json` for the version that wrote it
+_WRITER = "quaxlike"  # the entry of `run.json` with the version that wrote this file
 
 
 @dataclasses.dataclass
 class Saved:
-    """The newest checkpoint of a run. `str` returns a message for when a run is interrupted."""
+    """The newest checkpoint of a run. Its `str` is what to tell the user if the run is interrupted."""
 
     output: Path
     step: int | None = None
-    """The step of the checkpoint, or 0 if there is none. None until the run has checked."""
+    """The step of this checkpoint. 0 if there isn't one, and None if the run hasn't checked yet."""
     here: bool = True
-    """Whether this is the process that saves checkpoints."""
+    """Whether this is the process that saves the checkpoints."""
 
     def __str__(self) -> str:
         if not self.here:
@@ -42,7 +42,7 @@ class Saved:
             return (
                 f"Stopped. The same command resumes from the last checkpoint, after step {self.step}: {file}"
             )
-        if self.step is None and file.exists():  # this might belong to a run with other settings
+        if self.step is None and file.exists():  # for all we know, this is from a run with other settings
             return f"Stopped before the run began; {file} is as it was."
         return "Stopped. Nothing was saved yet: the same command begins with the first step."
 
@@ -51,10 +51,11 @@ class RunDirectory:
     """The directory of a run.
 
     This contains `run.json` (the settings), `checkpoint.safetensors` (the most recent state), `log.jsonl`
-    (one line per step), and finally the adapter. The directory is locked until `close` is called.
+    (one line per step), and once the run is complete the adapter. The directory is locked until you call
+    `close`.
 
-    **Raises:** `FinetuneError` if the directory contains a run with different settings, a run that is active
-    in another process, or an adapter that wasn't written by a run.
+    **Raises:** `FinetuneError` if there is a run with different settings in the directory, if another process
+    has an active run there, or if there is an adapter that wasn't written by a run.
     """
 
     def __init__(self, settings: Settings, saved: Saved | None = None) -> None:
@@ -85,14 +86,14 @@ class RunDirectory:
             self._lock.close()
 
     def save(self, step: int, state: PyTree) -> None:
-        """Writes a checkpoint, atomically replacing the previous one."""
+        """Writes a checkpoint. The previous one is replaced atomically."""
         safetensors.save(self.checkpoint, _named(step, state))
         self.saved.step = step
 
     def restore(self, state: PyTree) -> tuple[int, PyTree]:
-        """Returns the step and the state in the checkpoint, or 0 and the given `state` if there is none.
+        """Returns the step and the state in the checkpoint. If there is none, returns 0 and `state` itself.
 
-        Any later steps are removed from the log, since they will be repeated.
+        Any steps after this one will be repeated, so we remove them from the log.
         """
         step, named = 0, _named(0, state)
         if self.checkpoint.exists():
@@ -110,7 +111,7 @@ class RunDirectory:
             file.write(_line(entry))
 
     def amend(self, step: int, **entry: Any) -> None:
-        """Adds entries to the line of a step that has already been logged."""
+        """Adds entries to the line for a step that we have already logged."""
         self._write([x | entry if x["step"] == step else x for x in self.entries()])
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
@@ -118,7 +119,7 @@ class RunDirectory:
             file.writelines(_line(entry) for entry in entries)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Reads the log, ignoring an incomplete last line if the run was killed."""
+        """Reads the log. If the run was killed then the last line can be incomplete, so we ignore that."""
         if not self.log.exists():
             return []
         lines = self.log.read_bytes().splitlines(keepends=True)
@@ -145,7 +146,7 @@ def _named(step: int, state: PyTree) -> dict[str, Any]:
 
 
 def _bare(state: PyTree) -> PyTree:
-    """Returns the state without the parts that are determined by the settings."""
+    """Returns the state without anything that the settings determine, which we don't need to save."""
     return jtu.tree_map(without_numbers, state, is_leaf=is_value)
 
 
@@ -163,7 +164,7 @@ def _compare(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
             f"not know: {', '.join(later)[:200]}. Install quaxlike>={writer} to resume it, or choose another "
             "--output."
         )
-    # Earlier versions behaved as if any settings they lack had their default value.
+    # If an earlier version didn't have some setting, then it behaved as though this had its default value.
     defaults = {option.name: option.default for option in options()}
     found = {k: list(v) if isinstance(v, tuple) else v for k, v in defaults.items() if k in wanted} | found
     differing = [

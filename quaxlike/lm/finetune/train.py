@@ -1,4 +1,4 @@
-"""The training loop and its compiled step, including mixed precision, rematerialisation and memory use."""
+"""The training loop and its compiled step, with mixed precision, rematerialisation and memory use."""
 
 import math
 import time
@@ -25,13 +25,13 @@ from .devices import Devices
 from .settings import FinetuneError, TrainSettings
 from .tasks import AbstractTask
 
-#: Policies for `--remat`, i.e. which intermediates of a layer to save for the backward pass.
+#: The policies for `--remat`. These determine what is saved for the backward pass in each layer.
 POLICIES: dict[str, Any] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": dots_with_no_batch_dims_saveable,
 }
 
-#: How to quantise optimiser moments, for each number of bits.
+#: How to quantise the moments of the optimiser, by the number of bits.
 SCHEMES = {8: "q8_0", 4: "q4_0"}
 
 
@@ -41,13 +41,13 @@ class State(NamedTuple):
 
 
 class MemoryUse(NamedTuple):
-    """The peak memory used by a step on each device, in bytes."""
+    """The peak memory that a step uses on each device, in bytes."""
 
     weights: int
     adapters: int
     optimiser: int
     activations: int | None
-    """The size of temporaries; None if the backend doesn't report this."""
+    """The size of all temporaries, or None if the backend doesn't report this."""
 
     def __str__(self) -> str:
         parts = [
@@ -57,7 +57,7 @@ class MemoryUse(NamedTuple):
 
 
 class TrainingProgram:
-    """A training step, which updates the state using one batch. It is compiled once per batch shape."""
+    """A training step, which updates the state using a single batch. We compile it once per batch shape."""
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class TrainingProgram:
         self._jitted = jax.jit(update, donate_argnames="state")
         self._compiled: dict[Any, Any] = {}
         self.seconds = 0.0
-        """The total time spent compiling."""
+        """The time that we have spent compiling, in total."""
 
     def __call__(self, *arguments: Any) -> tuple[State, Any]:
         return self.compiled(*arguments)(*arguments)
 
     def lowered(self, *arguments: Any) -> jax.stages.Lowered:
-        """Lowers the program. Arrays can be `jax.ShapeDtypeStruct`s, even on unavailable devices."""
+        """Lowers the program. You can use `jax.ShapeDtypeStruct`s here, even for devices that don't exist."""
         return self._jitted.lower(*arguments)
 
     def compiled(self, *arguments: Any) -> Any:
-        """Returns the program for this batch shape. Arrays can be `jax.ShapeDtypeStruct`s."""
+        """Returns the program for the shape of this batch. You can use `jax.ShapeDtypeStruct`s here."""
         shape = arguments[2].ids.shape
         if shape not in self._compiled:
             start = time.perf_counter()
@@ -113,17 +113,17 @@ class TrainingProgram:
 
 
 def stored_for(model: PyTree, dtype: str | None) -> PyTree:
-    """Casts the frozen arrays of a model to the compute dtype, without changing any trainable arrays."""
+    """Casts the frozen arrays of a model to the compute dtype. Any trainable arrays are left as they are."""
     converted = _converted(model, dtype)
     trained, _ = eqx.partition(model, trainable(model))
-    # Casting can change the static fields of Values, and hence the structure that leaves belong to.
+    # Casting can change static fields of a Value, in which case the leaves have to go into another structure.
     places, frozen = eqx.partition(converted, trainable(converted))
     trained = jax.tree.unflatten(jax.tree.structure(places), jax.tree.leaves(trained))
     return eqx.combine(trained, frozen)
 
 
 def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTree:
-    """Prepares a model for a training step, by casting it and wrapping its layers in rematerialisation."""
+    """Prepares a model for a training step by casting it and rematerialising its layers."""
     model = _converted(model, settings.compute_dtype)
     if settings.remat is None:
         return model
@@ -133,12 +133,12 @@ def prepared(model: PyTree, task: AbstractTask, settings: TrainSettings) -> PyTr
 
 
 def computed(model: PyTree, task: AbstractTask, settings: TrainSettings, devices: Devices) -> PyTree:
-    """Gathers the weights of the model or teacher, and then prepares it for a training step."""
+    """Gathers the weights of the model or the teacher and then prepares it for a training step."""
     return None if model is None else prepared(devices.gather_weights(model, task.layers), task, settings)
 
 
 class Again(eqx.Module):
-    """Wraps a layer such that it's recomputed in the backward pass, except for whatever the policy saves."""
+    """Wraps a layer, so that anything that the policy doesn't save is computed again in the backward pass."""
 
     layer: Any
     policy: Callable[..., Any] = eqx.field(static=True)
@@ -151,9 +151,9 @@ class Again(eqx.Module):
 
 
 def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teacher: PyTree = None) -> PyTree:
-    """Computes the task's output for each example in a batch.
+    """Computes the output of the task for each example in a batch.
 
-    `keys` are used for dropout, which is disabled if they are None. `teacher` is only used by some tasks.
+    `keys` are for dropout; pass None to disable this. `teacher` is only needed by some of the tasks.
     """
 
     def one(example: Batch, key: Any) -> Any:
@@ -167,10 +167,10 @@ def outputs_of(task: AbstractTask, model: PyTree, batch: Batch, keys: Any, teach
 
 
 def _converted(model: PyTree, dtype: str | None) -> PyTree:
-    done: dict[int, Any] = {}  # keyed by identity, so that shared arrays stay shared
+    done: dict[int, Any] = {}  # keyed by identity, so that an array shared by several leaves is still shared
 
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, AdaptedArray):  # cast each of its parts
+        if isinstance(leaf, AdaptedArray):  # each of its parts can be cast
             return jax.tree.map(convert, leaf, is_leaf=lambda x: x is not leaf and is_value(x))
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
@@ -185,7 +185,7 @@ def _bytes(tree: PyTree) -> int:
     def part(leaf: Any) -> Any:
         return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
 
-    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # count shared arrays only once
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()  # don't count shared arrays twice
     return sum(math.prod(part(leaf)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -201,7 +201,7 @@ class TrainingStep(NamedTuple):
 def optimiser_for(
     settings: TrainSettings, steps: int
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any], Any]]:
-    """Creates AdamW with gradient clipping by global norm. Also returns its learning rate schedule."""
+    """Creates AdamW, with gradients clipped by their global norm. Also returns the learning rate schedule."""
     warmup, peak = round(settings.warmup * steps), settings.learning_rate
     rest = max(1, steps - warmup)
     decay = {
@@ -209,7 +209,7 @@ def optimiser_for(
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
     }[settings.schedule]
-    # Start the warm-up above zero, so that the first step isn't wasted.
+    # Begin the warm-up at a learning rate above zero, as otherwise the first step wouldn't do anything.
     rise = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rise, decay], [warmup]) if warmup else decay
     chain = optax.chain(
@@ -231,9 +231,9 @@ def steps_of(settings: TrainSettings, n: int) -> int:
 
 
 class Training:
-    """A run of `steps` training steps on a set of examples.
+    """Runs `steps` training steps on a set of examples.
 
-    `frozen` is the non-trainable part of the model. A task can make use of `teacher`.
+    `frozen` is that part of the model which isn't trained. Some tasks also need a `teacher`.
     """
 
     def __init__(
@@ -257,15 +257,15 @@ class Training:
         self._evaluate = jax.jit(evaluate)
 
     def memory(self, state: State) -> MemoryUse:
-        """Compiles a step for the longest batch, and returns its memory use."""
+        """Compiles a step for the longest possible batch and returns how much memory this uses."""
         longest = max(self.examples, key=lambda example: max(map(len, example.texts)))
         batch = collate([longest] * self.settings.batch_size, self.max_length)
         return self.program.memory(self.frozen, state, *self._placed(batch, 1, 0))
 
     def run(self, state: State, first: int) -> Iterator[TrainingStep]:
-        """Trains, starting after step `first`. Resuming a run doesn't affect its results.
+        """Trains, starting with the step after `first`. Resuming a run doesn't affect its results.
 
-        Each state is donated to the next step, and so must not be used once that has started.
+        Each state is donated to the next step, so don't use it any more once that has started.
         """
         settings, size, count = self.settings, self.settings.batch_size, self.settings.accumulate
         for number in range(first + 1, self.steps + 1):
@@ -273,7 +273,7 @@ class Training:
             of_step = range((number - 1) * count, number * count)
             chosen = [chosen_for(i, len(self.examples), size, settings.seed) for i in of_step]
             batches = [collate([self.examples[i] for i in indices], self.max_length) for indices in chosen]
-            # Average over all tokens of the accumulated batches, rather than over the average of each batch.
+            # Take the average over the tokens of all accumulated batches, not an average of averages.
             terms = sum(map(self.task.weight, batches)) / count
             values = []
             for i, batch in zip(of_step, batches, strict=True):
@@ -287,14 +287,14 @@ class Training:
             yield TrainingStep(number, value, float(self._schedule(number - 1)), tokens, seconds, state)
 
     def measure(self, params: PyTree, examples: Sequence[Example]) -> dict[str, float]:
-        """Computes metrics on a set of examples, without dropout. Returns `{}` if there are no examples."""
+        """Computes metrics on a set of examples, without dropout. If there are none then this is `{}`."""
         if not examples:
             return {}
         whole, size = collate(examples, self.max_length), self.settings.batch_size
         outputs = []
         for start in range(0, len(examples), size):
             self._devices.take_interrupt()
-            rows = np.arange(start, start + size) % len(examples)  # repeats examples to fill the last batch
+            rows = np.arange(start, start + size) % len(examples)  # repeat some to fill the last batch
             batch = Batch(*(part[rows] for part in whole))
             outputs.append(self._evaluate(self.frozen, params, self._devices.batch(batch), self._teacher))
         joined = jax.tree.map(lambda *parts: np.concatenate(parts)[: len(examples)], *jax.device_get(outputs))
@@ -303,7 +303,7 @@ class Training:
     def _placed(self, batch: Batch, terms: float | int, i: int) -> tuple[Batch, Any, Any, PyTree]:
         devices, settings, keys = self._devices, self.settings, None
         if self._drops:
-            # Derived from the index of the batch, so that resuming a run doesn't change its dropout.
+            # These only depend on the index of the batch, so a resumed run has the same dropout.
             keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), i), settings.batch_size)
         placed = devices.batch(batch), devices.replicate(jnp.float32(terms)), devices.batch(keys)
         return *placed, self._teacher

@@ -1,4 +1,4 @@
-"""Text generation. The command is `python -m quaxlike.lm.generate`."""
+"""Text generation. To use this from the command line, run `python -m quaxlike.lm.generate`."""
 
 from .generation import Conversation, generate
 

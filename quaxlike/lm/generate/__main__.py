@@ -49,13 +49,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m quaxlike.lm.generate") -> int:
-    """Runs the command. Exits with status 2 if it cannot start, and 130 after Ctrl-C."""
-    # Parse arguments before importing JAX, which takes seconds.
+    """Runs the command. The exit status is 2 if it cannot start and 130 after Ctrl-C."""
+    # Importing JAX takes seconds, so parse the arguments first to report mistakes immediately.
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     if arguments.prompt is not None and arguments.system is not None:
         parser.error("--system goes with --chat or --message")
-    if arguments.chat:  # this does its own handling of interrupts
+    if arguments.chat:  # a chat handles interrupts itself
         return _run(parser, arguments)
     with interrupts_deferred("", patience=0):
         return _run(parser, arguments)

@@ -1,8 +1,10 @@
 """`generate` and `Conversation`, for generating text with a decoder.
 
-The invariant is that the cache contains the keys and values of exactly the tokens preceding the next one,
-computed using the same adapters and rotary frequencies. If any of these change, then the affected tokens are
-recomputed. Shapes are rounded up to powers of two, to limit the number of compilations.
+The invariant is that the cache contains the keys and values of exactly those tokens that precede the next
+one, as computed with the current adapters and rotary frequencies. If any of these change then we recompute
+all tokens that are affected.
+
+Note that shapes are rounded up to powers of two, as otherwise we would recompile for every length.
 """
 
 import functools
@@ -44,35 +46,36 @@ def generate(
 ) -> Int[Array, "batch new"]:
     """Generates continuations of texts, one token at a time.
 
-    The keys and values of previous tokens are cached, and this cache is updated in-place. Lengths are rounded
-    up to powers of two, with two programs for each: one to process the prompts and one to generate a single
-    token. Both are compiled before the first token, in parallel unless the model is sharded over several
-    devices.
+    The keys and values of previous tokens are cached, and this cache is updated in-place. To limit the amount
+    of compilation, lengths are rounded up to powers of two. There are two programs for each length: one that
+    processes the prompts and one that generates a single token. Both are compiled before the first token.
+    (This happens in parallel unless the model is sharded over several devices.)
 
     **Arguments:**
 
-    - `model`: the decoder. Its weights can be Values. If there is one stacked adapter per text
-        ([`quaxlike.stack_adapters`][]), then each text uses its own. Activated LoRAs are applied from the
-        last occurrence of their invocation tokens in the prompt onwards, or not at all if there is none.
-    - `ids`: the prompts, left-padded.
+    - `model`: the decoder. Its weights can be Values. If it has one stacked adapter per text
+        ([`quaxlike.stack_adapters`][]), then each text uses its own adapter. Activated LoRAs apply from the
+        last occurrence of their invocation tokens in the prompt, and otherwise not at all.
+    - `ids`: the prompts, with any padding on the left.
     - `max_new_tokens`: the maximum number of tokens to generate.
-    - `mask`: False for those of `ids` that are padding. Default: no padding.
-    - `eos`: the tokens that end a text. Default: none.
-    - `temperature`: divides the logits before sampling. Default: 0, i.e. greedy decoding.
-    - `top_k`: only samples from the `top_k` most likely tokens. Default: all tokens.
-    - `top_p`: only samples from the most likely tokens with this total probability. Default: all tokens.
-    - `key`: a PRNG key, used for sampling.
-    - `on_token`: a function called with the new tokens of all texts, `(batch,)`, after every step. The device
-        already runs the next step during this call.
-    - `cache`: how to store keys and values: either `"bfloat16"`, or a codec of [`quaxlike.BlockArray`][],
-        e.g. `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and head. For codecs with at
-        most 4 bits, keys are first rotated so that a few outliers don't reduce the precision of all other
-        elements. Default: the model's dtype.
+    - `mask`: False for elements of `ids` that are padding. Default: no padding.
+    - `eos`: the tokens at which a text ends. Default: none.
+    - `temperature`: divides the logits before sampling. Default: 0, which means greedy decoding.
+    - `top_k`: only sample from this many of the most likely tokens. Default: all tokens.
+    - `top_p`: only sample from the most likely tokens that together have this probability. Default: all
+        tokens.
+    - `key`: a PRNG key for sampling.
+    - `on_token`: a function to call with the new tokens of all texts, of shape `(batch,)`, after every step.
+        You can use this for streaming. The device is already running the next step during this call.
+    - `cache`: how to store keys and values. This is either `"bfloat16"` or a codec of
+        [`quaxlike.BlockArray`][], e.g. `"q8_0"`, `"q4_0"`, `"nf4"`, or `"int8"` with one scale per token and
+        head. If a codec has at most 4 bits then keys are rotated first, so that a few outliers don't cost all
+        other elements their precision. Default: the dtype of the model.
 
-    **Returns:** the new tokens, `(batch, max_new_tokens)`. Texts that have ended are padded with
-    `pad_token_id` from `config.json`, or with the first of `eos` if that's unset.
+    **Returns:** the new tokens, of shape `(batch, max_new_tokens)`. Texts that have ended are padded with the
+    `pad_token_id` in `config.json`, or if this is unset then with the first of `eos`.
 
-    **Raises:** `ValueError` if arguments are inconsistent with each other or with the model.
+    **Raises:** `ValueError` if arguments aren't consistent with each other, or with the model.
 
     !!! example
 
@@ -99,7 +102,7 @@ def generate(
     steps, done = list[Any](), np.zeros(len(ids), bool)
     fill = model.config.pad_token_id if model.config.pad_token_id >= 0 else int(ends[0]) if ends.size else 0
     for token in _tokens(model, ids.astype(np.int32), seen, max_new_tokens, sampling, cache):
-        # Reading the token blocks until it has been computed, so only do this if necessary.
+        # Reading a token makes us wait until it has been computed, so only do this if we need to.
         if ends.size or on_token is not None:
             token = np.where(done, np.int32(fill), np.asarray(token))
             done |= np.isin(token, ends)
@@ -115,7 +118,7 @@ def generate(
 def _sampling(
     model: Any, ids: Any, seen: Any, new: int, temperature: Any, top_k: Any, top_p: Any, key: Any
 ) -> "_Sampling":
-    """Creates the sampler. Raises `ValueError` if arguments are inconsistent with each other or the model."""
+    """Checks all arguments and then creates the sampler. Raises `ValueError` if they aren't consistent."""
     if not isinstance(model, Decoder):
         raise ValueError(f"generate takes a Decoder of `quaxlike.lm.models`; found {type(model).__name__}.")
     if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -153,7 +156,7 @@ def _sampling(
 
 
 class _Sampling(eqx.Module):
-    """Samples the next token, or chooses it greedily if `temperature` is None."""
+    """Samples the next token. If `temperature` is None then this instead takes the most likely one."""
 
     temperature: Array | None
     top_p: Array | None
@@ -170,7 +173,8 @@ class _Sampling(eqx.Module):
         if self.top_p is not None:
             order = jnp.sort(logits, axis=-1, descending=True)
             mass = jax.nn.softmax(order, axis=-1)
-            # A token is kept if the total probability of all tokens before it is less than `top_p`.
+            # Keep a token if all tokens before it have a total probability of less than `top_p`. Note that
+            # this always keeps the most likely one.
             inside = jnp.cumsum(mass, axis=-1) - mass < self.top_p
             least = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -180,19 +184,20 @@ class _Sampling(eqx.Module):
 def _tokens(
     model: Decoder, ids: np.ndarray, seen: np.ndarray, new: int, sampling: _Sampling, cache: str | None
 ) -> Iterator[Any]:
-    """Yields the new tokens of each step, `(batch,)`."""
+    """Yields the new tokens of each step, with shape `(batch,)`."""
     longest, reader = int(seen.sum(1).max()), _Reader(model, cache)
     since = _invoked_at(model, np.where(seen, ids, -1))
     switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
     made: list[Any] = []
     while len(made) < new:
-        # Some rotary frequencies change once a text exceeds a certain length, invalidating the cache.
+        # Some rotary frequencies change once a text exceeds a certain length. This invalidates the cache, so
+        # only run up to that point and then start again with all tokens so far.
         until = min([new, *(s - longest + 1 for s in switches if s >= longest + len(made))])
         part = np.concatenate([ids, *(np.asarray(token)[:, None] for token in made)], axis=1)
         start, room = 0, _rounded(part.shape[1]) + _rounded(until - len(made))
         behind = room - seen.shape[1]
         reader.begin(np.pad(seen, ((0, 0), (0, behind)), constant_values=True))
-        # Dispatch the next step before reading the previous token, so that the device is never idle.
+        # Dispatch the next step before we read the previous token. Otherwise the device would sit idle.
         while len(made) < until:
             count = len(made)
             more = count + 1 < until
@@ -205,7 +210,7 @@ def _tokens(
 
 
 class _Structure:
-    """The PyTree structure of a model, with a cached hash and fast equality."""
+    """The PyTree structure of a model. JAX compares this at every step, so we cache its hash."""
 
     def __init__(self, of: Any) -> None:
         self.of, self._hash = of, hash(of)
@@ -219,7 +224,7 @@ class _Structure:
 
 @jax.tree_util.register_pytree_node_class
 class _Leaves:
-    """A flattened model, so that we don't need to flatten it for every token."""
+    """A model that has already been flattened, so that we don't have to do so for every token."""
 
     def __init__(self, model: Any) -> None:
         self._leaves, structure = jax.tree.flatten(model)
@@ -239,14 +244,14 @@ class _Leaves:
 
 
 def _likeliest(logits: Array) -> Array:
-    """As `argmax` over the last axis, but faster: XLA doesn't vectorise its implementation on CPUs."""
-    # As in `argmax`, NaNs take precedence over the maximum.
+    """As `argmax` over the last axis, but faster. (XLA doesn't vectorise its own implementation on CPUs.)"""
+    # If there is a NaN then `argmax` returns that rather than the maximum, so do the same.
     found = (logits == jnp.max(logits, axis=-1, keepdims=True)) | jnp.isnan(logits)
     return jnp.min(jnp.where(found, jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape[-1]), axis=-1)
 
 
 class _Reader:
-    """Incrementally runs a decoder on rows of tokens, using a key-value cache."""
+    """Runs a decoder incrementally on rows of tokens, using a key-value cache."""
 
     def __init__(self, model: Decoder, cache: str | None) -> None:
         self.model, self._leaves, self._cache = model, _Leaves(model), cache
@@ -254,11 +259,11 @@ class _Reader:
         self._seen: Any = None
 
     def begin(self, seen: Bool[np.ndarray, "rows room"]) -> None:
-        """Clears the cache. `seen` is a mask covering all future tokens as well."""
+        """Clears the cache. The mask `seen` must also cover all tokens that will follow."""
         self.memory, self._seen = None, jnp.asarray(seen)
 
     def grow(self, room: int) -> None:
-        """Ensures there is space for `room` tokens. Only used for a single row without padding."""
+        """Ensures that there is space for `room` tokens. Only to be used for a single unpadded row."""
         if self.memory is None:
             self.memory = self.model.memory(room, self._cache)
         elif (more := room - _room(self.memory)) > 0:
@@ -267,16 +272,17 @@ class _Reader:
     def next(
         self, ids: Any, start: int, length: int, since: Any, sampling: _Sampling, step: int, *, more: bool
     ) -> Int[Array, " rows"]:
-        """Runs the decoder on `ids`, `(rows, tokens)` or one token per row, and samples the next token.
+        """Runs the decoder on `ids` and then samples the next token.
 
-        If this is interrupted then the cache is lost, as it has been donated.
+        Here `ids` either has shape `(rows, tokens)`, or has one token per row. Note that the cache is
+        donated, so it is lost if we are interrupted in here.
 
         **Arguments:**
 
         - `start`: the position of `ids` in each row.
-        - `length`: the length of the longest row, including `ids`.
-        - `since`: the position in each row from which activated LoRAs are applied.
-        - `more`: whether there will be another step.
+        - `length`: the length of the longest row. This includes `ids` itself.
+        - `since`: the position in each row from which activated LoRAs apply.
+        - `more`: whether there will be another step after this one.
         """
         count, memory = ids.size // len(ids), self.memory
         at, last, size, number = map(np.int32, (start, count - 1, length, step))
@@ -285,17 +291,18 @@ class _Reader:
             ids = np.pad(ids, ((0, 0), (0, _rounded(count) - count)))
             if more:
                 self._compile_both(ids, rest)
-        # The memory is donated, so it must not be used again if we are interrupted.
+        # The memory is about to be donated, so make sure nobody uses it again if we are interrupted.
         self.memory = None
         token, self.memory = _next(self._leaves, ids, self._seen, memory, *rest)
         return token
 
     def _compile_both(self, ids: Any, rest: Any) -> None:
-        """Compiles the programs for the prompt and for a single token, in parallel.
+        """Compiles the program for the prompt and the program for a single token, in parallel.
 
-        Subsequent calls of the jitted function will hit JAX's cache. With several devices, the second program
-        depends on the sharding of the first one's output, and so it is compiled once it is called. Both are
-        traced on this thread, since context managers are thread-local.
+        This works because calling the jitted function later on will hit JAX's cache. (Except that with
+        several devices, the second program depends on how the output of the first one is sharded, so there it
+        is only compiled once it is called.) Note that both are traced on this thread, since context managers
+        are thread-local.
         """
         arrays = [leaf for leaf in jax.tree.leaves(self.model) if isinstance(leaf, jax.Array)]
         if any(len(array.sharding.device_set) > 1 for array in arrays):
@@ -313,11 +320,13 @@ def _next(
     leaves: _Leaves, ids: Any, seen: Any, memory: Any, start: Any, last: Any, length: Any, since: Any,
     sampling: _Sampling, step: Any, cache: str | None,
 ) -> tuple[Array, Any]:  # fmt: skip
-    """Samples the token after position `last` of each row of `ids`, and updates the memory from `start` on.
+    """Samples the token that follows position `last` of each row in `ids` and updates the memory.
 
-    `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` after `last`
-    is padding, and will be overwritten by later tokens. For a single row we use no batch axis, neither here
-    nor in the memory, since batched operations are slower.
+    `memory` is None for the first call. `seen` is None if there is no padding. Anything in `ids` that comes
+    after `last` is padding, which will be overwritten by later tokens.
+
+    For a single row we don't use a batch axis (neither here nor in the memory), because batched operations
+    are slower than unbatched ones even if the batch has size one.
     """
     model, ids = leaves.whole(), ids.reshape(len(ids), -1)
     rows, width = ids.shape
@@ -330,7 +339,7 @@ def _next(
     def run(model: Decoder, ids: Any, seen: Any, memory: Any) -> Any:
         room = _room(memory)
         seen = jnp.ones(room, bool) if seen is None else seen
-        # Mask out padding, along with anything that has not been written yet.
+        # Mask out padding. Also mask out anything in the memory that we have yet to write.
         seen = seen & (jnp.arange(room) <= start + last)
         hidden, memory = model.body(ids, seen, memory, start, length)
         return model.logits(jax.lax.dynamic_slice_in_dim(hidden, last, 1))[0], memory
@@ -351,12 +360,13 @@ def _next(
 class Conversation:
     """A text that a decoder continues turn by turn, such as a chat.
 
-    Keys and values stay cached for the longest common prefix with the previous text, so that only new tokens
-    need to be processed. This cache is unaffected by activated LoRAs up to their invocation tokens.
+    Keys and values stay cached between turns. If a text has a prefix in common with the previous one, then
+    only the tokens after this prefix need to be processed. (Activated LoRAs aren't a problem here, as they
+    don't affect the cache up to their invocation tokens.)
 
     **Arguments:**
 
-    - `model`: the decoder, with at most one adapter. Activated LoRAs are applied as in
+    - `model`: the decoder. It can have at most one adapter. Activated LoRAs apply as in
         [`quaxlike.lm.generate`][].
     - `cache`: as in [`quaxlike.lm.generate`][].
 
@@ -384,12 +394,12 @@ class Conversation:
                 f"with `quaxlike.choose_adapter`; found {type(model).__name__}."
             )
         self._reader, self._cache = _Reader(model, cache), cache
-        self._cached: list[int] = []  # the tokens whose keys and values are cached
-        self._since = _NEVER  # the position from which activated LoRAs were applied
+        self._cached: list[int] = []  # the tokens for which we have cached keys and values
+        self._since = _NEVER  # the position from which activated LoRAs were applied to these
 
     @property
     def context(self) -> int:
-        """The maximum number of tokens, including those to generate."""
+        """The maximum number of tokens, including any that are yet to be generated."""
         return self._reader.model.config.max_position_embeddings
 
     def answer(
@@ -403,13 +413,13 @@ class Conversation:
         top_p: float | int | None = None,
         key: Any = None,
     ) -> Iterator[int]:
-        """Continues a text, one token at a time. Iteration can be stopped at any point.
+        """Continues a text, one token at a time. You can stop iterating at any point.
 
         **Arguments:** as in [`quaxlike.lm.generate`][], except that `ids` is a single text.
 
-        **Returns:** an iterator over new tokens, which ends before the first token in `eos`.
+        **Returns:** an iterator over the new tokens. This ends just before the first token that is in `eos`.
 
-        **Raises:** `ValueError` if arguments are inconsistent with each other or with the model.
+        **Raises:** `ValueError` if arguments aren't consistent with each other, or with the model.
         """
         tokens = [int(token) for token in ids]
         row = np.asarray([tokens], np.int64)
@@ -418,17 +428,18 @@ class Conversation:
         return self._tokens(tokens, max_new_tokens, frozenset(eos), sampling)
 
     def fork(self, model: Decoder) -> "Conversation":
-        """Continues with a different model that has the same base, without recomputing the cache.
+        """Continues with a different model that has the same base, without having to recompute the cache.
 
-        The cache is valid for all tokens up to where an activated LoRA is applied, so you can process a long
-        text once and then fork many conversations from it.
+        This is useful if you have a long text and would like to ask many questions about it: process the text
+        just once and then fork a conversation for each question. It works because the cache is valid for all
+        tokens up to the position where an activated LoRA starts to apply.
 
         **Arguments:**
 
         - `model`: either the base model, or the base model with activated LoRAs.
 
-        **Raises:** `ValueError` if the base is different, or if an adapter of either model applies to all
-        tokens.
+        **Raises:** `ValueError` if the base isn't the same, or if either of the models has an adapter that
+        applies to all tokens.
 
         !!! example
 
@@ -459,9 +470,9 @@ class Conversation:
         kept = min(len(self._cached), self._since)
         switches = [rope.switch for rope in model.config.ropes if rope.long is not None]
         whole = kept == len(self._cached) or _is_by_place(self._reader.memory)
-        # On the other side of a switch, the cache would have been computed using different frequencies.
+        # If a switch lies in between, then different rotary frequencies were used to compute the cache.
         if self._cached and whole and not any(kept <= x < len(self._cached) for x in switches):
-            # This must be a copy, since each step donates its memory.
+            # Make a copy, because each step donates its memory.
             other._cached = self._cached[:kept]
             other._reader.memory = jax.tree.map(jnp.copy, self._reader.memory)
         return other
@@ -478,24 +489,24 @@ class Conversation:
             yield token
 
     def _next(self, tokens: list[int], since: int, most: int, sampling: "_Sampling", step: int) -> int:
-        """Processes all tokens after the cached prefix, and samples the next token."""
+        """Processes any tokens after the cached prefix and then samples the next token."""
         pairs = zip(self._cached, tokens[:-1], strict=False)
         start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        # The cache is invalid from the first position at which a LoRA is newly active, or no longer active.
+        # A LoRA that becomes active (or inactive) at some position invalidates the cache from there on.
         if since != self._since:
             start = min(start, since, self._since)
         switches = [rope.switch for rope in self._reader.model.config.ropes if rope.long is not None]
         if any((len(self._cached) > switch) != (len(tokens) > switch) for switch in switches):
-            start = 0  # this length changes the rotary frequencies
-        # Recurrent states can't be rewound, so start from scratch.
+            start = 0  # a text of this length uses other rotary frequencies
+        # There is no way to rewind a recurrent state, so start from scratch.
         if start < len(self._cached) and not _is_by_place(self._reader.memory):
             start, self._reader.memory = 0, None
         part, room = np.asarray(tokens[start:], np.int32), most
         if len(part) > 1:
-            # Leave space for rounding up the number of tokens.
+            # The number of tokens will be rounded up, so leave space for that.
             part, room = part[None], max(most, start + _rounded(len(part)))
         self._reader.grow(_rounded(room))
-        self._cached = []  # donated, so it's lost if we are interrupted
+        self._cached = []  # the memory is about to be donated, so it's lost if we are interrupted
         places, more = np.asarray([since], np.int32), len(tokens) + 1 < most
         token = self._reader.next(part, start, len(tokens), places, sampling, step, more=more)
         token = np.asarray(token).item()
@@ -508,7 +519,7 @@ def _is_memory(x: Any) -> bool:
 
 
 def _is_by_place(memory: Any) -> bool:
-    """Returns whether we can go back to any position in the memory, and continue differently from there."""
+    """Returns whether we can go back to any position in the memory and continue differently from there."""
     return all(part.by_place for part in jax.tree.leaves(memory, is_leaf=_is_memory))
 
 
@@ -517,12 +528,12 @@ def _room(memory: Any) -> int:
     return first.room
 
 
-#: Larger than any position, for activated LoRAs that are never invoked.
+#: This is larger than any position. Used for activated LoRAs that are never invoked.
 _NEVER = int(np.iinfo(np.int32).max)
 
 
 def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
-    """Returns the position of the last occurrence of the invocation tokens in each row."""
+    """Returns the position in each row at which the invocation tokens last occur, or `_NEVER`."""
     if len(found := invocations(model)) > 1:
         raise ValueError(
             "Texts are generated with adapters that the same tokens invoke; those of this model are invoked "
@@ -536,7 +547,8 @@ def _invoked_at(model: Decoder, ids: np.ndarray) -> np.ndarray:
 
 
 def _acting(model: Decoder, start: Any, count: int, since: Any) -> Decoder:
-    """Activates LoRAs from position `since` onwards, for `count` tokens starting at position `start`."""
+    """Activates LoRAs from position `since` onwards, for the `count` tokens that start at position
+    `start`."""
     return activated(model, lambda _: start + jnp.arange(count) >= since)
 
 
@@ -545,5 +557,5 @@ def _stacked_adapters(model: Decoder) -> list[Any]:
 
 
 def _rounded(n: int) -> int:
-    """Rounds up to a power of two that is at least 16."""
+    """Rounds up to a power of two, or to 16 if that is larger."""
     return max(16, 1 << (n - 1).bit_length())

@@ -28,11 +28,11 @@ _HELP = "Type a message. Ctrl-C stops an answer, /new begins anew, Ctrl-D ends."
 
 
 class GenerateError(ErrorAboutFiles):
-    """Raised if text cannot be generated. The message states the reason."""
+    """Raised if we cannot generate text. The message gives the reason."""
 
 
 class Count(NamedTuple):
-    """The number of generated tokens, and how long this took excluding compilation."""
+    """The number of generated tokens, along with how long this took. (Not counting compilation.)"""
 
     tokens: int
     timed: int
@@ -43,7 +43,7 @@ class Count(NamedTuple):
 
 
 class Clock:
-    """Counts the tokens of each step. The first two steps are excluded, as they each compile a program."""
+    """Counts the tokens of each step. The first two are excluded, because each of them compiles a program."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
@@ -60,7 +60,7 @@ class Clock:
 
 
 class Stream:
-    """Incrementally decodes the tokens of a single text."""
+    """Decodes the tokens of a single text and writes out whatever is new as each of them arrives."""
 
     def __init__(self, tokenizer: TextTokenizer, out: Any) -> None:
         self._tokenizer, self._out, self._clock = tokenizer, out, Clock()
@@ -71,7 +71,7 @@ class Stream:
         self._clock.tick(1)
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens)
-        # Characters can consist of several tokens, and decode to U+FFFD until they are complete.
+        # A character can consist of several tokens. These decode to U+FFFD until the last one has arrived.
         if not text.endswith("\ufffd") and text.startswith(self.text):
             self._write(text)
 
@@ -88,10 +88,10 @@ class Stream:
 
 
 def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) -> Count:
-    """Continues prompts or answers messages. Writes the texts to `out`, and calls `tell` to report progress.
+    """Continues prompts or answers messages, writing the texts to `out`. Progress is reported using `tell`.
 
     **Raises:** `FileNotFoundError`, `CheckpointError`, `UnsupportedConfigError`, or `GenerateError` if the
-    model isn't a decoder, the tokeniser is corrupt, or the prompt is empty.
+    model isn't a decoder, the tokeniser is corrupt, or a prompt is empty.
     """
     tokenizer = TextTokenizer(arguments.model)
     try:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace, out: Any, tell: Callable[[str], None]) ->
         model, config = load(arguments.model, **options, mesh=mesh, sharding=sharding)
     except (CheckpointError, UnsupportedConfigError):
         raise
-    except ValueError as error:  # a weight can't be sharded evenly
+    except ValueError as error:  # there is a weight that we can't shard evenly
         raise GenerateError(str(error)) from error
     if not isinstance(model, Decoder):
         raise GenerateError(
@@ -164,7 +164,7 @@ def _continue(
 
 
 class _Writer:
-    """Writes out texts. A single text is streamed, whereas several are only written once complete."""
+    """Writes out texts. A single text is streamed, but if there are several then we wait for all of them."""
 
     def __init__(self, tokenizer: TextTokenizer, ends: list[int], rows: int, out: Any) -> None:
         self._tokenizer, self._ends, self._out = tokenizer, ends, out
@@ -208,9 +208,9 @@ def _chat(
     out: Any,
     tell: Callable[[str], None],
 ) -> Count:
-    """Answers messages, taken either from `arguments.message` or interactively from the user.
+    """Answers messages. These are either taken from `arguments.message`, or typed by the user.
 
-    **Raises:** `GenerateError` if the template rejects the conversation, or if it is too long.
+    **Raises:** `GenerateError` if the template rejects the conversation, or if the conversation is too long.
     """
     ends = sorted({*marks.ends, *marks.answer})
     talk = _Talk(Conversation(model, cache=arguments.cache), tokenizer, template, ends, arguments, out)
@@ -259,7 +259,7 @@ class _Talk:
         return [] if system is None else [{"role": "system", "content": system}]
 
     def answer(self, text: str) -> None:
-        """Adds a message, and generates an answer to it until interrupted by Ctrl-C."""
+        """Adds a message and then generates an answer to it. The user can cut this short with Ctrl-C."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self.template.render(self.messages, add_generation_prompt=True).text

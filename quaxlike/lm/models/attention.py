@@ -1,7 +1,8 @@
 """Attention for all architectures, along with its key-value cache.
 
-The cache must be updated in-place, as copying it for every token would cost more than the attention itself.
-XLA does so only if nothing else reads the old buffer, which is ensured by the barrier in `Memory._written`.
+The cache must be updated in-place, as otherwise we would copy all of it for every token, which costs more
+than the attention itself. Note that XLA only updates a buffer in-place if nothing else reads the old buffer,
+which is what the barrier in `Memory._written` ensures.
 """
 
 import dataclasses
@@ -32,10 +33,12 @@ class Memory(AbstractMemory):
     """The key-value cache of a single layer, with space for up to `room` tokens.
 
     Keys and values are either arrays or quantised Values. If the layers are scanned over, then they share
-    arrays with a leading layer axis, which must be part of the scan's carry to be updated in-place. Quantised
-    caches have shape `(room, kv_heads, size)`. Plain arrays have shape `(kv_heads, size, room)` for keys and
-    `(kv_heads, room, size)` for values, so that for a single query both products contract over the
-    second-to-last axis, which is fastest on CPUs.
+    arrays with a leading layer axis. (Importantly, these must be part of the scan's carry, as otherwise XLA
+    can't update them in-place.)
+
+    Quantised caches have shape `(room, kv_heads, size)`. Plain arrays instead use `(kv_heads, size, room)`
+    for keys and `(kv_heads, room, size)` for values. In this way both products for a single query contract
+    over the second-to-last axis, which is fastest on CPUs.
     """
 
     by_place: ClassVar = True
@@ -46,20 +49,20 @@ class Memory(AbstractMemory):
     """The order of the axes (tokens, heads, size) in `key`."""
     value_axes: Axes = eqx.field(static=True, default=(1, 0, 2))
     rotates: bool = eqx.field(static=True, default=False)
-    """Whether to rotate keys and queries by `hadamard`."""
+    """Whether to rotate keys and queries by `hadamard`, which makes them easier to quantise to a few bits."""
     layer: Int[Array, ""] | None = None
-    """This layer's index into arrays stacked over layers; None if they aren't stacked."""
+    """This layer's index into arrays that are stacked over layers, or None if they aren't stacked."""
 
     @classmethod
     def empty(cls, room: int, heads: int, size: int, dtype: Any, scheme: str | None) -> "Memory":
-        """Creates an empty cache. `scheme` is as the `cache` argument of `generate`."""
+        """Creates an empty cache. `scheme` is the `cache` argument of `generate`."""
         if scheme is None or scheme == "bfloat16":
             dtype = dtype if scheme is None else scheme
             return cls(jnp.zeros((heads, size, room), dtype), jnp.zeros((heads, room, size), dtype))
         if scheme not in CODECS:
             known = ", ".join(["bfloat16", *CODECS])
             raise ValueError(f"`cache` must be None or one of {known}; found {scheme!r}.")
-        # These must not share a buffer, since both will be donated.
+        # Create these separately rather than reusing one for both, since a buffer can only be donated once.
         key: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         value: Any = CacheArray.empty((room, heads, size), scheme, dtype=dtype)
         axes = (0, 1, 2)
@@ -82,17 +85,18 @@ class Memory(AbstractMemory):
     def write(self, key: Array, value: Array, start: Any, dtype: Any) -> tuple["Memory", Array, Array]:
         """Writes keys and values at position `start` onwards.
 
-        Returns the updated cache, and all of this layer's keys and values, each `(room, kv_heads, size)`.
+        Returns the updated cache along with all of this layer's keys and values (not just the new ones), each
+        of shape `(room, kv_heads, size)` and converted to `dtype`.
         """
         key, keys = self._written(self.key, key, start, self.key_axes)
         value, values = self._written(self.value, value, start, self.value_axes)
         return dataclasses.replace(self, key=key, value=value), keys.astype(dtype), values.astype(dtype)
 
     def _written(self, old: Any, new: Array, start: Any, axes: Axes) -> tuple[Any, Any]:
-        """Writes `new` into `old`. Returns the full array, and this layer's part of it."""
+        """Writes `new` into `old`. Returns the full array along with the part that belongs to this layer."""
         new = jnp.transpose(new.astype(old.dtype), axes)
         place = tuple(0 if axis else start for axis in axes)
-        # Without this barrier, XLA fuses the write with the reads below, and so writes to a copy instead.
+        # Without this barrier, XLA would fuse the write with the reads below and therefore write to a copy.
         old_part = old if self.layer is None else self._layer_of(old)
         out = part = lax.optimization_barrier(lax.dynamic_update_slice(old_part, new, place))
         if self.layer is not None:
@@ -138,7 +142,7 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
             # Within each head, queries are followed by gates.
             query, gate = jnp.split(parts[0].reshape(n, -1, 2 * c.head_dim), 2, axis=-1)
             parts[0], gate = query.reshape(n, -1), gate.reshape(n, -1)
-        # Either normalise over all heads at once (e.g. OLMo 2), or over each head separately (e.g. Qwen3).
+        # Normalise either over all heads together (e.g. OLMo 2), or over each head separately (e.g. Qwen3).
         if c.family.qk_norm == "whole":
             parts[:2] = self.normed("q_norm", parts[0]), self.normed("k_norm", parts[1])
         query, key, value = (part.reshape(n, -1, c.head_dim) for part in parts)
@@ -149,7 +153,7 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
         if context.factor is not None:
             query = query * context.factor[:, None, None]
         if memory is not None:
-            # Rotating both leaves scores unchanged, but makes the keys easier to quantise.
+            # Rotating both of them leaves the scores unchanged, but makes the keys easier to quantise.
             if memory.rotates:
                 query, key = hadamard(query), hadamard(key)
             memory, key, value = memory.write(key, value, start, query.dtype)
@@ -167,7 +171,10 @@ class Attention(Part, AbstractMixer, roles="q_proj k_proj v_proj qkv_proj o_proj
 def hadamard(x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
     """Rotates rows by a Hadamard matrix, which spreads outliers evenly over all elements.
 
-    This leaves inner products unchanged. If the size isn't a power of two, then the rotation is blockwise.
+    This is useful before quantising the rows, as otherwise a few outliers would determine the scale. The
+    matrix is orthogonal, so inner products are unchanged if both sides are rotated. (If the size isn't a
+    power of two, then we instead use a block-diagonal matrix, with blocks of the largest power of two that
+    divides it.)
 
     Ashkboos et al., QuaRot (2024).
     """
@@ -189,28 +196,28 @@ def attend(
     softcap: float | int = 0.0,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Hidden:
-    """Softmax attention (Vaswani et al., 2017). Each key head may be shared by several query heads (GQA).
+    """Softmax attention (Vaswani et al., 2017). Each key head can be shared by several query heads (GQA).
 
-    The full matrix of scores is computed for up to 2¹⁹ (query, key) pairs. Beyond that we use an algorithm
-    whose memory is linear in the number of tokens, also when differentiated.
+    For up to 2¹⁹ (query, key) pairs we simply compute the full matrix of scores. Beyond that we switch to an
+    algorithm whose memory is linear in the number of tokens, including when it is differentiated.
 
-    If the arrays' mesh has an axis named seq, context or cp, then tokens are sharded along it. Each device
-    computes the output for its own queries, whilst keys and values are passed around all devices, as in Ring
-    Attention (Liu et al., 2023). This only supports reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
+    If the arrays live on a mesh with an axis named seq, context or cp, then tokens are sharded along this
+    axis. Each device computes the output for its own queries, whilst keys and values are passed around all
+    devices, as in Ring Attention (Liu et al., 2023). Note that this only supports reverse-mode
+    autodifferentiation (`jax.grad`, `jax.vjp`).
 
     Inside [`quaxlike.lm.models.attention_backend`][], the chosen kernel is used if it supports the inputs.
-
     **Arguments:**
 
     - `sight`: the attention mask.
     - `scale`: the factor to multiply scores by. Default: `1 / sqrt(size)`.
     - `softcap`: the bound to soft-cap scores at, as in Gemma 2; 0 to disable.
-    - `sinks`: each head's score for a virtual token, as in GPT-OSS.
+    - `sinks`: the score of a virtual token for each head, as in GPT-OSS.
     """
     tokens, n_heads, size = query.shape
     factor = size**-0.5 if scale is None else scale
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    # If there is a cache then queries and keys belong to different tokens, which we don't shard.
+    # With a cache, queries and keys belong to different tokens, so we don't shard either of them.
     axis = sequence_axis((query, key, value)) if len(key) == tokens else None
     case = Case(query, key, value, sight, factor, softcap, sinks, divided=axis is not None)
     if (kernel := chosen(case)) is not None:

@@ -19,7 +19,7 @@ Backend = Literal["cudnn", "splash"]
 _LANES = 128
 _EVERYTHING = Reach(None, None)
 
-# Part of JAX's trace context, so that functions are retraced if the backend changes.
+# This is part of JAX's trace context, so that functions are traced again if the backend changes.
 _asked = jax.make_user_context(default_value=None)
 
 
@@ -27,9 +27,9 @@ _asked = jax.make_user_context(default_value=None)
 def attention_backend(name: str | None) -> Iterator[None]:
     """A context manager inside which models use an attention kernel from another library.
 
-    If a kernel doesn't support its inputs then we fall back to quaxlike's own attention, and emit a
-    [`quaxlike.kernels.KernelFallbackWarning`][] with the reason. Note that the kernels only support
-    reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`), using their own backward kernels.
+    If the kernel doesn't support its inputs then we fall back to quaxlike's own attention and emit a
+    [`quaxlike.kernels.KernelFallbackWarning`][] that gives the reason. Note that these kernels have their own
+    backward kernels, and so only support reverse-mode autodifferentiation (`jax.grad`, `jax.vjp`).
 
     **Arguments:**
 
@@ -67,7 +67,10 @@ def attention_backend(name: str | None) -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """The inputs to an attention layer. Queries, `(tokens, heads, size)`, and keys are of the same tokens."""
+    """The inputs to an attention layer. Queries have shape `(tokens, heads, size)`.
+
+    Note that none of the kernels apply if queries and keys belong to different tokens, e.g. with a cache.
+    """
 
     query: Array
     key: Array
@@ -85,7 +88,10 @@ class Case(NamedTuple):
 
 
 def chosen(case: Case) -> Callable[[Case], Array] | None:
-    """Returns the requested kernel if it supports these inputs, or None."""
+    """Returns the requested kernel, or None if there isn't one or it doesn't support these inputs.
+
+    In the latter case this also emits a warning, but only once per reason.
+    """
     name = _asked.value
     if name is None:
         return None
@@ -105,7 +111,7 @@ def _tell_once(name: str, reason: str) -> None:
 
 _Refusals = tuple[tuple[Callable[[Case], bool], str], ...]
 
-#: The cases unsupported by every kernel, and by each individual kernel.
+#: The cases that no kernel supports, and then those that an individual kernel doesn't support.
 _OF_ALL: _Refusals = (
     (lambda case: case.divided, "devices share the tokens, and pass keys on"),
     (
@@ -158,13 +164,14 @@ def _has_explicit_axes(case: Case) -> bool:
 
 
 def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> Array:
-    """Calls cuDNN, with padding moved to the end since it only accepts sequence lengths rather than a mask.
+    """Calls cuDNN's attention kernel.
 
-    Padding is zeroed both before and after, so that it affects neither the output nor the gradients.
+    cuDNN only accepts sequence lengths rather than a mask, so all padding is first moved to the end. It is
+    also set to zero both before and after, so that it affects neither the output nor the gradients.
     """
     sight, reach = case.sight, case.sight.reach
     assert reach is not None
-    # A stable sort moves padding to the end without otherwise changing the order of tokens.
+    # The sort is stable, so this moves padding to the end whilst keeping all other tokens in order.
     order = jnp.argsort(~sight.seen, stable=True)
     count = jnp.maximum(jnp.sum(sight.seen, dtype=jnp.int32), 1)[None]
 
@@ -180,7 +187,7 @@ def by_cudnn(case: Case, implementation: Literal["cudnn", "xla"] = "cudnn") -> A
 
 
 def by_splash(case: Case) -> Array:
-    """Calls splash attention, which masks out padding by means of a separate segment id."""
+    """Calls JAX's splash attention kernel. Padding gets its own segment id, so that no text attends to it."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     sight, reach, (tokens, heads, _) = case.sight, case.sight.reach, case.query.shape
@@ -188,7 +195,7 @@ def by_splash(case: Case) -> Array:
     mask: Any = splash.FullMask((tokens, tokens))
     if reach != _EVERYTHING:
         mask = splash.LocalMask((tokens, tokens), (reach.before, reach.after), offset=0)
-    # The largest supported block size that divides the number of tokens.
+    # Use the largest supported block size that divides the number of tokens.
     block = next(size for size in (512, 384, 256, 128) if tokens % size == 0)
     sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     blocks: Any = {f"block_{side}": block for side in sides}

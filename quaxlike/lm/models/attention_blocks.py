@@ -1,7 +1,7 @@
 """Softmax attention on a single device, either with all scores materialised or blockwise in linear memory.
 
 The latter attends from blocks of queries to blocks of keys using a running softmax (Milakov and Gimelshein,
-2018, as in Dao et al., FlashAttention, 2022). Blocks are recomputed in the backward pass, so that we never
+2018, as in Dao et al., FlashAttention, 2022). The backward pass recomputes them, which means that we never
 store the scores of all (query, key) pairs.
 """
 
@@ -19,10 +19,10 @@ from ...kernels.dense_matmul import stacked_matmul
 from ...kernels.multilinear import varying_zeros
 from .layers import has_values
 
-# The maximum number of (query, key) pairs for which to materialise all scores.
+# The maximum number of (query, key) pairs for which we materialise all scores. Beyond this we go blockwise.
 _ALL_AT_ONCE = 2**19
-# On CPUs, a single query is handled by direct summation. Each query head reads the keys again, so only do
-# this for up to this many heads per key head.
+# On CPUs, we handle a single query by direct summation rather than matrix multiplication. However this reads
+# the keys again for every query head, so it's only worth it for up to this many query heads per key head.
 _MOST_SUMMED = 8
 _BLOCK = 512  # number of queries or keys per block
 
@@ -30,23 +30,23 @@ _BLOCK = 512  # number of queries or keys per block
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """The attention window before and after each token, where None means unlimited."""
+    """The attention window before and after each token. None means that the window is unlimited."""
 
     before: int | None
     after: int | None
 
 
 class Sight(NamedTuple):
-    """The attention mask. Queries attend to non-padding keys within their window and segment.
+    """The attention mask. Queries attend to non-padding keys that are in their window and their segment.
 
     **Attributes:**
 
-    - `places`: each query's position amongst the keys.
+    - `places`: the position of each query amongst the keys.
     - `seen`: False for keys that are padding.
     - `before`, `after`: the size of the window before and after each query.
-    - `texts`: the segment ids of queries and keys; None if there is only one segment.
-    - `reach`: the window as static integers, as required by some kernels. None if it is dynamic, or if
-        queries and keys belong to different tokens.
+    - `texts`: the segment ids of queries and keys, or None if there is only one segment.
+    - `reach`: the window as static integers, which some kernels require. This is None if the window is
+        dynamic, or if queries and keys belong to different tokens.
     """
 
     places: Int[Array, " tokens"]
@@ -66,7 +66,7 @@ class Sight(NamedTuple):
         after: int | None = None,
         texts: tuple[Any, Any] | None = None,
     ) -> "Sight":
-        """Creates a mask. By default, every key is also a query and the window is unlimited."""
+        """Creates a mask. By default every key is also a query, and the window is unlimited."""
 
         def far(reach: Any) -> Any:
             return jnp.asarray(len(seen) if reach is None else reach, jnp.int32)
@@ -76,27 +76,31 @@ class Sight(NamedTuple):
         return cls(places, seen, far(before), far(after), texts, reach)
 
     def mask(self, first: Any = 0) -> Bool[Array, "tokens seen"]:
-        """Returns the mask as a `(tokens, seen)` matrix. `first` is the position of the first key."""
+        """Materialises the mask as a matrix of shape `(tokens, seen)`.
+
+        `first` is the position of the first key, which is nonzero if the keys are one of many blocks.
+        """
         distance = self.places[:, None] - (first + jnp.arange(len(self.seen)))[None, :]
         mask = (distance <= self.before) & (-distance <= self.after) & self.seen[None, :]
         return mask if self.texts is None else mask & (self.texts[0][:, None] == self.texts[1][None, :])
 
     def is_far(self, first: Any, last: Any) -> Bool[Array, ""]:
-        """Returns whether the keys from `first` to `last` are outside of every query's window.
+        """Returns whether the keys from `first` to `last` are outside the window of every query.
 
-        This depends only on positions, which aren't batched, so `lax.cond` is still a branch under `vmap`.
+        Note that this only depends on positions. These aren't batched, so under `jax.vmap` a `lax.cond` on
+        the result is still a branch rather than a `select`.
         """
         return (self.places[0] - self.before > last) | (self.places[-1] + self.after < first)
 
 
 class Sums(NamedTuple):
-    """A running softmax: sums over the keys processed so far, for each query.
+    """A running softmax, i.e. sums over the keys that have been processed so far, for each query.
 
     **Attributes:**
 
     - `total`: the weighted sum of values, `(kv_heads, group, tokens, size)`.
     - `weight`: the sum of weights.
-    - `most`: the maximum score, which is subtracted from all scores before exponentiating.
+    - `most`: the maximum score. We subtract this from all scores before exponentiating, to avoid overflow.
     """
 
     total: Float[Array, "kv_heads group tokens size"]
@@ -105,7 +109,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, query: Array, key: Array, value: Array, sinks: Any) -> "Sums":
-        """Initialises the sums. Each of `sinks` (if given) contributes a weight but no value."""
+        """Initialises the sums. Each sink (if there are any) contributes a weight but no value."""
         heads = (*query.shape[1:3], len(query))
         zeros = varying_zeros((*heads, value.shape[-1]), jnp.float32, query, key, value)
         weight = zeros[..., 0]
@@ -113,7 +117,7 @@ class Sums(NamedTuple):
         return cls(zeros, weight if sinks is None else jnp.exp(sinks - most), most)
 
     def plus(self, scores: Array, value: Array) -> "Sums":
-        # The result doesn't depend on which maximum we subtract, so there's no need to differentiate it.
+        # Mathematically the result doesn't depend on which maximum we subtract, so don't differentiate it.
         higher = lax.stop_gradient(jnp.maximum(self.most, jnp.max(scores, axis=-1)))
         weights, fade = jnp.exp(scores - higher[..., None]), jnp.exp(self.most - higher)
         part = jnp.einsum("hgqk,khd->hgqd", weights.astype(value.dtype), value)
@@ -121,7 +125,7 @@ class Sums(NamedTuple):
         return Sums(total, self.weight * fade + jnp.sum(weights, axis=-1), higher)
 
     def mean(self, dtype: Any) -> Float[Array, "tokens kv_heads group size"]:
-        """Returns the weighted mean over all values."""
+        """Returns the weighted mean of the values, once all keys have been added."""
         out = self.total / self.positive_weight[..., None]
         return jnp.moveaxis(out, 2, 0).astype(dtype)
 
@@ -131,11 +135,13 @@ class Sums(NamedTuple):
 
 
 def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Attention for queries of shape `(tokens, kv_heads, group, size)`, where each group shares a key head.
+    """Computes attention for queries of shape `(tokens, kv_heads, group, size)`.
+
+    Each group of query heads shares one key head.
 
     **Arguments:**
 
-    - `scores`: `scores_of`, with its options already bound.
+    - `scores`: `scores_of` with its options already bound.
     - `sinks`: an array of shape `(kv_heads, group, 1)`, or None.
     """
     of_all = _at_once if len(query) * len(key) <= _ALL_AT_ONCE else _by_blocks
@@ -143,7 +149,11 @@ def of_one_device(query: Array, key: Array, value: Array, sight: Sight, scores: 
 
 
 class _Products(NamedTuple):
-    """How to multiply queries by keys, giving `(kv_heads, group, tokens, seen)`, and weights by values."""
+    """The two products in attention.
+
+    `scores` multiplies queries by keys, which results in shape `(kv_heads, group, tokens, seen)`. `means`
+    multiplies weights by values.
+    """
 
     scores: Callable[[Array, Array], Array]
     means: Callable[[Array, Array], Array]
@@ -160,14 +170,19 @@ def _means_of_one(weights: Array, value: Array) -> Array:
 _DOTS = _Products(
     functools.partial(jnp.einsum, "qhgd,khd->hgqk"), functools.partial(jnp.einsum, "hgqk,khd->qhgd")
 )
-# For a single query we use direct summation, as XLA's CPU dot would first convert and transpose its operands.
+# For a single query we use direct summation, because XLA's CPU dot would convert and transpose its operands
+# first.
 _OF_ONE = _Products(_scores_of_one, _means_of_one)
 
 
 def scores_of(
     query: Array, key: Array, mask: Array, *, scale: float, softcap: float | int, products: _Products = _DOTS
 ) -> Array:
-    """Computes the masked scores in float32, with shape `(kv_heads, group, tokens, seen)`."""
+    """Computes scores in float32, with shape `(kv_heads, group, tokens, seen)`.
+
+    Masked entries are set to the most negative finite number. Infinity would produce NaNs in rows for which
+    everything is masked.
+    """
     scores = (products.scores(query, key).astype(key.dtype) * scale).astype(jnp.float32)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
@@ -177,7 +192,7 @@ def scores_of(
 def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
     def by(products: _Products, query: Array, key: Array, value: Array) -> Array:
         found = scores(query, key, sight.mask(), products=products)
-        # A sink is an additional score, whose weight is dropped again after the softmax.
+        # A sink is just one more score, except that its weight is dropped again after the softmax.
         if sinks is not None:
             sink = jnp.broadcast_to(sinks[..., None], (*found.shape[:3], 1))
             found = jnp.concatenate([found, sink], axis=-1)
@@ -191,13 +206,13 @@ def _at_once(query: Array, key: Array, value: Array, sight: Sight, scores: Any, 
 
 
 def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any) -> Array:
-    """Computes attention blockwise, skipping any block of keys outside of a block of queries' windows."""
+    """Computes attention blockwise. Blocks of keys that no query in a block can attend to are skipped."""
     tokens, keys = len(query), len(key)
     texts = sight.texts or (jnp.zeros(tokens, jnp.int32), jnp.zeros(keys, jnp.int32))
     of_queries = jax.tree.map(in_blocks, (query, sight.places, texts[0]))
     of_keys = jax.tree.map(in_blocks, (key, value, sight.seen, texts[1], jnp.arange(keys)))
 
-    # Rematerialise both loops, since otherwise every block's scores would be stored for the backward pass.
+    # Rematerialise both loops. Without this, the scores of every block would be stored for the backward pass.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block(queries: Any) -> Array:
         query, places, text = queries
@@ -220,8 +235,11 @@ def _by_blocks(query: Array, key: Array, value: Array, sight: Sight, scores: Any
 
 
 def in_blocks(x: Array) -> Array:
-    """Splits the leading axis into equally-sized blocks. Integer padding repeats the last row, so that
-    positions remain sorted."""
+    """Splits the leading axis into blocks of equal size, padding the last one if necessary.
+
+    Integers are padded by repeating the last row, because positions have to remain sorted. Everything else is
+    padded with zeros.
+    """
     count = -(-len(x) // _BLOCK)
     size = -(-len(x) // count)
     if missing := count * size - len(x):
@@ -231,5 +249,5 @@ def in_blocks(x: Array) -> Array:
 
 
 def out_of_blocks(x: Array, count: int) -> Array:
-    """Inverts `in_blocks`, by concatenating the blocks and dropping all but the first `count` rows."""
+    """Inverts `in_blocks`, i.e. concatenates the blocks and drops all but the first `count` rows."""
     return x.reshape(-1, *x.shape[2:])[:count]

@@ -1,4 +1,4 @@
-"""BERT. Weights are loaded by name, so fields are named as in transformers' checkpoints."""
+"""BERT. We load weights by name, which is why fields are named as in transformers' checkpoints."""
 
 # pyright: reportSelfClsParameterName=false
 
@@ -76,7 +76,7 @@ class BertSelfAttention(eqx.Module):
 
 
 class BertOutput(eqx.Module):
-    """A linear layer, followed by a residual connection and a layer norm."""
+    """A linear layer, followed by a residual connection and then a layer norm."""
 
     dense: eqx.nn.Linear
     LayerNorm: eqx.nn.LayerNorm
@@ -86,8 +86,10 @@ class BertOutput(eqx.Module):
 
 
 class BertAttention(eqx.Module):
-    """Self-attention, including its output projection. Since the checkpoint has a field called `self`,
-    methods use `this` to refer to the instance."""
+    """Self-attention, including its output projection.
+
+    In the checkpoint there is a field called `self`, so methods use `this` to refer to the instance.
+    """
 
     self: BertSelfAttention
     output: BertOutput
@@ -116,7 +118,7 @@ class BertEncoder(eqx.Module):
 
 
 class Bert(eqx.Module):
-    """A BERT encoder. Returns a vector for each token; pooling these is left to the caller."""
+    """A BERT encoder, which returns one vector for each token. (Pooling them is left to the caller.)"""
 
     embeddings: BertEmbeddings
     encoder: BertEncoder
@@ -158,7 +160,7 @@ class Bert(eqx.Module):
 
 
 class AbstractBertClassifier(AbstractClassifier):
-    """Functionality common to both kinds of BERT classifier."""
+    """Abstract base class for both kinds of BERT classifier."""
 
     bert: Bert
     classifier: eqx.nn.Linear
@@ -187,7 +189,7 @@ class BertForSequenceClassification(AbstractBertClassifier):
     """A BERT classifier that computes the class logits of a whole text."""
 
     def __call__(self, ids: Ids, seen: Seen, types: Ids | None = None) -> Float[Array, " classes"]:
-        # Only the first token, [CLS], is passed to the pooler.
+        # The pooler only looks at the first token, which is [CLS].
         first = self.bert(ids, seen, types)[0]
         assert self.bert.pooler is not None
         return self.classifier(jnp.tanh(self.bert.pooler.dense(first)))

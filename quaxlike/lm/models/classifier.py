@@ -1,4 +1,4 @@
-"""The abstract base class of models with a classification head."""
+"""The abstract base class for models with a classification head."""
 
 import abc
 from typing import Any, ClassVar
@@ -23,13 +23,13 @@ class AbstractClassifier(eqx.Module):
     @property
     @abc.abstractmethod
     def head_parts(self) -> tuple[str, ...]:
-        """The submodules added to the underlying encoder or decoder, which are trained in full."""
+        """The submodules that were added to the underlying encoder or decoder, and so are trained in full."""
 
     @property
     @abc.abstractmethod
     def layer_list(self) -> Any:
-        """The layers: either a list, or a single layer whose arrays are stacked along a leading axis."""
+        """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
 
     def entries(self) -> dict[str, Any]:
-        """Returns the `config.json` entries describing the classification head."""
+        """Returns the entries of `config.json` that describe the classification head."""
         return {"architectures": [self.architecture], **self.labels.entries()}

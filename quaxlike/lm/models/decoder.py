@@ -1,8 +1,9 @@
-"""The decoder-only transformer: a single model for every architecture in the table.
+"""The decoder-only transformer. There is a single model for every architecture in the table.
 
-Each array is named as in transformers' checkpoints, so that no translation is needed to load them. Tokens
-only attend to earlier tokens of the same segment. The mask, the positions and the cache must always be
-consistent with each other, or else generation would disagree with a single call on the whole text.
+Arrays are named as in transformers' checkpoints, so that we don't need to translate names when loading them.
+Tokens only attend to earlier tokens of the same segment. Importantly, the mask, the positions and the cache
+must always be consistent with each other: otherwise generating a text token by token would give different
+results to calling the model once on the whole text.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _NORMS = dict.fromkeys(name for family in FAMILIES.values() for name in family.n
 
 class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     role: str = eqx.field(static=True)
-    """The name of the field containing the mixer."""
+    """The name of the field that contains the mixer."""
 
     def __init__(self, config: DecoderConfig, mixer: str, sparse: bool, key: Any) -> None:
         mixing, mlp = jax.random.split(key)
@@ -51,7 +52,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
     def __call__(
         self, x: Hidden, context: Context, memory: AbstractMemory | None, start: Any
     ) -> tuple[Hidden, AbstractMemory | None]:
-        # Architectures that lack one of these norms have an empty name for it.
+        # If an architecture doesn't have one of these norms, then its name is empty.
         before, after, before_mlp, after_mlp = self.config.family.norms
         y, memory = self.part(self.role)(self.normed(before, x), context, memory, start)
         x = x + self._scaled(self.normed(after, y))
@@ -64,7 +65,7 @@ class DecoderLayer(Part, roles=f"{' '.join(_ROLES)} mlp {' '.join(_NORMS)}"):
 
 
 class Body(Part, roles="embed_tokens wpe layers norm"):
-    """A decoder without its output layer, i.e. everything up to and including the final norm."""
+    """A decoder without its output layer. That is, everything up to and including the final norm."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -87,13 +88,14 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
         length: Any = None,
         segments: Ids | None = None,
     ) -> tuple[Hidden, Any]:
-        """Computes the hidden states of the tokens at position `start` onwards, and updates the memory.
+        """Computes the hidden states of the tokens at position `start` onwards and updates the memory.
 
-        `seen` is False for padding. It covers all positions in `memory` (as created by `Decoder.memory`), or
-        those in `ids` if there is no memory. `ids` may end in padding, but this must be masked out, as not
-        every mixer can later overwrite a token that it has already consumed. Some rotary frequencies depend
-        on the text's `length`, by default its number of unmasked tokens. `segments` is as in
-        `Decoder.hidden`.
+        `seen` is False for padding. If there is a memory (see `Decoder.memory`) then it covers all positions
+        in there, and otherwise only those in `ids`. It's okay for `ids` to end in padding, but it must then
+        be masked out, as not every mixer can overwrite a token that it has already consumed.
+
+        Some rotary frequencies depend on the `length` of the text, which defaults to the number of unmasked
+        tokens. `segments` is as in `Decoder.hidden`.
         """
         c, layers = self.config, self.part("layers")
         places, last = _places(seen, segments)
@@ -114,7 +116,7 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
             for i, layer in enumerate(layers):
                 x, kept[i] = layer(x, contexts[kinds[i]], kept[i], start)
             memory = None if memory is None else kept
-        else:  # stacked, so scan over layers
+        else:  # the layers are stacked, so scan over them
             context_of = _chosen(contexts, kinds)
 
             def step(carry: Any, part: Any) -> Any:
@@ -130,8 +132,9 @@ class Body(Part, roles="embed_tokens wpe layers norm"):
     def _contexts(
         self, seen: Any, positions: Any, places: Any, length: Any, dtype: Any, segments: Any
     ) -> list[Context]:
-        """Creates the contexts for layers with full attention, and for layers with sliding windows (if any).
+        """Creates the contexts for layers with full attention and (if any) for those with sliding windows.
 
+        Everything in here is the same for all layers of one kind, and so only needs to be computed once.
         `places` is as in `Sight.of`.
         """
         c = self.config
@@ -150,7 +153,7 @@ _D = TypeVar("_D", bound="AbstractDecoder")
 
 
 class AbstractDecoder(Part, roles="model"):
-    """The functionality common to decoders that differ only in their output layer."""
+    """Abstract base class for decoders, which differ only in their output layer."""
 
     def hidden(self, ids: Ids, seen: Seen, segments: Ids | None = None) -> Hidden:
         """Computes the final hidden states of a text, or of several texts packed into a single row.
@@ -158,8 +161,8 @@ class AbstractDecoder(Part, roles="model"):
         **Arguments:**
 
         - `ids`, `seen`: as in `__call__`.
-        - `segments`: each token's segment id. Texts with different ids don't attend to each other, and each
-            has positions starting from 0. Default: a single text.
+        - `segments`: the segment id of each token. Texts with different ids don't attend to each other, and
+            the positions of each start from 0. Default: a single text.
         """
         return self.body(ids, seen, segments=segments)[0]
 
@@ -175,20 +178,20 @@ class AbstractDecoder(Part, roles="model"):
 
     @property
     def layers(self) -> Any:
-        """The layers: either a list, or a single layer whose arrays are stacked along a leading axis."""
+        """The layers, either as a list or as a single layer with arrays stacked along a leading axis."""
         return self.body.part("layers")
 
     def stacked(self: _D) -> _D:
         """Stacks all layers into a single one, which is then scanned over. See [`quaxlike.stack_layers`][].
 
-        This compiles faster, and so is what `quaxlike.lm.finetune` uses. Conversely, a list is faster for
-        generation, since a scan has to copy each layer's weights out of the stack, and this is more expensive
-        than the matrix-vector products of a single token.
+        This compiles much faster, so it's what `quaxlike.lm.finetune` uses. For generation you should prefer
+        a list, because a scan copies the weights of each layer out of the stack. If there's just one token
+        then this copy is more expensive than the matrix-vector products themselves.
         """
         return self._with_layers(stack_layers) if isinstance(self.layers, list) else self
 
     def unstacked(self: _D) -> _D:
-        """The inverse of `stacked`: returns a model with a list of layers, named as in the checkpoint."""
+        """Inverts `stacked`. Returns a model with a list of layers, whose names match the checkpoint."""
         return self if isinstance(self.layers, list) else self._with_layers(unstack_layers)
 
     def _with_layers(self: _D, change: Any) -> _D:
@@ -199,7 +202,7 @@ class AbstractDecoder(Part, roles="model"):
         return self.config.family.folds()
 
     def tensors_of(self, name: str) -> list[str]:
-        """Lists the checkpoint's tensors for an array. (For stacked experts, one or two per expert.)"""
+        """Lists the checkpoint tensors that make up an array. (Stacked experts have several.)"""
         family = self.config.family
         for ours, theirs in family.files.items():
             name = name.replace(f".{ours}.", f".{theirs}.")
@@ -214,9 +217,11 @@ class AbstractDecoder(Part, roles="model"):
 class Decoder(AbstractDecoder, roles="model lm_head"):
     """A causal language model, which computes next-token logits for every token in a text.
 
-    Its structure is determined by `config.json` and the table of architectures (`quaxlike.lm.FAMILIES`).
-    Arrays are named as in transformers, except that experts are stacked. If the output layer is tied to the
-    embedding then `lm_head` is None, so that both share one array, and hence one adapter.
+    Its structure is determined by `config.json` along with the table of architectures
+    (`quaxlike.lm.FAMILIES`). Arrays are named as in transformers, except that experts are stacked.
+
+    Note that if the output layer is tied to the embedding then `lm_head` is None. Both share a single array
+    in this case, and any adapter for it applies to both.
 
     !!! example
 
@@ -251,7 +256,7 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `ids`: the tokens.
-        - `seen`: False for padding, which may be on either side and is not counted towards positions.
+        - `seen`: False for padding, which can be on either side and isn't counted towards positions.
         """
         return self.logits(self.hidden(ids, seen))
 
@@ -275,10 +280,10 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
         **Arguments:**
 
         - `room`: the maximum number of tokens.
-        - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the model's
-            dtype.
+        - `cache`: how to store keys and values; see [`quaxlike.lm.generate`][]. Default: in the dtype of the
+            model.
 
-        **Returns:** a PyTree. Use [`quaxlike.summary`][] to determine its size.
+        **Returns:** a PyTree. (To find out how much memory this takes, call [`quaxlike.summary`][] on it.)
         """
         c, dtype = self.config, self.embedding.dtype
 
@@ -290,24 +295,25 @@ class Decoder(AbstractDecoder, roles="model lm_head"):
 
         if isinstance(self.layers, list):
             return [empty(mixer) for mixer in c.mixers]
-        # Scanned layers all have the same mixer, so their memories can be stacked.
+        # All layers have the same mixer if they are scanned over, so their memories can be stacked too.
         return jax.tree.map(stack, eqx.filter_eval_shape(empty, c.mixers[0]))
 
     def with_separate_head(self) -> "Decoder":
-        """Unties the output layer. Initially, its weight is the same array as the embedding's."""
+        """Unties the output layer from the embedding. Initially, its weight is still the same array."""
         if self.part("lm_head") is not None:
             return self
-        # We only need its structure, since the weight is replaced.
+        # We are about to replace the weight, so don't actually initialise it.
         head = eqx.filter_eval_shape(_head, self.config, jax.random.key(0))
         head = eqx.tree_at(lambda head: head.weight, head, self.embedding)
         return eqx.tree_at(lambda model: model.part("lm_head"), self, head, is_leaf=lambda x: x is None)
 
 
 def _chosen(contexts: list[Context], kinds: list[int]) -> Callable[[Any], Context]:
-    """Maps a layer's kind to its context. If all layers are of the same kind then the window is static.
+    """Returns a function that maps the kind of a layer to its context.
 
-    We index into stacked contexts even then. Otherwise, XLA would hoist everything that depends only on the
-    context out of the loop over layers (e.g. the masks of all blocks) and keep all of it in memory.
+    If all layers are of the same kind, then their window is static. However even then we index into stacked
+    contexts. Without this, XLA would notice that the masks of all blocks only depend on the context, hoist
+    them out of the loop over layers, and keep all of them in memory.
     """
     reach = contexts[kinds[0]].sight.reach if len({*kinds}) == 1 else None
     contexts = [context._replace(sight=context.sight._replace(reach=reach)) for context in contexts]
@@ -320,21 +326,24 @@ def _head(config: DecoderConfig, key: Any) -> eqx.nn.Linear:
 
 
 def _places(seen: Bool[Array, " room"], segments: Any) -> tuple[Int[Array, " room"], Any]:
-    """Computes each token's position within its segment, and the largest such position."""
+    """Computes the position of each token within its segment, along with the largest such position."""
     order = jnp.arange(len(seen))
     if segments is None:
         count = jnp.cumsum(seen)
         # As in transformers, trailing padding continues the positions of the text before it.
         return jnp.where(seen, count - 1, order - jnp.argmax(seen)), count[-1] - 1
     first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
-    # Subtract the index of the first token in each segment.
+    # Subtract the index at which each segment starts.
     places = order - lax.cummax(jnp.where(first, order, 0))
     return places, jnp.max(jnp.where(seen, places, 0))
 
 
 @jax.custom_batching.custom_vmap
 def _largest_of_batch(x: Any) -> Any:
-    """The identity function, except under `jax.vmap`, for which it returns the maximum over the batch."""
+    """The identity function, except that under `jax.vmap` it returns the maximum over the batch.
+
+    This is used to share rotary frequencies between all texts in a batch.
+    """
     return x
 
 

@@ -1,4 +1,4 @@
-"""Decoders with a classification head for either texts or tokens. This includes reward models."""
+"""Decoders with a classification head for either texts or tokens. Reward models are done this way too."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from .layers import Ids, Seen, each
 
 
 class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
-    """Functionality common to both kinds of decoder classifier."""
+    """Abstract base class for both kinds of decoder classifier."""
 
     @property
     def architecture(self) -> str:
@@ -33,7 +33,7 @@ class AbstractDecoderClassifier(AbstractDecoder, AbstractClassifier):
 
 
 class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model score"):
-    """Computes the logits of a text from its last token. With a single label, this is a reward model.
+    """Computes the logits of a text from its last token. With a single label this is a reward model.
 
     Fields are named as in transformers.
 
@@ -74,8 +74,8 @@ class DecoderForSequenceClassification(AbstractDecoderClassifier, roles="model s
     def _last(self, ids: Ids, seen: Seen) -> Int[Array, ""]:
         """Returns the position of the last token.
 
-        As in transformers, this is the last token that differs from the padding token, so that a genuine last
-        token equal to it is also skipped.
+        As in transformers, this means the last token that isn't the padding token. Note that if a text really
+        ends in the padding token, then this token is skipped as well.
         """
         counts = seen & (ids != self.config.pad_token_id)
         return jnp.max(jnp.where(counts, jnp.arange(len(ids)), 0))

@@ -1,4 +1,4 @@
-"""Parsing of a decoder's `config.json` into the entries we use, and the values derived from them."""
+"""Parses the `config.json` of a decoder into the entries that we use, plus some values derived from them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from .rope import Rope, rope_for
 
 
 def is_text_tower(config: Mapping[str, Any]) -> bool:
-    """Returns whether the decoder is part of a multimodal model."""
+    """Returns whether the decoder is only one part of a multimodal model."""
     return _whole_of(config) is not None
 
 
@@ -27,7 +27,7 @@ def _whole_of(config: Mapping[str, Any]) -> str | None:
 
 
 def text_tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Extracts a decoder's `config.json` from a multimodal model's. Others are returned unchanged.
+    """Extracts the `config.json` of a decoder from a multimodal model. Any others are returned unchanged.
 
     **Raises:** `UnsupportedConfigError` if the decoder's architecture is unknown.
     """
@@ -49,9 +49,9 @@ _OF_WHOLE = (
 
 
 def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, Any], parsed: Config) -> None:
-    """Warns about unread entries, both in the `whole` file and in the decoder's part of it (`config`).
+    """Warns about entries that we don't read, either in the `whole` file or in the decoder's part (`config`).
 
-    Such an entry might change what the model computes, so it shouldn't be ignored silently.
+    Any of these might change what the model computes, so we shouldn't just ignore them.
     """
     if is_text_tower(whole):
         warn_of_unknown(str(path), whole, (*_OF_WHOLE, *_OF_OTHER_PARTS))
@@ -75,7 +75,7 @@ def warn_of_unread(path: Path, whole: Mapping[str, Any], config: Mapping[str, An
         )
 
 
-# Entries describing the other parts of a multimodal model.
+# Entries that describe the other parts of a multimodal model, e.g. its vision tower.
 _OF_OTHER_PARTS = (
     *("text_config", "vision_config", "mm_tokens_per_image", "spatial_merge_size", "vision_feature_layer"),
     *("projector_hidden_act", "multimodal_projector_bias"),
@@ -84,7 +84,7 @@ _OF_OTHER_PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig(Config):
-    """A decoder's configuration: entries under their usual names, and values derived from them."""
+    """The configuration of a decoder: entries under their usual names, plus values derived from them."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -105,11 +105,11 @@ class DecoderConfig(Config):
     final_logit_softcapping: float | int = 0
     embedding_multiplier: float | int = 1
     residual_multiplier: float | int = 1
-    """The factor to multiply each block's output by before adding it to the residual stream."""
+    """The factor to multiply the output of each block by, before adding it to the residual stream."""
     attention_multiplier: float | int = 0
-    """The factor to multiply attention scores by; 0 means 1/sqrt(head_dim)."""
+    """The factor to multiply attention scores by. 0 means 1/sqrt(head_dim)."""
     logits_scaling: float | int = 1
-    """The divisor for the logits."""
+    """The number by which to divide the logits."""
     num_local_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -118,37 +118,38 @@ class DecoderConfig(Config):
     swiglu_limit: float | int = 7.0
     tie_word_embeddings: bool = False
     headless: bool = False
-    """Whether the decoder lacks an output layer, as for sentence-transformers' embedding models."""
+    """Whether there is no output layer, as is the case for embedding models from sentence-transformers."""
     body_name: str = ""
-    """The decoder's module path inside transformers' model, if that is only one of its parts."""
+    """The module path of the decoder inside transformers' model, if it is only one part of that."""
     head: str = ""
-    """The suffix of a classifier's class name in transformers; empty for a causal language model."""
+    """The suffix of the class name in transformers, which is empty for a causal language model."""
     labels: Labels = UNNAMED
-    """A classifier's labels."""
+    """The labels of a classifier."""
     token_classification_bias: bool = True
     pad_token_id: int = -1
     new_embeddings: bool = False
-    """Whether embeddings differ from the checkpoint's, in which case an adapter file must include them."""
+    """Whether embeddings differ from those in the checkpoint. If so, an adapter file must include them."""
 
     architecture: str = ""
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window. If so, it attends to the last `sliding_window` tokens (0 for
-    all), and uses a separate rotary embedding."""
+    """Whether each layer uses a sliding window. Those that do attend only to the last `sliding_window` tokens
+    (0 for all), and have a separate rotary embedding."""
     mixers: tuple[str, ...] = ()
-    """Each layer's mixer, as a key in `MIXERS`."""
+    """The mixer of each layer, given as a key of `MIXERS`."""
     sizes: tuple[tuple[str, int], ...] = ()
-    """The integer-valued entries used by mixers."""
+    """The integer-valued entries that mixers use."""
     sparse: tuple[bool, ...] = ()
     """Whether each layer is a mixture of experts."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings for layers without and with a window. Empty if positions are learned."""
+    """The rotary embeddings: first for layers without a window, then for those with one. This is empty if
+    positions are learned."""
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 
     def size(self, entry: str) -> int:
-        """Looks up one of the integer-valued entries used by mixers."""
+        """Looks up one of the integer-valued entries that mixers use."""
         return dict(self.sizes)[entry]
 
     def known_entries(self) -> set[str]:
@@ -161,7 +162,7 @@ class DecoderConfig(Config):
     def from_json(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """Parses a `config.json` from transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` for an unknown architecture or unsupported values.
+        **Raises:** `UnsupportedConfigError` if the architecture is unknown, or if a value isn't supported.
         """
         names = config.get("architectures")
         known = {name: (name, "") for name in FAMILIES} | classifiers()
@@ -173,11 +174,11 @@ class DecoderConfig(Config):
         architecture, head = found[0]
         family = FAMILIES[architecture]
         label = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
-        # Some entries only have an effect for a few families, and are ignored by all others.
+        # Some entries only have an effect for a few families, so we drop them for all other ones.
         config = {x: config[x] for x in config if x not in OF_FEW or x in (*family.entries, *family.required)}
         fields = {**family.defaults, "tie_word_embeddings": family.tied, **config}
         fields |= {"architecture": architecture, "head": head}
-        # These fields are derived. They can't be set in a file, so we drop any entries of the same name.
+        # These fields are derived and can't be set in a file, so we drop any entries that have the same name.
         own = ("headless", "body_name", "labels", "new_embeddings")
         fields |= dict.fromkeys((*own, "windows", "mixers", "sizes", "sparse", "ropes"))
         fields |= {ours: config[theirs] for ours, theirs in family.renamed.items() if theirs in config}
@@ -208,7 +209,7 @@ class DecoderConfig(Config):
         )
 
 
-# Entries that we read, but don't store as a field.
+# Entries that we read but that don't have a field of their own.
 _DERIVED = (
     *("num_experts", "layer_types", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"),
     *("no_rope_layers", "no_rope_layer_interval", "decoder_sparse_step", "mlp_only_layers"),
@@ -231,13 +232,13 @@ def _windows(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tu
     if isinstance(family.windows, str):
         first = whole(fields, "max_window_layers", 28, label)
         return tuple(i >= first if family.windows == "upper" else i < first and i % 2 == 0 for i in layers)
-    # Every layer has a window, except for every `every`-th one.
+    # Every layer has a window except for each `every`-th one. (And 0 means that there are no exceptions.)
     every = whole(fields, "sliding_window_pattern", family.windows, label) if family.windows else 0
     return tuple(not every or (i + 1) % every != 0 for i in layers)
 
 
 def _unrotated(config: DecoderConfig, fields: Mapping[str, Any], label: str) -> tuple[bool, ...]:
-    """Returns which layers have no rotary embedding. Only these can have sliding windows (SmolLM3)."""
+    """Returns which layers have no rotary embedding. In SmolLM3, only these can have a sliding window."""
     layers, rotated = range(config.num_hidden_layers), fields.get("no_rope_layers")
     if rotated is None:
         every = whole(fields, "no_rope_layer_interval", config.family.unrotated, label)
@@ -306,13 +307,13 @@ def _ropes(config: DecoderConfig, fields: Mapping[str, Any], windows: bool, labe
     read = functools.partial(rope_for, config=config, label=label, partial=config.family.partial)
     if config.family.unrotated:
         rope = read(full)
-        # Frequencies of zero correspond to not rotating at all.
+        # If all frequencies are zero then tokens aren't rotated at all.
         return (rope, Rope((0.0,) * len(rope.frequencies))) if windows else (rope,)
     return tuple(map(read, [full, sliding] if windows else [full]))
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the architecture's default values to a configuration."""
+    """Fills in the default values that the architecture has for entries missing from a configuration."""
     names = [name for name in FAMILIES if name in (config.get("architectures") or ())]
     whole = {**(FAMILIES[names[0]].defaults if names else {}), **config}
     if names:

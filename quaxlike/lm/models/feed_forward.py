@@ -1,7 +1,8 @@
 """Feed-forward layers: plain MLPs, gated MLPs, and mixtures of experts.
 
-The experts' matrices are stacked, so that Values and shardings apply to all experts at the same time. We
-never materialise an array whose size is tokens times experts, as this would not fit into memory.
+The matrices of all experts are stacked, so that we can quantise or shard them in a single operation. Note
+that we must never materialise the features for every (token, expert) pair, because these would not fit into
+memory.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ class MLP(Part, roles="gate_proj up_proj gate_up_proj down_proj"):
 
 
 class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gate"):
-    """A mixture of experts, optionally with a shared expert as in Qwen2-MoE."""
+    """A mixture of experts. Optionally this also has a shared expert, as in Qwen2-MoE."""
 
     def __init__(self, config: DecoderConfig, key: Any) -> None:
         c = config
@@ -61,12 +62,12 @@ class SparseMLP(Part, roles="gate router experts shared_expert shared_expert_gat
         return y + jax.nn.sigmoid(each(self.part("shared_expert_gate"), x)) * shared(x)
 
     def logits(self, x: Hidden) -> Float[Array, "tokens experts"]:
-        """Computes the logits of the router."""
+        """Computes the logits of the router, before any softmax."""
         return each(self.part(self.config.family.router), x)
 
 
 class Experts(eqx.Module):
-    """The experts of a layer, stacked as `(experts, out, in)`, or `(experts, in, out)` for GPT-OSS."""
+    """The experts of a layer, stacked as `(experts, out, in)`, or as `(experts, in, out)` for GPT-OSS."""
 
     gate_up_proj: Float[Array, "experts rows columns"]
     down_proj: Float[Array, "experts rows columns"]
@@ -93,17 +94,17 @@ class Experts(eqx.Module):
 
     @property
     def weight_layouts(self) -> dict[str, str]:
-        """Returns the layouts of the stacked weights, for use by `quaxlike.layouts`."""
+        """The layout of each stacked weight, which is looked up by `quaxlike.layouts`."""
         return dict.fromkeys(("gate_up_proj", "down_proj"), self._layout)
 
     def __call__(
         self, x: Hidden, chosen: Int[Array, "tokens choices"], share: Float[Array, "tokens choices"]
     ) -> Hidden:
-        """Computes each token's weighted sum over the outputs of its chosen experts.
+        """Applies the chosen experts to each token and computes the weighted sum over their outputs.
 
-        If the experts are sharded evenly over a mesh ([`quaxlike.lm.expert_parallel`][]), then each device
-        applies its own experts to all tokens, followed by a single all-reduce. Weights are never
-        communicated.
+        If the experts are sharded evenly over a mesh (see [`quaxlike.lm.expert_parallel`][]), then each
+        device applies its own experts to all tokens, and the results are combined in a single all-reduce.
+        In this way we only ever communicate activations, not weights.
         """
         count, mesh = self.gate_up_proj.shape[0], mesh_of((self, x))
         axis = None if mesh is None else expert_axis(mesh, count)
@@ -115,7 +116,7 @@ class Experts(eqx.Module):
             return self._sum(x, chosen, share, count)
 
         def of_device(own: Experts, numbers: Array, x: Array, chosen: Array, share: Array) -> Array:
-            # Index into this device's experts, and give zero weight to those on other devices.
+            # Index into the experts on this device. Those on other devices get a weight of zero.
             chosen = chosen - numbers[0]
             is_own = (chosen >= 0) & (chosen < len(numbers))
             chosen, share = jnp.where(is_own, chosen, 0), jnp.where(is_own, share, 0)
@@ -129,11 +130,12 @@ class Experts(eqx.Module):
         return mapped(stacks, numbers, x, chosen, share)
 
     def _sum(self, x: Array, chosen: Array, share: Array, count: int) -> Array:
-        """Computes the weighted sum over the `count` experts of this device.
+        """Computes the weighted sum over the `count` experts on this device.
 
-        If there are only a few tokens (i.e. when decoding), then we index into the stacks once for each
-        (token, expert) pair. Otherwise we loop over all experts and apply each of them to all tokens,
-        weighted by 0 if it wasn't chosen. This works for any type of stacked weight.
+        We have two algorithms for this. If there are only a few tokens (typically when decoding), then we
+        index into the stacks once for each (token, expert) pair. Otherwise we loop over all experts and apply
+        each one to every token, with a weight of 0 if it wasn't chosen. Both of these work for any type of
+        weight.
         """
         tokens, choices = chosen.shape
         zeros = varying_zeros(x.shape, x.dtype, x, share)
@@ -156,9 +158,9 @@ class Experts(eqx.Module):
         return lax.scan(add_expert, zeros, (self, shares.T))[0]
 
     def _one(self, x: Hidden) -> Hidden:
-        """Applies a single expert, for which the weights have no leading axis."""
+        """Applies a single expert, i.e. the weights must not have a leading axis here."""
         wide = self._product(x, self.gate_up_proj, self.gate_up_proj_bias)
-        if self.config.family.interleaved:  # GPT-OSS's SwiGLU
+        if self.config.family.interleaved:  # the variant of SwiGLU in GPT-OSS
             limit = self.config.swiglu_limit
             gate, up = jnp.minimum(wide[:, ::2], limit), jnp.clip(wide[:, 1::2], -limit, limit)
             wide = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -175,9 +177,10 @@ class Experts(eqx.Module):
 def route(
     logits: Float[Array, "tokens experts"], config: DecoderConfig
 ) -> tuple[Int[Array, "tokens choices"], Float[Array, "tokens choices"]]:
-    """Selects the experts for each token, along with their weights.
+    """Selects the experts for each token, along with the weight of each.
 
-    If weights are normalised then the softmax is only over the chosen logits, so others have zero gradient.
+    If weights are normalised then the softmax is only over the logits that were chosen. In particular this
+    means that all other logits have a gradient of zero.
     """
     scores, overall = whole_rows(logits).astype(jnp.float32), not config.norm_topk_prob
     share, chosen = lax.top_k(jax.nn.softmax(scores) if overall else scores, config.num_experts_per_tok)

@@ -1,7 +1,8 @@
 """Gated DeltaNet: linear attention using the delta rule with decay.
 
-Each layer has a state of fixed size. Each token first corrects the value that the state predicts for its key,
-and then reads from the state.
+Each layer has a state of fixed size, so unlike in attention the cost per token doesn't depend on how many
+tokens came before. For each token we first look up the value that the state predicts for its key, correct
+this towards the actual value, and then read from the state.
 
 Yang et al., Gated Delta Networks (2024), as in Qwen3-Next and Qwen3.5.
 """
@@ -23,13 +24,13 @@ from .decoder_config import DecoderConfig
 from .layers import Hidden, each
 from .mixer import AbstractMemory, AbstractMixer, Context
 
-_CHUNK = 64  # tokens per triangular solve; work inside a chunk is quadratic in this
+_CHUNK = 64  # tokens per triangular solve. Note that the work inside a chunk is quadratic in this.
 
 
 class RecurrentState(AbstractMemory):
-    """The recurrent state of one layer: a matrix per head, and the most recent inputs to its convolution.
+    """The recurrent state of one layer: a matrix for each head, and the latest inputs to the convolution.
 
-    If layers are scanned over, then arrays have a leading layer axis.
+    If layers are scanned over, then both arrays have a leading layer axis.
     """
 
     by_place: ClassVar = False
@@ -37,7 +38,7 @@ class RecurrentState(AbstractMemory):
     heads: Float[Array, "*layers heads key_size value_size"]
     inputs: Float[Array, "*layers width features"]
     places: int = eqx.field(static=True)
-    """The capacity of the other layers' caches, as the state itself is of constant size."""
+    """The capacity of the caches in other layers, for reporting as `room`. (The state has a fixed size.)"""
     layer: Int[Array, ""] | None = None
 
     @property
@@ -48,7 +49,7 @@ class RecurrentState(AbstractMemory):
         return dataclasses.replace(self, places=self.places + more)
 
     def read(self) -> tuple[Array, Array]:
-        """Returns the state matrices and the convolution inputs of this layer."""
+        """Returns the state matrices and the convolution inputs for this layer."""
         if self.layer is None:
             return self.heads, self.inputs
         return self.heads[self.layer], self.inputs[self.layer]
@@ -62,7 +63,7 @@ class RecurrentState(AbstractMemory):
 
 
 class _Sizes:
-    """The number of heads and their sizes, as derived from the configuration."""
+    """The number of heads and their sizes, which are derived from the configuration."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.width = config.size("linear_conv_kernel_dim")
@@ -80,7 +81,7 @@ class _Sizes:
 
 
 class AbstractGatedDeltaNet(AbstractMixer):
-    """A Gated DeltaNet without its input projections. Several value heads can share a query and key head."""
+    """A Gated DeltaNet without its input projections. Value heads can share query and key heads."""
 
     conv1d: eqx.AbstractVar[eqx.nn.Conv1d]
     dt_bias: eqx.AbstractVar[Float[Array, " heads"]]
@@ -91,10 +92,11 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
     @abc.abstractmethod
     def projected(self, x: Hidden) -> tuple[Array, Array, Array, Array]:
-        """Computes four projections of each token.
+        """Computes four different projections of each token.
 
-        In order, these are the concatenated queries, keys and values; the concatenated output gates; and then
-        for each head the pre-activations of the correction's learning rate and of the decay.
+        In order, these are the queries, keys and values (all concatenated), then the output gates
+        (concatenated too), and finally two numbers per head: the pre-activation of the learning rate for the
+        correction, and the pre-activation of the decay.
         """
 
     def __call__(
@@ -103,7 +105,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         s, sight = _Sizes(self.config), context.sight
         seen, texts = sight.seen[sight.places], None if sight.texts is None else sight.texts[0]
         mixed, gate, corrects, forgets = self.projected(x)
-        # Padding must leave the state unchanged, so its inputs, learning rates and log-decays are all zero.
+        # Padding must not change the state, so set its inputs, learning rates and log-decays to zero.
         mixed = jnp.where(seen[:, None], mixed, 0)
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         if memory is None:
@@ -126,7 +128,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
         out = jax.vmap(jax.vmap(self.norm))(out.astype(x.dtype)).astype(dtype)
         out = out * jax.nn.silu(gate.astype(dtype)).reshape(out.shape)
         if memory is not None:
-            # The most recent inputs, not counting trailing padding.
+            # Keep the most recent inputs for the next call. Trailing padding doesn't count as an input.
             end = jnp.max(jnp.where(seen, jnp.arange(1, len(x) + 1), 0))
             memory = memory.written(state, lax.dynamic_slice_in_dim(inputs, end, s.width - 1))
         return each(self.out_proj, out.reshape(len(x), -1).astype(x.dtype)), memory
@@ -139,7 +141,7 @@ class AbstractGatedDeltaNet(AbstractMixer):
 
 
 class GatedDeltaNet(AbstractGatedDeltaNet):
-    """The variant in Qwen3.5, for which each input has a separate projection."""
+    """The variant in Qwen3.5. Each of the four inputs has a separate projection."""
 
     in_proj_qkv: eqx.nn.Linear
     in_proj_z: eqx.nn.Linear
@@ -165,7 +167,7 @@ class GatedDeltaNet(AbstractGatedDeltaNet):
 
 
 class FusedGatedDeltaNet(AbstractGatedDeltaNet):
-    """The variant in Qwen3-Next, which has two fused projections, interleaved by key head."""
+    """The variant in Qwen3-Next. It has two projections, with outputs interleaved by key head."""
 
     in_proj_qkvz: eqx.nn.Linear
     in_proj_ba: eqx.nn.Linear
@@ -194,7 +196,7 @@ class FusedGatedDeltaNet(AbstractGatedDeltaNet):
 
 
 def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> list[eqx.nn.Linear]:
-    """Initialises the input projections. (The first three keys are used by `_rest`.)"""
+    """Initialises the input projections. (The first three keys are skipped, since `_rest` uses them.)"""
     return [
         eqx.nn.Linear(config.hidden_size, size, use_bias=False, key=key)
         for size, key in zip(sizes, keys[3:], strict=True)
@@ -202,7 +204,7 @@ def _projections(config: DecoderConfig, sizes: tuple[int, ...], keys: Any) -> li
 
 
 def _rest(config: DecoderConfig, s: _Sizes, keys: Any) -> tuple[Any, Array, Any, Any]:
-    """Initialises the parameters common to both variants."""
+    """Initialises the parameters that are common to both variants."""
     conv = eqx.nn.Conv1d(s.convolved, s.convolved, s.width, groups=s.convolved, use_bias=False, key=keys[0])
     rates = jnp.log(jax.random.uniform(keys[1], (s.heads,), minval=0.01, maxval=16.0))
     norm = eqx.nn.RMSNorm(s.value, eps=config.rms_norm_eps, use_bias=False)
@@ -214,8 +216,10 @@ def _normalised(x: Float[Array, "tokens heads size"]) -> Float[Array, "tokens he
 
 
 def _age(texts: Int[Array, " tokens"]) -> Int[Array, " tokens"]:
-    """Counts the number of preceding tokens in the same text. Texts that started in an earlier call get a
-    large count."""
+    """Counts how many tokens precede each token in the same text.
+
+    If a text started in an earlier call then there is no way to tell, so we return a large number.
+    """
     order, begins = jnp.arange(len(texts)), texts[1:] != texts[:-1]
     begins = jnp.concatenate([jnp.zeros(1, bool), begins])
     return order - lax.cummax(jnp.where(begins, order, -(2**30)))
@@ -226,13 +230,13 @@ def _convolved(
     weight: Float[Array, "features width"],
     age: Int[Array, " tokens"] | None,
 ) -> Float[Array, "tokens features"]:
-    """A causal depthwise convolution that doesn't mix packed texts."""
+    """A causal depthwise convolution, which doesn't mix inputs of different packed texts."""
     width = weight.shape[1]
     tokens, out = len(inputs) - width + 1, inputs[width - 1 :] * weight[None, :, -1]
     for i in range(width - 1):
         part = inputs[i : i + tokens]
         if age is not None:
-            # Ignore inputs that belong to a previous text.
+            # Ignore any input that belongs to a previous text.
             part = jnp.where((age >= width - 1 - i)[:, None], part, 0)
         out = out + part * weight[None, :, i]
     return out
@@ -247,17 +251,18 @@ def gated_delta_rule(
     state: Float[Array, "heads key_size value_size"],
     first: Bool[Array, " tokens"] | None = None,
 ) -> tuple[Float[Array, "tokens heads value_size"], Float[Array, "heads key_size value_size"]]:
-    """Applies the gated delta rule. Returns the output for each token, and the final state.
+    """Applies the gated delta rule. Returns the output for each token along with the final state.
 
-    A token with key k and value v updates the state S to exp(decay) S + share · k (v − exp(decay) Sᵀ k)ᵀ, and
-    then its output is Sᵀ q. We do this in chunks of 64 tokens, as the corrections within a chunk are the
-    solution of a triangular system.
+    Mathematically speaking, a token with key k and value v updates the state S to exp(decay) S + share · k (v
+    − exp(decay) Sᵀ k)ᵀ, after which its output is Sᵀ q. In practice we don't do this one token at a time but
+    in chunks of 64, because the corrections within a chunk are the solution of a triangular system.
 
     **Arguments:**
 
-    - `decay`: the logarithm of the decay. Never positive.
-    - `share`: the learning rate of each correction, between 0 and 1.
-    - `first`: whether each token starts a new text, and so resets the state to zero. Default: never.
+    - `decay`: the logarithm of the decay. This must not be positive.
+    - `share`: the learning rate for each correction, between 0 and 1.
+    - `first`: whether each token is the first in a new text, and so resets the state to zero. Default: none
+        of them are.
     """
     if len(key) == 1 and first is None:
         out, state = _of_one(query[0], key[0], value[0], decay[0], share[0], state)
@@ -273,15 +278,17 @@ def gated_delta_rule(
     query, key, value, decay, share = (jnp.moveaxis(cut(x), 2, 1) for x in (query, key, value, decay, share))
     total = jnp.cumsum(decay, axis=-1)  # (chunks, heads, size)
     text = jnp.cumsum(cut(jnp.zeros(tokens, bool) if first is None else first), axis=-1)
-    # Mask the exponent rather than the exponential. For later tokens the exponent is positive, so it could
-    # overflow, and then the gradient would be NaN even though the infinity is masked out.
+    # Mask the exponent rather than the exponential. Its value is positive for later tokens, so the
+    # exponential could overflow there, and then the gradient would be NaN even though the infinity itself is
+    # masked out.
     sees = jnp.tril(text[:, :, None] == text[:, None, :])[:, None]
     fade = jnp.exp(jnp.where(sees, total[..., :, None] - total[..., None, :], -jnp.inf))
     since_start = jnp.where((text == 0)[:, None], jnp.exp(total), 0)
     to_end = jnp.where((text == text[:, -1:])[:, None], jnp.exp(total[..., -1:] - total), 0)
-    # The corrections of a chunk depend on each other (via a unit triangular system) and on the initial state
-    # of the chunk. This dependence is affine, so we can solve for its offset `new` and its matrix `read` in
-    # parallel over all chunks, and then scan over the chunks to obtain their states.
+    # The corrections in a chunk depend on each other (via a unit triangular system) and on the state at the
+    # start of the chunk. Since this dependence is affine, we can solve for its offset `new` and its matrix
+    # `read` in parallel over all chunks. After that we just need to scan over the chunks to obtain their
+    # states.
     shared = share[..., None] * key
     system = (shared @ jnp.swapaxes(key, -1, -2)) * fade
     sides = jnp.concatenate([share[..., None] * value, since_start[..., None] * shared], axis=-1)

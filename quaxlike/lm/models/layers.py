@@ -25,11 +25,12 @@ Hidden = Float[Array, "tokens hidden"]
 
 
 class Part(eqx.Module):
-    """A module of a decoder, with submodules named as in the checkpoint.
+    """A module of a decoder, with submodules that are named as in the checkpoint.
 
-    Subclasses list the roles of their submodules, using Llama's names. They get a field for every name that
-    the table of architectures uses for any of these roles, with None for all that are unused. Architectures
-    added to the table later on use a dynamically created subclass with fields for their names.
+    Subclasses list the roles of their submodules using Llama's names. They then get a field for every name
+    that any architecture in the table uses for one of these roles, and fields that aren't used are just None.
+    (An architecture that is added to the table later on can use names for which there is no field. In this
+    case we dynamically create a subclass that has them.)
     """
 
     config: DecoderConfig = eqx.field(static=True)
@@ -50,11 +51,11 @@ class Part(eqx.Module):
         self.config = config
 
     def part(self, role: str) -> Any:
-        """Returns the submodule with this role."""
+        """Returns the submodule with this role, whatever its name."""
         return getattr(self, self.config.family.name(role))
 
     def normed(self, name: str, x: Array) -> Array:
-        """Applies the norm called `name`, or the identity if this is empty."""
+        """Applies the norm called `name`. If the name is empty then this is the identity function."""
         if not name:
             return x
         norm = self.part(name)
@@ -65,14 +66,17 @@ class Part(eqx.Module):
 
 @functools.cache
 def _with_fields(cls: type[Part], names: tuple[str, ...]) -> type[Part]:
-    """Creates a subclass of the same name with additional fields, as only fields are part of the PyTree."""
+    """Creates a subclass that has the same name and some additional fields.
+
+    Only fields are part of the PyTree, so just setting an attribute isn't enough.
+    """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     namespace["__annotations__"] = dict.fromkeys(names, Any)
     return types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(namespace))
 
 
 class Conv1D(eqx.Module):
-    """A linear layer whose weight has shape (in, out), as in GPT-2. (PEFT calls this `fan_in_fan_out`.)"""
+    """A linear layer as in GPT-2, whose weight has shape (in, out). (PEFT calls this `fan_in_fan_out`.)"""
 
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
@@ -90,7 +94,7 @@ class Conv1D(eqx.Module):
 def linears(
     config: DecoderConfig, n_in: int, sizes: Mapping[str, int], bias: bool, key: Any
 ) -> dict[str, Any]:
-    """Creates linear layers. `sizes` maps their roles to their numbers of output features."""
+    """Creates several linear layers. `sizes` maps the role of each to its number of output features."""
     make = Conv1D if config.family.conv1d else eqx.nn.Linear
     keys = jax.random.split(key, len(sizes))
     return {role: make(n_in, n, bias, key=k) for (role, n), k in zip(sizes.items(), keys, strict=True)}
@@ -107,17 +111,17 @@ def each(layer: Any, x: Shaped[Array, "tokens *in"]) -> Float[Array, "tokens out
     if isinstance(layer, eqx.nn.Embedding):
         return rows_of(layer, x)
     if not isinstance(layer, eqx.nn.Linear) or has_values(layer.weight, x):
-        # The lambda avoids computing the layer's `repr`, which JAX uses for naming and is slow for a module.
+        # JAX names the function using `repr`, which is slow for a whole module. The lambda avoids this.
         return jax.vmap(lambda x: layer(x))(x)
     y = dense_matmul(x, layer.weight)
     return y if layer.bias is None else jax.vmap(lambda y: y + layer.bias)(y)
 
 
 def times_rows(x: Float[Array, "tokens in"], w: Any) -> Float[Array, "tokens out"]:
-    """Computes `x @ w.T` for any type of weight, in whichever form is fastest on CPUs if both are arrays."""
+    """Computes `x @ w.T` for any type of weight. For plain arrays we do whatever is fastest on CPUs."""
     return x @ w.T if has_values(x, w) else dense_matmul(x, w)
 
 
 def has_values(*arrays: Any) -> bool:
-    """Returns whether any of `arrays` is a Value, or a tracer for one inside `quaxify`."""
+    """Returns whether any of `arrays` is a Value, or inside `quaxify` the tracer for one."""
     return any(is_value(value_of(x)) for x in arrays)

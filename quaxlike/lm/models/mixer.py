@@ -1,4 +1,4 @@
-"""The abstract base class of mixers: attention, and other layers in which tokens read from earlier tokens."""
+"""The abstract base class for mixers. That is, attention or any other layer in which tokens interact."""
 
 import abc
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -12,7 +12,7 @@ from .layers import Hidden
 
 
 class Context(NamedTuple):
-    """Inputs shared by all layers of the same kind: rotary embedding, attention mask, and query factors."""
+    """The inputs shared by all layers of a kind, e.g. the rotary embedding and the attention mask."""
 
     rotation: tuple[Float[Array, "tokens size"], Float[Array, "tokens size"]] | None
     sight: Sight
@@ -23,14 +23,15 @@ _M = TypeVar("_M", bound="AbstractMemory")
 
 
 class AbstractMemory(eqx.Module):
-    """Abstract base class for the state of a mixer between calls, e.g. its key-value cache.
+    """Abstract base class for the state of a mixer between calls. For attention this is the KV cache.
 
-    If layers are scanned over, then the arrays are stacked over all layers, as they must be part of the
-    scan's carry, and `layer` is the index into this stack. Otherwise, `layer` is None.
+    If layers are scanned over, then the arrays must be part of the scan's carry. For this reason they are
+    stacked over all layers, and `layer` is the index into the stack. Otherwise `layer` is None.
     """
 
     by_place: ClassVar[bool]
-    """Whether the state is stored by position. If not, then the most recent tokens can't be overwritten."""
+    """Whether the state is stored by position. If it isn't, then there is no way to overwrite the most recent
+    tokens with different ones."""
 
     @property
     @abc.abstractmethod
@@ -43,10 +44,10 @@ class AbstractMemory(eqx.Module):
 
 
 class AbstractMixer(eqx.Module):
-    """Abstract base class for mixers. Weights are loaded by name, so fields are named as in checkpoints."""
+    """Abstract base class for mixers. Weights are loaded by name, so name fields as in checkpoints."""
 
     role: ClassVar[str] = "linear_attn"
-    """The field of the layer containing this mixer, unless renamed by `Family.parts`."""
+    """The name of the layer's field that contains this mixer, unless renamed by `Family.parts`."""
 
     @abc.abstractmethod
     def __init__(self, config: DecoderConfig, key: Any) -> None: ...
@@ -55,11 +56,11 @@ class AbstractMixer(eqx.Module):
     def __call__(self, x: Hidden, context: Context, memory: Any, start: Any) -> tuple[Hidden, Any]:
         """Mixes the tokens at position `start` onwards.
 
-        Returns the output and the updated memory. If there is no memory then `x` must be a complete text.
-        `context.sight` specifies padding and the boundaries between packed texts.
+        Returns the output along with the updated memory. If there is no memory, then `x` must be the complete
+        text. You can find padding and the boundaries between packed texts in `context.sight`.
         """
 
     @classmethod
     @abc.abstractmethod
     def memory(cls, config: DecoderConfig, room: int, dtype: Any, cache: str | None) -> AbstractMemory:
-        """Creates an empty memory. `cache` is as in `generate`."""
+        """Creates an empty memory. `cache` is the argument of the same name in `generate`."""

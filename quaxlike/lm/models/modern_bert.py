@@ -20,8 +20,8 @@ from .mixer import Context
 from .pooling import MODES
 from .rope import Rope, rope_for, rotate
 
-# Entries that we read, but don't store as a field. (Except for `position_embedding_type`, which is ignored as
-# positions are always rotary.)
+# Entries that we read but that don't have a field of their own. (`position_embedding_type` is an exception:
+# we just ignore it, because positions are always rotary.)
 _DERIVED = (
     *("layer_types", "global_attn_every_n_layers", "rope_parameters", "rope_scaling"),
     *("global_rope_theta", "local_rope_theta", "rope_theta", "position_embedding_type", "hidden_activation"),
@@ -43,17 +43,17 @@ class ModernBertConfig(Config):
     mlp_bias: bool = False
     local_attention: int = 128
     classifier_bias: bool = False
-    """Whether the dense layer of the classification head has a bias."""
+    """Whether there is a bias in the dense layer of the classification head."""
     classifier_pooling: str = "cls"
-    """What to classify: either the first token ("cls") or the mean over tokens."""
+    """What to classify. Either the first token ("cls") or the mean over all tokens ("mean")."""
     labels: Labels = UNNAMED
     new_embeddings: bool = False
-    """As `DecoderConfig.new_embeddings`."""
+    """Whether embeddings differ from those in the checkpoint. See `DecoderConfig.new_embeddings`."""
 
     windows: tuple[bool, ...] = ()
-    """Whether each layer uses a sliding window, covering `local_attention / 2` tokens on each side."""
+    """Whether each layer uses a sliding window, which has `local_attention / 2` tokens on either side."""
     ropes: tuple[Rope, ...] = ()
-    """The rotary embeddings for layers without and with a window."""
+    """The rotary embeddings. The first is for layers without a window, and the second for those with one."""
 
     @property
     def num_labels(self) -> int:
@@ -70,7 +70,7 @@ class ModernBertConfig(Config):
     def from_json(cls, config: Mapping[str, Any]) -> "ModernBertConfig":
         """Parses a `config.json` from transformers 4 or 5.
 
-        **Raises:** `UnsupportedConfigError` for unsupported values.
+        **Raises:** `UnsupportedConfigError` if a value isn't supported.
         """
         fields = {**config, **dict.fromkeys(("new_embeddings", "windows", "ropes"))}
         fields["labels"] = Labels.from_json(config)
@@ -139,9 +139,10 @@ class ModernBertLayer(eqx.Module):
 
 
 class ModernBert(eqx.Module):
-    """A ModernBERT encoder. Returns a vector for each token of a sequence.
+    """A ModernBERT encoder. This returns a vector for each token of a sequence.
 
-    Pooling these is left to the caller; see for example [`quaxlike.lm.models.mean_pooled`][].
+    You will typically want to pool these into a single one, for example using
+    [`quaxlike.lm.models.mean_pooled`][].
     """
 
     embeddings: ModernBertEmbeddings
@@ -171,7 +172,7 @@ class ModernBert(eqx.Module):
                 linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, wide),
                 linear(c.intermediate_size, c.hidden_size, c.mlp_bias, narrow),
             )
-            # There is no attention norm in the first layer, as the embeddings have just been normalised.
+            # The first layer has no attention norm, because the embeddings have only just been normalised.
             return ModernBertLayer(norm() if i else None, attention, norm(), mlp)
 
         table = eqx.nn.Embedding(c.vocab_size, c.hidden_size, key=embed)
@@ -194,7 +195,7 @@ class ModernBert(eqx.Module):
 
 
 class PredictionHead(eqx.Module):
-    """A linear layer, followed by an activation and a layer norm."""
+    """A linear layer, followed by an activation and then a layer norm."""
 
     dense: eqx.nn.Linear
     norm: eqx.nn.LayerNorm
@@ -209,7 +210,7 @@ class PredictionHead(eqx.Module):
 
 
 class AbstractModernBertClassifier(AbstractClassifier):
-    """Functionality common to both kinds of ModernBERT classifier."""
+    """Abstract base class for both kinds of ModernBERT classifier."""
 
     model: ModernBert
     head: PredictionHead
@@ -240,7 +241,7 @@ class ModernBertForSequenceClassification(AbstractModernBertClassifier):
 
     def __call__(self, ids: Ids, seen: Seen) -> Float[Array, " classes"]:
         hidden = self.model(ids, seen)
-        # As in transformers, this is the first position even if that is padding.
+        # In transformers this is always the first position, even if that happens to be padding. Do the same.
         pooled = MODES["mean"](hidden, seen) if self.model.config.classifier_pooling == "mean" else hidden[0]
         return each(self.classifier, self.head(pooled[None]))[0]
 

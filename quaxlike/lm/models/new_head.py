@@ -33,31 +33,32 @@ def with_classifier(
 ) -> PyTree:
     """Adds a newly-initialised classification head to a model.
 
-    Typically used to train a classifier or a reward model, starting from a decoder or an encoder.
+    This is useful for turning a pretrained decoder or encoder into a classifier or a reward model, which is
+    then fine-tuned.
 
-    The result can be saved by [`quaxlike.lm.save`][] as the corresponding transformers class, e.g.
+    The result can be saved by [`quaxlike.lm.save`][] as the corresponding class in transformers, for example
     `LlamaForSequenceClassification`.
 
     **Arguments:**
 
-    - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. A decoder's existing output layer
-        is dropped.
-    - `labels`: the names of the labels. Pass a single name for a reward model or any other scalar regression.
+    - `model`: a decoder or encoder, as returned by [`quaxlike.lm.load`][]. If a decoder has an output layer
+        then this is dropped.
+    - `labels`: the names of the labels. Pass a single one for a reward model or any other scalar regression.
     - `key`: a PRNG key for initialising the new weights, which are normal with standard deviation `std`.
-        Biases are initialised to zero.
+        (Biases start at zero.)
     - `of_tokens`: whether to classify individual tokens rather than the whole text. Default: False.
-    - `problem_type`: as in `config.json`, either `"single_label_classification"`,
-        `"multi_label_classification"` or `"regression"`. Default: unset, for which transformers assumes
-        regression if there is only one label, and single-label classification otherwise.
-    - `std`: Default: 0.02, which is the `initializer_range` of most models.
-    - `pad_token_id`: the padding token, if a decoder's configuration doesn't specify one. It is never
-        considered to be the last token of a text. Default: unset, in which case transformers can only
-        classify one text at a time.
+    - `problem_type`: as in `config.json`, one of `"single_label_classification"`,
+        `"multi_label_classification"` or `"regression"`. Default: unset, in which case transformers assumes
+        regression if there is only one label, and single-label classification if there are several.
+    - `std`: Default: 0.02, which is also the `initializer_range` of most models.
+    - `pad_token_id`: the padding token, which is never considered to be the last token of a text. This is
+        only needed for decoders whose configuration doesn't specify one. Default: unset, in which case
+        transformers can only classify one text at a time.
 
-    **Returns:** the model, including any trained arrays and adapters it already had.
+    **Returns:** the model with its new head. Any trained arrays and adapters it already had are kept.
 
-    **Raises:** `ValueError` if the model is unsupported or already has a classification head, if its
-    architecture has no such head, or if labels aren't distinct.
+    **Raises:** `ValueError` if the model is unsupported or already has a classification head, if there is no
+    such head for its architecture, or if labels aren't distinct.
 
     !!! example
 
@@ -84,7 +85,7 @@ def with_classifier(
         case Bert():
             make: Any = BertForTokenClassification if of_tokens else BertForSequenceClassification
             (size,) = named_arrays(model)["embeddings.LayerNorm.weight"].shape
-            # Only the hidden size matters, as the encoder itself will be replaced.
+            # Of all these sizes only the hidden size matters, as we are about to replace the encoder itself.
             like = BertConfig(size, 1, 0, 1, 1, 1, labels=of_labels)
             bert = eqx.tree_at(lambda m: m.pooler, model, None) if of_tokens else model
             new = eqx.tree_at(lambda m: m.bert, _shapes(make, like), bert)
@@ -99,7 +100,7 @@ def with_classifier(
             )
     dtype = next(iter(named_arrays(model).values())).dtype
     started: dict[str, Any] = {}
-    # Any array not taken from the existing model is still abstract, and so has to be initialised.
+    # Anything that we didn't take from the existing model is still abstract, so initialise it.
     for name, x in named_arrays(new).items():
         if isinstance(x, jax.ShapeDtypeStruct):
             key, own = jax.random.split(key)

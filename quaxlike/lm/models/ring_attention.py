@@ -1,8 +1,9 @@
-"""Ring attention, for tokens sharded over an axis of a mesh (i.e. context parallelism).
+"""Ring attention, i.e. context parallelism: the tokens are sharded over one axis of a mesh.
 
-Each device keeps the queries of its own tokens, whilst keys and values are passed around a ring of devices.
-After a full rotation each device has attended to every key, using a running softmax, without ever having
-stored more than two shards. The backward pass consists of another rotation, this time including cotangents.
+Each device keeps the queries for its own tokens, whilst keys and values are passed around a ring of devices.
+After one full rotation every device has attended to every key, using a running softmax, and at no point did
+it store more than two shards. The backward pass does a second rotation that includes cotangents.
+
 See Ring Attention (Liu et al., 2023) and FlashAttention-2 (Dao, 2023).
 """
 
@@ -22,13 +23,13 @@ from .attention_blocks import Sight, Sums, in_blocks, out_of_blocks
 def of_ring(
     query: Array, key: Array, value: Array, sight: Sight, scores: Any, sinks: Any, *, axis: str
 ) -> Array:
-    """As `of_one_device`, but for tokens that are sharded over a mesh axis."""
+    """As `of_one_device`, but for tokens that are sharded over an axis of a mesh."""
     mesh = mesh_of((query, key, value))
     ring = _Ring(axis, mesh.shape[axis], scores)
 
     def of_device(*operands: Any) -> Array:
-        # Make all operands device-varying up front, so that this is where replicated operands' cotangents are
-        # summed. Not every device would take part in a collective inside `lax.cond`.
+        # Make all operands device-varying up front, so that the cotangents of replicated operands are summed
+        # here. Inside the `lax.cond` below, not every device would take part in that collective.
         return ring(*vary_alike(operands))
 
     own: Any = jax.P(axis)
@@ -41,7 +42,10 @@ def of_ring(
 
 
 class _Ring:
-    """Attention over a ring of `count` devices, inside a `shard_map`. All operands must vary over `axis`."""
+    """Attention over a ring of `count` devices. This must be called inside a `shard_map`.
+
+    All operands must vary over `axis`.
+    """
 
     def __init__(self, axis: str, count: int, scores: Any) -> None:
         self.axis, self.count, self.scores = axis, count, scores
@@ -83,8 +87,9 @@ class _Ring:
     def _backward(self, kept: Any, cotangent: Array) -> Any:
         query, key, value, sight, sinks, out, weight, most = kept
         tokens = len(query)
-        # The softmax's VJP: a score's cotangent is its weight, multiplied by the cotangent of that weight
-        # minus their weighted mean. The latter equals the inner product of output and cotangent.
+        # This is the VJP of the softmax: the cotangent of a score is its weight multiplied by the cotangent
+        # of that weight minus their weighted mean. Conveniently, this mean is also the inner product of the
+        # output with its cotangent, so computing it doesn't need another pass over the keys.
         mean = jnp.sum(cotangent.astype(jnp.float32) * out, axis=-1)
         means = jnp.moveaxis(in_blocks(mean), 1, -1)
         queries, keys = self._queries(query, sight), self._keys(key, value, sight)
@@ -113,7 +118,7 @@ class _Ring:
                 return dqueries, dkeys
 
             dqueries, dkeys = lax.scan(block, dqueries, (keys, dkeys, starts))
-            # Cotangents travel with their keys and values, and so end up on the device that owns them.
+            # Pass on the cotangents together with their keys and values, so that they return to the owner.
             return (dqueries, self._passed(keys), self._passed(dkeys)), None
 
         begin = zeros(queries[0]), keys, (zeros(keys[0]), zeros(keys[1]))
@@ -129,7 +134,7 @@ class _Ring:
         return like(query, dqueries), like(key, dkeys[0]), like(value, dkeys[1]), None, dsinks
 
     def _with_cotangents(self, dkeys: Any, dquery: Array, queries: Any, keys: Any, mask: Array) -> Any:
-        """Accumulates the cotangents due to a block of queries attending to a block of keys."""
+        """Adds the cotangents that arise from one block of queries attending to one block of keys."""
         (query, *_), cotangent, weight, most, mean = queries
         (dkey, dvalue), (key, value, *_) = dkeys, keys
         found, back = jax.vjp(lambda query, key: self.scores(query, key, mask), query, key)
@@ -141,20 +146,23 @@ class _Ring:
         return (dkey + of_key.astype(jnp.float32), dvalue), dquery + of_query.astype(jnp.float32)
 
     def _queries(self, query: Array, sight: Sight) -> Any:
-        """Splits the queries, and their positions and segment ids, into blocks."""
+        """Splits the queries into blocks, along with their positions and segment ids."""
         return jax.tree.map(in_blocks, (query, sight.places, sight.texts and sight.texts[0]))
 
     def _keys(self, key: Array, value: Array, sight: Sight) -> Any:
-        """Splits the keys and values, and their mask and segment ids, into blocks."""
+        """Splits the keys and values into blocks, along with their mask and segment ids."""
         return jax.tree.map(in_blocks, (key, value, sight.seen, sight.texts and sight.texts[1]))
 
     def _starts(self, keys: Any, tokens: int, i: Any) -> Array:
-        """Returns the starting positions of the blocks of keys that this device holds after `i` turns."""
+        """Returns the starting position of each block of keys, in the shard we have after `i` turns."""
         owner = (lax.axis_index(self.axis) - i) % self.count
         return owner * tokens + keys[0].shape[1] * jnp.arange(len(keys[0]))
 
     def _sight(self, sight: Sight, queries: Any, keys: Any, start: Any) -> Any:
-        """Returns whether a block of queries attends to a block of keys, and a function for their mask."""
+        """Returns whether a block of queries attends to a block of keys at all, plus a function for the mask.
+
+        It's a function because we only need to compute the mask if the answer is yes.
+        """
         (_, places, text), (_, _, seen, other) = queries, keys
         near = sight._replace(places=places, seen=seen, texts=None if text is None else (text, other))
         return ~near.is_far(start, start + len(seen) - 1), lambda: near.mask(start)

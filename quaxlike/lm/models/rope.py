@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, 2021), and methods of scaling them to longer texts.
+"""Rotary position embeddings (Su et al., RoFormer, 2021), and the methods for scaling them to longer texts.
 
-We follow transformers' `modeling_rope_utils`, i.e. YaRN (Peng et al., 2023), LongRoPE (Ding et al., 2024) and
-Llama 3's scaling.
+We follow `modeling_rope_utils` in transformers. In particular this includes YaRN (Peng et al., 2023),
+LongRoPE (Ding et al., 2024) and the scaling in Llama 3.
 """
 
 import math
@@ -15,16 +15,16 @@ from jaxtyping import Array, Float, Int
 
 from ..folders.model_config import check_numbers, computing, refused
 
-_LARGEST_HEAD = 1 << 16  # far above any real model; guards against large allocations for corrupt files
+_LARGEST_HEAD = 1 << 16  # far above any real model; this stops corrupt files from making us allocate too much
 _TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Rope(NamedTuple):
-    """A rotary embedding: a frequency for each pair of features, and a factor for the cosines and sines.
+    """A rotary embedding. This has a frequency for each pair of features and a factor for cosines and sines.
 
-    As in LongRoPE, the frequencies `long` are used for texts with more than `switch` tokens. If `growth` is
-    nonzero then queries are scaled by the logarithm of their position, in steps of `step` tokens (Ministral
-    3).
+    If `long` is given then these are the frequencies for texts with more than `switch` tokens, as in
+    LongRoPE. If `growth` is nonzero then each query is scaled by the logarithm of its position, which
+    increases in steps of `step` tokens. (This is used by Ministral 3.)
     """
 
     frequencies: tuple[float | int, ...]
@@ -35,18 +35,18 @@ class Rope(NamedTuple):
     step: int = 1
 
     def rotation(self, positions: Int[Array, " tokens"], length: Any, dtype: Any) -> tuple[Array, Array]:
-        """Computes the cosines and sines, each of shape `(tokens, features)`, for a text of this length."""
+        """Computes the cosines and sines for a text of this length. Each has shape `(tokens, features)`."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
         if self.long is not None:
             frequencies = jnp.where(length > self.switch, jnp.asarray(self.long, jnp.float32), frequencies)
         angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
         angles = jnp.concatenate([angles, angles], axis=-1)
         cos, sin = self.scale * jnp.cos(angles), self.scale * jnp.sin(angles)
-        # Without this barrier, XLA fuses this into every head of every layer, and so recomputes it there.
+        # Without this barrier XLA fuses this into each head of each layer, where it is then computed again.
         return jax.lax.optimization_barrier((cos.astype(dtype), sin.astype(dtype)))
 
     def query_factor(self, positions: Int[Array, " tokens"], dtype: Any) -> Array | None:
-        """Returns the factor for each query, `(tokens,)`, or None if queries aren't scaled."""
+        """Returns the factor by which to scale each query, or None if they aren't scaled."""
         if not self.growth:
             return None
         steps = jnp.floor(positions.astype(jnp.float32) / self.step)
@@ -58,22 +58,24 @@ _NUMBERS = (
     *("low_freq_factor", "high_freq_factor", "attention_factor"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta"),
 )
-#: All known entries. Not all of them have an effect.
+#: All known entries. (Though not all of them have an effect.)
 ENTRIES = (
     *_NUMBERS,
     *("rope_type", "type", "short_factor", "long_factor", "truncate", "attn_factor", "finetuned"),
-    "max_position_embeddings",  # duplicates the model's entry of this name
-    *("mrope_section", "mrope_interleaved"),  # for images; text tokens have three equal positions
+    "max_position_embeddings",  # the same as the entry of this name for the model itself
+    *("mrope_section", "mrope_interleaved"),  # only matter for images: a text token has three equal positions
 )
 
 
 def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool = False) -> Rope:
-    """Parses an entry of `rope_parameters`, or of `rope_scaling` with `rope_theta` added to it.
+    """Parses an entry of `rope_parameters`. This also accepts an older `rope_scaling` with `rope_theta`
+    added.
 
-    The head size and text lengths are taken from `config`. As in transformers, `partial_rotary_factor` is
-    ignored unless `partial` is set.
+    The head size and the lengths of texts are taken from `config`. As in transformers,
+    `partial_rotary_factor` is ignored unless `partial` is set.
 
-    **Raises:** `UnsupportedConfigError` for an unsupported kind, or for values that don't define a rotation.
+    **Raises:** `UnsupportedConfigError` if the kind isn't supported, or if there is no valid rotation with
+    these values.
     """
     with computing(rope, "rope settings", label):
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -109,7 +111,7 @@ def rope_for(rope: Mapping[str, Any], config: Any, label: str, *, partial: bool 
                     raise refused(name, rope[name], label, f"{len(inverse)} factors of each kind")
             short, long = (tuple((inverse / rope[f"{name}_factor"]).tolist()) for name in ("short", "long"))
             return Rope(short, scale or grown, long, original)
-        kept: Any = 1.0  # per frequency: 1 to keep, 0 to scale
+        kept: Any = 1.0  # for each frequency: 1 means to keep it and 0 means to scale it
         if kind == "linear":
             kept = 0.0
         elif kind == "llama3":  # scale low frequencies, keep high ones, and interpolate in between
@@ -134,7 +136,7 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float | int:
 
 
 def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: int) -> np.ndarray:
-    """Returns how much to scale each frequency, from 0 for high frequencies to 1 for low ones."""
+    """Returns how much to scale each frequency, from 0 for the high ones to 1 for the low ones."""
 
     def at(turns: float | int) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -148,7 +150,8 @@ def _yarn_ramp(rope: Mapping[str, Any], dim: int, theta: float | int, original: 
 
 
 def rotate(x: Float[Array, "tokens heads size"], rotation: tuple[Array, Array] | None) -> Array:
-    """Rotates each head's features. Any features beyond the size of the rotation are left unchanged."""
+    """Rotates the features of each head. If there are more features than the rotation has, then the remaining
+    ones are left as they are."""
     if rotation is None:
         return x
     cos, sin = (part[:, None, :] for part in rotation)

@@ -1,4 +1,4 @@
-"""`resize_vocabulary`, which changes the vocabulary size of a model."""
+"""`resize_vocabulary`, for changing the vocabulary size of a model."""
 
 import dataclasses
 from typing import Any
@@ -22,37 +22,38 @@ from .modern_bert import ModernBertConfig
 
 
 def embeddings() -> tuple[str, ...]:
-    """Returns the names of token embeddings."""
+    """Returns the names that token embeddings have in any of our models."""
     return (*names_of("embed_tokens"), "word_embeddings", "tok_embeddings")
 
 
 def is_of_tokens(name: str) -> bool:
-    """Returns whether a name refers to an embedding or output layer, whose arrays have one row per token."""
+    """Returns whether a name belongs to an embedding or output layer, whose arrays have a row per token."""
     layer, _, field = name.rpartition(".")
     return field in ("weight", "bias") and layer.rpartition(".")[2] in (*embeddings(), "lm_head")
 
 
 @checked
 def resize_vocabulary(model: PyTree, n: int) -> PyTree:
-    """Changes the vocabulary size of a model, e.g. for a tokeniser with additional tokens.
+    """Changes the vocabulary size of a model. This is useful if you have added tokens to its tokeniser.
 
-    [`quaxlike.lm.save`][] will write the new size to `config.json`.
+    The new size is written to `config.json` by [`quaxlike.lm.save`][].
 
     **Arguments:**
 
-    - `model`: a model, as returned by [`quaxlike.lm.load`][]. Adapters and stacked layers are both supported.
-    - `n`: the new number of tokens. If this is smaller than before then only the first `n` are kept.
+    - `model`: a model, as returned by [`quaxlike.lm.load`][]. This can have adapters or stacked layers.
+    - `n`: the new number of tokens. If there were more tokens before, then only the first `n` are kept.
 
     **Returns:**
 
-    The model with `n` rows in its embedding, and in its output layer if that is untied. New rows are
-    initialised to the mean of all others, after applying adapters if there are any. Adapters are resized as
-    well. If a weight is quantised then existing rows retain their codes, except if blocks span several rows.
+    The model with `n` rows in its embedding, as well as in its output layer if that isn't tied to it. Each
+    new row is the mean of all existing ones. (This is the mean after applying adapters, if there are any, and
+    the adapters themselves are resized too.) If a weight is quantised then existing rows keep their exact
+    codes, except that this isn't possible if a block spans several rows.
 
     **Raises:**
 
     `ValueError` if `n` is less than 1 or would remove a trained token, if the model has no token embedding,
-    or if the type of the embedding doesn't support new rows.
+    or if its embedding is of a type that can't have new rows.
 
     !!! example
 
@@ -79,7 +80,7 @@ def resize_vocabulary(model: PyTree, n: int) -> PyTree:
         raise ValueError(f"The model has no embedding of tokens to resize: it has {listing(arrays)}.")
     if all(x.shape[max(x.ndim - 2, 0)] == n for x in chosen.values()):
         return model
-    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # preserves tied weights
+    resized = map_arrays(lambda name, x: _resized(name, x, n), chosen)  # this also keeps tied weights tied
     return with_new_embeddings(replace(model, resized), n)
 
 
@@ -117,7 +118,7 @@ def _without_rows(name: str, x: Any) -> ValueError:
 
 
 def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQuantizedArray:
-    """Quantises a resized array in the same format as `x`. Blocks that weren't changed retain their codes."""
+    """Quantises a resized array to the same format as `x`. Any block that hasn't changed keeps its codes."""
     stored = dense.transpose([x.permutation.index(i) for i in range(dense.ndim)])
     inner = stored.shape[x.num_lead :]
     codes, scale = x.encoded(stored.reshape(*x.codes.shape[:-1], -1).astype(jnp.float32))
@@ -125,7 +126,10 @@ def _quantised_again(x: AbstractQuantizedArray, dense: jax.Array) -> AbstractQua
 
 
 def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
-    """Truncates an axis to size `n`, or extends it by repeating `mean` (default: the mean over the axis)."""
+    """Changes the size of an axis to `n`, either by truncating it or by appending copies of `mean`.
+
+    By default, this is the mean over the axis.
+    """
     size = x.shape[axis]
     if n <= size:
         return quaxify(lambda x: jax.lax.slice_in_dim(x, 0, n, axis=axis))(x)
@@ -133,7 +137,7 @@ def _with_rows(x: Any, n: int, mean: Any = None, *, axis: int = 0) -> Any:
     new = jnp.broadcast_to(jnp.expand_dims(mean, axis), (*x.shape[:axis], n - size, *x.shape[axis + 1 :]))
     if is_value(x):
         assert axis == 0
-        # Use existing rows as a template for how to quantise the new ones.
+        # Quantise the new rows in the same way as an existing one.
         like: Any = quaxify(lambda x: jnp.broadcast_to(x[:1], new.shape))(x)
         new = like.requantized(new)
     return quaxify(lambda x, new: jnp.concatenate([x, new], axis=axis))(x, new)
@@ -145,7 +149,7 @@ def _mean(x: Any, axis: int = 0) -> jax.Array:
 
 
 def with_new_embeddings(node: Any, n: int) -> Any:
-    """Updates a model's static fields to a vocabulary of size `n`, and marks its embeddings as new."""
+    """Updates the static fields of a model for a vocabulary of size `n` and marks its embeddings as new."""
     if is_value(node) or not isinstance(node, eqx.Module):
         return node
 

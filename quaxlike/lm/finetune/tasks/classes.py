@@ -23,7 +23,7 @@ from ..rows import NO_LABEL, check_entries, has_words, messages_of, template_opt
 from ..settings import DataSettings, FinetuneError, TaskSettings, TrainSettings, option
 from .task import AbstractTask, cross_entropy
 
-# Having more labels than this indicates a mistake, e.g. regression targets that we took for classes.
+# If there are more labels than this then it's a mistake. Most likely we took regression targets for classes.
 _MOST = 100_000
 
 
@@ -52,10 +52,10 @@ class ClassSettings(TaskSettings):
 
 
 class Classes(AbstractTask):
-    """Classification, with rows of the form `{"text": ..., "label": ...}`.
+    """Classification. Rows have the form `{"text": ..., "label": ...}`.
 
-    A label is a name or an index. For multi-label classification it is a list of these, and for regression it
-    can be any number. Use `"messages"` in place of `"text"` for conversations.
+    A label can be given by name or by index. For multi-label classification it's a list of these, and for
+    regression it can be any number. To classify conversations, use `"messages"` rather than `"text"`.
     """
 
     labels: Labels = eqx.field(static=True)
@@ -147,8 +147,10 @@ class Classes(AbstractTask):
         return model(example.ids[0], example.seen[0]).astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
-        """Computes the same loss as transformers. For multi-label classification and regression, this
-        includes an average over each text's labels."""
+        """Computes the same loss as transformers.
+
+        In multi-label classification and regression, this averages over the labels of each text.
+        """
         if self.labels.problem == SINGLE:
             return jnp.sum(cross_entropy(outputs, batch.labels))
         if self.labels.problem == MULTI:
@@ -158,7 +160,7 @@ class Classes(AbstractTask):
         return jnp.sum(jnp.mean(errors, axis=-1))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy and the loss. Accuracy is over labels if texts have several."""
+        """Computes the accuracy and the loss. If there are several labels then the accuracy is over these."""
         loss = {"loss": float(self.total(outputs, batch)) / self.weight(batch)}
         if self.labels.problem == REGRESSION:
             return loss
@@ -170,7 +172,7 @@ class Classes(AbstractTask):
 
 
 def number_of(label: Any, labels: Labels) -> int:
-    """Returns the index of a label, given either by name or by index."""
+    """Returns the index of a label, which can be given either by its name or as an index."""
     names = labels.names
     if isinstance(label, str) and label in names:
         return names.index(label)
@@ -181,7 +183,7 @@ def number_of(label: Any, labels: Labels) -> int:
 
 
 def with_settings(model: Any, train: TrainSettings, data: DataSettings) -> Any:
-    """Applies settings to a classifier, for anything that its checkpoint doesn't specify."""
+    """Applies the settings to a classifier, for anything that its checkpoint leaves unspecified."""
     settings, found = _settings_in(data), model.labels
     problem = settings.problem_type
     if settings.labels not in ((), found.names):
@@ -214,12 +216,12 @@ def new_head(
     *,
     of_tokens: bool = False,
 ) -> PyTree:
-    """Adds a new classification head, initialised as in transformers.
+    """Adds a new classification head. It is initialised in the same way as in transformers.
 
-    As in TRL, the padding token is the configuration's, falling back to the tokeniser's and then to the
-    end-of-text token.
+    If the configuration has no padding token then we use the one of the tokeniser, and if there is none there
+    either then the end-of-text token. (This is what TRL does as well.)
     """
-    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # must differ from the adapters' key
+    key = jax.random.fold_in(jax.random.key(train.seed), 1)  # adapters already use the key itself
     pad = None if config.get("pad_token_id") is not None else _padding(train.model, config)
     std = config.get("initializer_range") or 0.02
     try:
@@ -231,7 +233,7 @@ def new_head(
 
 
 def _padding(folder: Path, config: Mapping[str, Any]) -> int | None:
-    from ...text import TextTokenizer  # imported lazily, so that tasks can be listed without `lm`
+    from ...text import TextTokenizer  # not at module level, as listing the tasks should work without `lm`
 
     token = read_special_tokens(folder).get("pad_token")
     if token is not None and (folder / "tokenizer.json").is_file():
@@ -249,7 +251,7 @@ def _settings_in(data: DataSettings) -> ClassSettings:
 
 
 def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
-    """Reads the labels from the adapter that we are continuing to train."""
+    """Reads the labels that were used for an adapter, if we are continuing to train one."""
     about = train.adapter / "run.json" if isinstance(train.adapter, Path) else None
     if about is None or not about.is_file():
         return ClassSettings()
@@ -261,7 +263,7 @@ def _settings_of_adapter(train: TrainSettings) -> ClassSettings:
 
 
 def _labels_in(data: DataSettings) -> ClassSettings:
-    """Collects the names of all labels in the data files, and infers the type of problem."""
+    """Collects the names of all labels in the data files and infers the problem type from them."""
     found: list[Any] = []
     of_words: set[bool] = set()
 

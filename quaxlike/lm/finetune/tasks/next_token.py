@@ -1,4 +1,4 @@
-"""Causal language modelling, along with functionality shared by all tasks for text-generating decoders."""
+"""Causal language modelling, plus whatever is shared by all tasks for decoders that write texts."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from .task import AbstractTask, cross_entropy
 
 
 class AbstractTextTask(AbstractTask):
-    """A task for decoders that generate text, as opposed to embedding it (sentence-transformers)."""
+    """A task for decoders that write texts, rather than embedding them as in sentence-transformers."""
 
     models: ClassVar[str] = "decoders that write texts"
     peft_type: ClassVar[str] = "CAUSAL_LM"
@@ -34,15 +34,16 @@ class AbstractTextTask(AbstractTask):
 class NextToken(AbstractTextTask):
     """Causal language modelling.
 
-    The loss is over the whole of `{"text": ...}`, the completion in `{"prompt": ..., "completion": ...}`, or
-    the assistant's turns in `{"messages": [...]}`. The latter can be accompanied by `"tools"` and
-    `"chat_template_kwargs"`. Rows in ShareGPT's and Alpaca's formats are also supported.
+    Which tokens contribute to the loss depends on the format of the row. For `{"text": ...}` it's the whole
+    text, for `{"prompt": ..., "completion": ...}` it's the completion, and for `{"messages": [...]}` it's
+    every turn of the assistant. In the latter case you can add `"tools"` and `"chat_template_kwargs"`. We
+    also support the formats of ShareGPT and Alpaca.
     """
 
     chunk: int = 0
-    """How many tokens per row to compute logits for at a time. If 0, all of them."""
+    """The number of tokens per row for which to compute logits at the same time. 0 means all of them."""
     packed: bool = False
-    """Whether rows can contain several texts."""
+    """Whether several texts can be packed into one row."""
 
     help: ClassVar[str] = """\
   decoders            {"text": ...}  or  {"prompt": ..., "completion": ...}  or
@@ -95,15 +96,15 @@ class NextToken(AbstractTextTask):
 
 
 def chunk_of(settings: TrainSettings) -> int:
-    """Returns the chunk size, in tokens per row, by dividing `loss_chunk` by the batch size."""
+    """Returns the size of a chunk in tokens per row. `loss_chunk` is the size over all rows of a batch."""
     return max(1, settings.loss_chunk // settings.batch_size)
 
 
 def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Example | None:
     """Truncates a text to `max_length`. Returns None if this leaves nothing to train on.
 
-    The first token is never trained on, as nothing predicts it. Texts that had nothing to train on to begin
-    with aren't reported as truncated.
+    We never train on the first token, because there is nothing to predict it from. Note that if there was
+    nothing to train on even before truncation, then the text doesn't count as truncated.
     """
     if not any(learned[1:]):
         return Example((ids[:max_length],), [False] * len(ids[:max_length]))
@@ -112,7 +113,7 @@ def learned_part(ids: list[int], learned: list[bool], max_length: int) -> Exampl
 
 
 def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, chunk: int) -> Float[Array, ""]:
-    """Computes the next-token cross-entropy, summed over all tokens to train on."""
+    """Computes the cross-entropy of the next token, summed over all tokens that we train on."""
 
     def losses(model: PyTree, hidden: Any, targets: Any) -> Any:
         logits = model.logits(hidden).astype(jnp.float32)
@@ -124,14 +125,14 @@ def cross_entropy_of_text(model: PyTree, hidden: Any, ids: Any, learned: Any, ch
 def losses_of_text(
     losses: Callable[..., Any], models: PyTree, hidden: PyTree, ids: Any, learned: Any, chunk: int
 ) -> Float[Array, "*terms"]:
-    """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over all tokens to train on.
+    """Sums `losses(models, hidden, successors)`, of shape `(tokens, *terms)`, over the tokens to train on.
 
-    We materialise the logits of only `chunk` tokens at a time, and recompute them for the gradient, as
-    otherwise a large vocabulary would dominate the memory of a step. Chunks are strided slices, so that if
-    tokens are sharded then every device has a part of every chunk.
+    If the vocabulary is large then the logits would dominate the memory use of a step. So we only materialise
+    `chunk` tokens of them at a time and then compute them again for the gradient. Note that the chunks are
+    strided slices, so that if tokens are sharded then every device has a part of every one.
     """
-    # Pair each token with its successor. The last token has none, but wraps around to the first one, which is
-    # never trained on.
+    # Pair each token with the one after it. For the last token this wraps around to the first one, which is
+    # harmless as we never train on that.
     targets, learned = jnp.roll(ids, -1), jnp.roll(learned.at[0].set(False), -1)
 
     def part(models: PyTree, hidden: Any, targets: Any, learned: Any) -> Any:

@@ -18,15 +18,15 @@ from .task import AbstractTask, cross_entropy
 
 
 class Pairs(AbstractTask):
-    """Sentence embeddings from `{"anchor": ..., "positive": ...}` pairs. (Other names can be used as well.)
+    """Sentence embeddings from `{"anchor": ..., "positive": ...}` pairs. (You can use any other names.)
 
-    Each anchor should be closer to its own positive than to any other positive in the batch.
+    We train each anchor to be closer to its own positive than to all of the other positives in the batch.
 
     Henderson et al., Efficient Natural Language Response Suggestion (2017), as in sentence-transformers.
     """
 
     pooling: Pooling = Pooling()
-    """How to pool over a text's tokens. The resulting vectors are compared by cosine similarity."""
+    """How to pool the tokens of a text. The resulting vectors are compared by their cosine similarity."""
 
     help: ClassVar[str] = """\
   encoders            {"anchor": ..., "positive": ...}: two texts that belong together; for decoders with
@@ -74,7 +74,7 @@ class Pairs(AbstractTask):
         return jnp.sum(cross_entropy(logits, jnp.arange(len(logits))))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy of ranking the true positive first, and the mean reciprocal rank."""
+        """Computes how often the right positive is ranked first, along with the mean reciprocal rank."""
         similarity = outputs[:, 0] @ outputs[:, 1].T
         ranks = np.sum(similarity >= np.diagonal(similarity)[:, None], axis=1)
         return {"accuracy": float(np.mean(ranks == 1)), "mrr": float(np.mean(1 / ranks))}

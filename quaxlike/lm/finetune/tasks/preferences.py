@@ -1,4 +1,4 @@
-"""`--task dpo`: direct preference optimisation."""
+"""`--task dpo`, for direct preference optimisation."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,24 +27,23 @@ class PreferenceSettings(TaskSettings):
     beta: float | int = option(
         "of --task dpo: how close the model stays to the one before training", 0.1, type=number(float, 0)
     )
-    """The factor to multiply log-probability ratios by."""
+    """The factor by which to multiply the log-ratio of probabilities."""
 
 
 class Preferences(AbstractTextTask):
-    """Direct preference optimisation, with rows of the form
-    `{"prompt": ..., "chosen": ..., "rejected": ...}`.
+    """Direct preference optimisation. Rows have the form `{"prompt": ..., "chosen": ..., "rejected": ...}`.
 
-    This increases the likelihood of the chosen text compared to the rejected one, both relative to the model
-    before training, i.e. without adapters, or with the adapter that we continue to train.
+    The chosen text should become more likely and the rejected one less likely, both compared to the model
+    before training. (That is, without adapters, or with the one that we are continuing to train.)
 
-    All three entries can also be lists of messages. If there is no prompt then it is taken to be the common
-    prefix of both texts.
+    All three entries can be lists of messages too. If there is no prompt, then we use whatever both texts
+    have in common at the start.
 
     Rafailov et al., Direct Preference Optimization (2023), as in TRL.
     """
 
     chunk: int = 0
-    """As `NextToken.chunk`."""
+    """The number of tokens per row for which to compute logits at the same time. See `NextToken.chunk`."""
     settings: PreferenceSettings = eqx.field(static=True, default=PreferenceSettings())
 
     help: ClassVar[str] = """\
@@ -79,18 +78,18 @@ class Preferences(AbstractTextTask):
     def compared(self, model: PyTree, teacher: PyTree = None) -> PyTree:
         if teacher is not None:
             return model, teacher
-        # Without a teacher, the model before training is given by the weights underneath the adapters.
+        # Without a teacher, strip off the adapters: the weights underneath are the model before training.
         return model, jax.tree.map(innermost, model, is_leaf=is_value)
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """Computes log(p / p_start) for each continuation, where p_start is before training."""
+        """Computes log(p / p_start) for both continuations. Here p_start is the model before training."""
 
         def gain(ids: Any, seen: Any, learned: Any) -> Any:
             after, before = (
                 cross_entropy_of_text(each, each.hidden(ids, seen), ids, learned, self.chunk)
                 for each in model
             )
-            return before - after  # the gain in log-probability, as both are cross-entropies
+            return before - after  # the increase in log-probability, as these are cross-entropies
 
         return jax.vmap(gain)(example.ids, example.seen, example.learned & example.seen)
 
@@ -98,10 +97,10 @@ class Preferences(AbstractTextTask):
         return -jnp.sum(jax.nn.log_sigmoid(self.settings.beta * (outputs[:, 0] - outputs[:, 1])))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the loss, the accuracy, and the mean margin scaled by `beta`.
+        """Computes the loss, the accuracy, and the mean margin (scaled by `beta`).
 
-        A pair counts as correct if the chosen text gained more than the rejected one, and as half-correct if
-        both gained the same, as is the case before training.
+        A pair counts as correct if the chosen text gained more than the rejected one. If both gained the same
+        then it counts as half-correct, so the accuracy before training is one half.
         """
         margins = self.settings.beta * (outputs[:, 0] - outputs[:, 1])
         loss = float(self.total(outputs, batch)) / self.weight(batch)
@@ -113,7 +112,7 @@ class Preferences(AbstractTextTask):
 
 
 def _of_messages(row: Mapping[str, Any], tokens: Tokens) -> tuple[list[list[int]], int]:
-    """Tokenises both conversations. Also returns the position at which their answers start."""
+    """Tokenises both conversations. Also returns the position at which the answers start in them."""
     if any("weight" in message for name in ("prompt", "chosen", "rejected") for message in row[name]):
         raise ValueError("'weight' has no meaning for preferences, of which whole answers are compared")
     prompt = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in row["prompt"]]

@@ -1,4 +1,4 @@
-"""`--task reward`: a reward model, trained on preferences."""
+"""`--task reward`, for training a reward model on preferences."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ class RewardSettings(TaskSettings):
 
 
 class Rewards(AbstractTask):
-    """A reward model, for which the chosen text should get a higher reward than the rejected one.
+    """A reward model. It should give the chosen text a higher reward than the rejected one.
 
-    Rows have the same format as for `Preferences`.
+    The rows are the same as for `Preferences`.
 
     Ouyang et al., Training Language Models to Follow Instructions (2022), as in TRL's `RewardTrainer`.
     """
@@ -93,7 +93,7 @@ class Rewards(AbstractTask):
         return model.layer_list
 
     def output(self, model: PyTree, example: Batch) -> Float[Array, " texts"]:
-        """Computes the rewards for the chosen and rejected texts."""
+        """Computes the reward for the chosen text and for the rejected text."""
         return jax.vmap(model)(example.ids, example.seen)[:, 0].astype(jnp.float32)
 
     def total(self, outputs: PyTree, batch: Batch) -> Float[Array, ""]:
@@ -101,7 +101,7 @@ class Rewards(AbstractTask):
         return jnp.sum(losses + self.settings.center_rewards * jnp.sum(outputs, axis=1) ** 2)
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the loss, the accuracy, and the mean difference between the two rewards."""
+        """Computes the loss, the accuracy, and the mean difference between both rewards."""
         margins = outputs[:, 0] - outputs[:, 1]
         loss = float(self.total(outputs, batch)) / self.weight(batch)
         return {"loss": loss, "accuracy": float(np.mean(margins > 0)), "margin": float(np.mean(margins))}

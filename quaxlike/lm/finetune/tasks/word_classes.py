@@ -1,4 +1,4 @@
-"""`--task classify` for labelled words, e.g. named entity recognition."""
+"""`--task classify` for words that have labels, for example in named entity recognition."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,10 @@ from .task import AbstractTask, cross_entropy
 
 
 class WordClasses(AbstractTask):
-    """Token classification, with rows of the form `{"tokens": [...], "ner_tags": [...]}`. As in transformers'
-    `run_ner.py`, words are joined by spaces, and only the first token of each word contributes to the loss.
+    """Token classification. Rows have the form `{"tokens": [...], "ner_tags": [...]}`.
+
+    Words are joined by spaces, and then only the first token of each word contributes to the loss. (This is
+    the same as in `run_ner.py` in transformers.)
     """
 
     labels: Labels = eqx.field(static=True)
@@ -79,7 +81,7 @@ class WordClasses(AbstractTask):
         return float(np.sum(batch.learned))
 
     def metrics(self, outputs: PyTree, batch: Batch) -> dict[str, float]:
-        """Computes the accuracy over words, and the loss."""
+        """Computes the accuracy over words, along with the loss."""
         right = np.argmax(outputs, axis=-1) == batch.labels
         accuracy = float(np.sum(right & batch.learned[:, 0])) / self.weight(batch)
         return {"accuracy": accuracy, "loss": float(self.total(outputs, batch)) / self.weight(batch)}
