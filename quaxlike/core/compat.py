@@ -22,7 +22,6 @@ import jax.core
 import jax.extend as jex
 import jax.extend.core as jexc
 import jax.extend.linear_util as lu
-import numpy as np
 from jax._src import (
     checkify,
     config,
@@ -45,9 +44,6 @@ except ImportError:
 
 # Represents a sharding that isn't specified for a jit, which doesn't have a public name.
 UNSPECIFIED = sharding_impls.UNSPECIFIED
-
-# XLA's CPU backend copies arrays that begin elsewhere.
-_ALIGNMENT = 64
 
 # Hides the frames of JAX and of this package in tracebacks, as specified by `jax_traceback_filtering`.
 api_boundary = traceback_util.api_boundary
@@ -111,20 +107,6 @@ trace_context: Callable[[], Hashable] = config.trace_context
 def x64_enabled() -> bool:
     """Returns whether 64-bit types are enabled. This is faster than a lookup by name."""
     return config.enable_x64.value
-
-
-def from_numpy(array: np.ndarray) -> jax.Array:
-    """Copies a NumPy array to the default device.
-
-    Since JAX 0.10, `jnp.asarray` compiles a program for each shape, which takes longer than reading most of a
-    checkpoint's tensors. `jax.device_put` doesn't, but on a CPU its result shares memory with an aligned
-    array, so we give it an aligned copy of our own.
-    """
-    room = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return jax.device_put(copy)
 
 
 def set_user_context(context: Any, value: Any) -> None:

@@ -17,8 +17,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from .._arrays import from_numpy
 from .._files import replacing
-from ..core import compat
 from .errors import CheckpointError, file_error, hub_hint, listed
 from .json_text import read_json, read_json_of
 from .open_file import OpenFile, foreign
@@ -188,7 +188,7 @@ def write_to(
 
 def as_jax(array: np.ndarray) -> Any:
     """Converts `array` to a JAX array, unless JAX would truncate it from 64 to 32 bits."""
-    return compat.from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
+    return from_numpy(array) if jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype else array
 
 
 def _in_folder(folder: Path) -> Path:

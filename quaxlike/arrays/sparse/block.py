@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike
 
+from ..._arrays import from_numpy
 from ..._checked import checked
-from ...core import compat
 from ...core.operators import ArrayOperators
 from ...core.values import ArrayValue, replace_fields
 from ...kernels import transposed_index
@@ -121,7 +121,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
         col_idx = _column_index(masks)
         # Padding has an index that is out of bounds, so clip it, and then clear these slots.
         places = np.expand_dims(np.minimum(col_idx, k // block_size - 1), (-2, -1))
-        blocks = jnp.take_along_axis(cut, compat.from_numpy(places), axis=-3)
+        blocks = jnp.take_along_axis(cut, from_numpy(places), axis=-3)
         stored = np.expand_dims(col_idx < k // block_size, (-2, -1))
         return cls.from_blocks(jnp.where(stored, blocks, jnp.zeros_like(blocks)), col_idx, k // block_size)
 
@@ -165,7 +165,7 @@ class BlockSparseArray(ArrayOperators, AbstractSparseArray):
             for index in each
         ]
         transposed_idx = np.asarray(padded, np.int32).reshape(*batch, columns, width)
-        return cls(blocks, compat.from_numpy(col_idx), compat.from_numpy(transposed_idx))
+        return cls(blocks, from_numpy(col_idx), from_numpy(transposed_idx))
 
     @classmethod
     @checked

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Bool, Int32
 
+from ..._arrays import from_numpy
 from ..._checked import checked
-from ...core import compat
 from ...core.operators import ArrayOperators
 from ...core.values import replace_fields
 from ...kernels import CsrIndex, csr_index
@@ -118,7 +118,7 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
         mask = largest(np.asarray(jnp.abs(flat)), density, "{} elements")
         size = flat.shape[-1]
         places = np.sort(np.where(mask, np.arange(size), size), axis=-1)[..., : mask.sum(-1).max(initial=0)]
-        data = jnp.take_along_axis(flat, compat.from_numpy(np.minimum(places, max(size - 1, 0))), axis=-1)
+        data = jnp.take_along_axis(flat, from_numpy(np.minimum(places, max(size - 1, 0))), axis=-1)
         return cls._at_places(data, places, sizes)
 
     @classmethod
@@ -189,8 +189,8 @@ class SparseArray(ArrayOperators, AbstractSparseArray):
             pairs = zip(*(index.reshape(count, places.shape[-1]) for index in indices), strict=True)
             each = [csr_index(rows, columns, (sizes[0], sizes[1]))[2:] for rows, columns in pairs]
             stacked = [np.reshape(arrays, (*places.shape[:-1], -1)) for arrays in zip(*each, strict=True)]
-            order = tuple(map(compat.from_numpy, stacked))
-        return cls(data, tuple(map(compat.from_numpy, indices)), sizes, order)
+            order = tuple(map(from_numpy, stacked))
+        return cls(data, tuple(map(from_numpy, indices)), sizes, order)
 
     @classmethod
     @checked

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..._arrays import from_numpy
 from ..._checked import checked
 from ..._patterns import PatternError
 from ...adapters.record import PREFIX, ROOT, Layer, Method
 from ...arrays.adapted import innermost
 from ...arrays.layout import Layout
 from ...arrays.lora import LoraBias, TrainableArray
-from ...core import compat
 from ...core.values import is_value
 from ...files.errors import CheckpointError, file_error, hub_hint
 from ...files.tensors import Tensors, open_tensors
@@ -389,7 +389,7 @@ class _File:
             or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype
         ):
             raise self.error(key, f"expected float32, bfloat16 or float16; found {info.dtype}")
-        return compat.from_numpy(self.tensors[key])
+        return from_numpy(self.tensors[key])
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors.info[key].shape
