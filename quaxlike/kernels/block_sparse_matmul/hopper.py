@@ -4,7 +4,8 @@ Each thread block computes a tile of tokens for one feature block of the result,
 activations with stored blocks on the tensor cores. One of its warpgroups is only responsible for prefetching
 the tiles needed by the others, whose positions are given by the index.
 
-Slots without a block have an out-of-bounds index, for which loads return zeros. Padding needs no branches.
+Slots without a block have an out-of-bounds index, for which loads return zeros. This means that we don't need
+any branches for padding.
 """
 
 import functools

@@ -48,7 +48,8 @@ def emit(refs: Sequence[Any], p: SparseProblem, tiling: SparseTiling) -> None:
     rights = _Operand(right, shared, p.right, tiling.right, sizes[0], is_left=False)
 
     def number(step: Reg) -> Reg:
-        # Clamped, as we read the index for steps past the end, whose copies are then skipped.
+        # We need to clamp this, because we also read the index for steps past the end, even though their
+        # copies are then skipped.
         return work.number(lanes.minimum(step, steps - 1))
 
     def stage(step: Reg) -> Reg:
@@ -165,8 +166,8 @@ class _Shared(MemoryRegion):
         u32 = ir.IntegerType.get_signless(32)
         ptx = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transposed + ".shared.b16 {$0, $1, $2, $3}, [$4];"
         struct, address = llvm.StructType.get_literal([u32] * 4), self.address(offset).value
-        # Marked as having side effects. Otherwise the compiler might move it across a barrier, since it does
-        # not know that this reads from memory.
+        # We mark this as having side effects. The compiler doesn't know that it reads from memory, so
+        # otherwise it might be moved across a barrier.
         out = llvm.inline_asm(struct, [address], ptx, "=r,=r,=r,=r,r,~{memory}", has_side_effects=True)
         return [Reg(llvm.extractvalue(u32, out, [i])) for i in range(4)]
 
