@@ -78,7 +78,9 @@ def matmul(
     lead, m = x.shape[:-1], math.prod(x.shape[:-1])
     own_rows = 64 if m <= 64 * _COMPUTE_WARPGROUPS else 128  # the number of tokens per warpgroup
     block_m = own_rows * _COMPUTE_WARPGROUPS
-    x = x.reshape(m, x.shape[-1])  # no padding, as out-of-bounds loads return zeros, and stores are dropped
+    # We don't need to pad this, because out-of-bounds loads return zeros and out-of-bounds stores are
+    # dropped.
+    x = x.reshape(m, x.shape[-1])
     parts = b // _DEPTH
 
     def place(index: Any) -> _Place:

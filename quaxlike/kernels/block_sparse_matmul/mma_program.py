@@ -195,7 +195,7 @@ class _Operand:
         self.line = lane % 8
 
     def _permuted(self, piece: Reg, row: Reg) -> Reg:
-        """Returns the position of a piece in its row, such that eight adjacent rows use different banks."""
+        """Returns the position of a piece in its row, so that eight adjacent rows use different banks."""
         width = min(8, self.pieces)
         return piece ^ row // (8 // width) % width
 
@@ -206,7 +206,7 @@ class _Operand:
             at = lanes.thread_index() + i * THREADS
             own, piece = at // self.pieces, at % self.pieces
             inside = present & (row + own < self.shape[0])
-            if self.rows * self.pieces % THREADS:  # then the last iteration has more threads than pieces
+            if self.rows * self.pieces % THREADS:  # The last iteration has more threads than pieces.
                 inside = inside & (own < self.rows)
             offset = ((row + own) * self.shape[1] + column + piece * _NUMBERS) * 2
             to = (own * self.pieces + self._permuted(piece, own)) * _PIECE + stage + self.start
@@ -219,7 +219,7 @@ class _Operand:
         """
         free, contracted = first + self.free, self.contracted + 16 * k
         row, column = (contracted, free) if self.transposed else (free, contracted)
-        # Excluding `line`, all rows are multiples of 8, for which the permutation is the same.
+        # Apart from `line`, all row offsets are multiples of 8, and these don't change the permutation.
         piece = self._permuted(column // _NUMBERS, self.line)
         at = ((row + self.line) * self.pieces + piece) * _PIECE + stage + self.start
         return self.shared.load_matrices(at, transposed=self.transposed)
